@@ -1,0 +1,1 @@
+"""Fast distributed training on networks slower than the accelerators."""

@@ -1,0 +1,1 @@
+"""Data order and data exchange: SelDP, label-skewed partition, data injection."""

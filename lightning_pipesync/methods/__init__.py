@@ -1,0 +1,1 @@
+"""The published methods, each as settings, a pure algorithm and a runtime."""
