@@ -1,0 +1,39 @@
+"""Checks, before training, that all ranks are about to train the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
+
+
+def check_agreement(
+    transport: Transport, settings: object, parameters: Sequence[NamedParameter], module: nn.Module
+) -> None:
+    """Compares the settings and the model's tensors over the ranks; a collective call.
+
+    Raises:
+        ValueError: on every rank, naming the first thing that is not the same on all, and its value on two ranks.
+    """
+    described = [("settings", repr(settings))]
+    for parameter in parameters:
+        tensor = parameter.tensor
+        text = f"{tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad} group={parameter.group}"
+        described.append((f"parameter {parameter.name}", text))
+    for name, buffer in module.named_buffers():
+        described.append((f"buffer {name}", f"{tuple(buffer.shape)} {buffer.dtype}"))
+    everyone = transport.gather_objects(described)
+    for rank, other in enumerate(everyone):
+        if other == everyone[0]:
+            continue
+        ours, theirs = dict(everyone[0]), dict(other)
+        for what in [*ours, *theirs]:
+            if ours.get(what) != theirs.get(what):
+                raise ValueError(
+                    f"The ranks differ in {what}: rank 0 has {ours.get(what, 'none')}, "
+                    f"rank {rank} has {theirs.get(what, 'none')}."
+                )
+        raise ValueError(f"Rank {rank} registers the parameters in another order than rank 0.")

@@ -1,0 +1,36 @@
+"""Codecs: how floating-point values look on the wire, and error feedback for what a codec drops."""
+
+from __future__ import annotations
+
+from lightning_pipesync.core.codecs.codec import Codec
+from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
+from lightning_pipesync.core.codecs.feedback import encode_with_feedback
+from lightning_pipesync.core.codecs.int8 import Int8
+from lightning_pipesync.core.codecs.topk import TopK
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "Codec",
+    "Int8",
+    "NoCompression",
+    "TopK",
+    "Truncate16",
+    "encode_with_feedback",
+    "get_codec",
+]
+
+_CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (NoCompression, BF16, FP16, Truncate16, Int8, TopK)}
+
+
+def get_codec(codec: str | Codec) -> Codec:
+    """Returns the codec of that name with its default settings; a `Codec` passes through.
+
+    Raises:
+        ValueError: no codec has that name.
+    """
+    if isinstance(codec, Codec):
+        return codec
+    if codec not in _CODECS:
+        raise ValueError(f"compression={codec!r} is not known: use a Codec or one of {', '.join(map(repr, _CODECS))}")
+    return _CODECS[codec]()

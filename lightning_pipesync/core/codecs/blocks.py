@@ -1,0 +1,52 @@
+"""Cache-sized blocks and their scratch.
+
+[Note: scratch] Work that needs several passes goes block by block, so that all passes but the first find the block in
+cache. The scratch is thread local, because one codec object serves a compute thread and a communication thread at once,
+and it is kept between calls. Off the CPU a call is one block and takes its scratch from the device's caching allocator,
+which knows about streams; a kept buffer would be overwritten by a second stream while the first still reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK_PER_THREAD = 2**17
+"""Values that one CPU thread holds in cache at a time: 512 KiB in fp32. A multiple of `Int8.CHUNK`."""
+
+
+def blocks(values: Tensor) -> Iterator[slice]:
+    """Yields the blocks in which to work on 1-D `values`: see [Note: scratch]."""
+    numel = values.numel()
+    size = BLOCK_PER_THREAD * torch.get_num_threads() if values.device.type == "cpu" else max(numel, 1)
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))
+
+
+class _KeptBuffers(threading.local):
+    def __init__(self) -> None:
+        self.of_dtype: dict[torch.dtype, Tensor] = {}
+
+
+_kept_buffers = _KeptBuffers()
+
+
+def scratch(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns uninitialised scratch for one block, valid until this thread asks for the same dtype again."""
+    if block.device.type != "cpu":
+        return torch.empty(block.numel(), dtype=dtype, device=block.device)
+    buffer = _kept_buffers.of_dtype.get(dtype)
+    if buffer is None or buffer.numel() < block.numel():
+        buffer = _kept_buffers.of_dtype[dtype] = torch.empty(block.numel(), dtype=dtype)
+    return buffer[: block.numel()]
+
+
+def as_dtype(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `block` itself if it has that dtype, else a copy of it in scratch.
+
+    On the CPU, adding bf16 to fp32 in one call is some 50 times slower than this copy and an add.
+    """
+    return block if block.dtype == dtype else scratch(block, dtype).copy_(block)

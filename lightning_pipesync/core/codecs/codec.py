@@ -1,0 +1,54 @@
+"""What a codec is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Codec(ABC):
+    """How floating-point values look on the wire.
+
+    A wire format is never summed: receivers decode and sum in fp32. A codec holds no state between calls, may be used
+    from several threads at once, is deterministic, and never makes the host wait for a device. In all methods
+
+    - `source`, `target` and `accumulator` are 1-D and contiguous, in fp32, fp64, bf16 or fp16, of the same number of
+      values (0 is fine), and need no gradient;
+    - `wire` is 1-D uint8 of exactly `wire_bytes` bytes that starts at a multiple of 16 bytes in its storage;
+    - `dtype` is that of the source, which may differ from the target's (bf16 gradients are summed in fp32).
+
+    A NaN or an infinity in the source comes out as a NaN or an infinity, though not always as the same one. An
+    fp64 value beyond the range of fp32 counts as an infinity, but for `none`.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = False
+
+    @abstractmethod
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Returns the exact size in bytes of `numel` encoded values of `dtype`.
+
+        Raises:
+            ValueError: this codec cannot encode such values.
+        """
+
+    @abstractmethod
+    def encode(self, source: Tensor, wire: Tensor) -> None:
+        """Writes `source` to `wire`."""
+
+    @abstractmethod
+    def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
+        """Overwrites `target` with the values of `wire`."""
+
+    @abstractmethod
+    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
+        """Adds the values of `wire` to `accumulator`: for an fp32 one, bit for bit `decode` and then `add_`."""
+
+    def _require_floating_point(self, dtype: torch.dtype) -> None:
+        if not dtype.is_floating_point:
+            raise ValueError(
+                f"compression={self.name!r} encodes floating-point values, not {dtype}: use compression='none'"
+            )

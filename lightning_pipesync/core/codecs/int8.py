@@ -1,0 +1,77 @@
+"""Scalar 8-bit quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.codecs.blocks import as_dtype, blocks, scratch
+from lightning_pipesync.core.codecs.codec import Codec
+
+
+class Int8(Codec):
+    """Scalar 8-bit quantisation (Pipe-SGD, Compression): chunks of 1024 values, the last of which may be shorter.
+
+    Wire: for each chunk a scale in fp32, its largest magnitude / 127; then for each value round(value / scale) in int8.
+    The error is at most half a scale. The scale is never below the smallest normal fp32 number, so a chunk of
+    subnormals rounds to zero or to that. A chunk with a NaN or an infinity decodes to NaNs and infinities everywhere;
+    the largest fp32 number itself counts as an infinity, because 127 scales may exceed it.
+    """
+
+    name = "int8"
+    CHUNK: ClassVar[int] = 1024
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        self._require_floating_point(dtype)
+        return 4 * self._num_chunks(numel) + numel
+
+    def encode(self, source: Tensor, wire: Tensor) -> None:
+        scales, quantised = self._split(wire, source.numel())
+        for block, chunks in self._chunked(source):
+            scale = scales[chunks]
+            rows = as_dtype(source[block], torch.float32).view(scale.numel(), -1)
+            # amax and amin are several times faster than an infinity norm, and also keep a NaN.
+            torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=scale)
+            scale.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+            # If the rows are scratch themselves, this is the same memory, and the multiplication is in place.
+            scaled = scratch(source[block], torch.float32)
+            torch.mul(rows, scale.reciprocal().unsqueeze(1), out=scaled.view_as(rows))
+            quantised[block].copy_(scaled.round_())
+
+    def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
+        scales, quantised = self._split(wire, target.numel())
+        for block, chunks in self._chunked(target):
+            if target.dtype == torch.float32:
+                self._dequantise(scales[chunks], quantised[block], target[block])
+            else:
+                values = scratch(target[block], torch.float32)
+                target[block].copy_(self._dequantise(scales[chunks], quantised[block], values))
+
+    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
+        scales, quantised = self._split(wire, accumulator.numel())
+        for block, chunks in self._chunked(accumulator):
+            values = scratch(accumulator[block], torch.float32)
+            accumulator[block].add_(self._dequantise(scales[chunks], quantised[block], values))
+
+    @staticmethod
+    def _dequantise(scale: Tensor, quantised: Tensor, values: Tensor) -> Tensor:
+        values.copy_(quantised).view(scale.numel(), -1).mul_(scale.unsqueeze(1))
+        return values
+
+    def _num_chunks(self, numel: int) -> int:
+        return -(-numel // self.CHUNK)
+
+    def _split(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        scales, quantised = wire.split([4 * self._num_chunks(numel), numel])
+        return scales.view(torch.float32), quantised.view(torch.int8)
+
+    def _chunked(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Yields which values and which chunks form each block; a last short chunk is a block of its own."""
+        whole = values.numel() // self.CHUNK
+        for block in blocks(values[: whole * self.CHUNK]):
+            yield block, slice(block.start // self.CHUNK, block.stop // self.CHUNK)
+        if values.numel() % self.CHUNK:
+            yield slice(whole * self.CHUNK, values.numel()), slice(whole, whole + 1)

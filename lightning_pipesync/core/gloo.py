@@ -1,0 +1,317 @@
+"""Reduce-scatter and all-gather over Gloo, at the speed of the network in both directions at once.
+
+[Note: receives first]
+Gloo's own ``reduce_scatter_tensor`` does a whole all-reduce inside, and its ``all_gather`` is half duplex: over one TCP
+pair the "ready to receive" notice queues behind that rank's own outgoing data, so that the two directions take turns.
+Here every rank posts all its receives, then all its sends. Both directions then run at full rate, a reduce-scatter
+costs half an all-reduce, and the two halves together cost what one all-reduce does (DeAR, Fig. 5).
+
+[Note: a ring for many ranks]
+In step s of P - 1 a rank sends to rank + s and receives from rank - s: at any time every rank has one sender and one
+receiver. With few ranks all steps are posted at once; with many, ``window`` steps are in flight, which bounds the open
+messages and avoids many senders for one receiver. Slices travel straight to their owner, never as partial sums, because
+a wire format is never summed: the number of compressions stays one however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.failure import naming_lost_peer
+from lightning_pipesync.core.feedback import ErrorFeedback, encode
+from lightning_pipesync.core.handle import Promise, Worker
+from lightning_pipesync.core.shards import accumulation_dtype, shard_of
+
+#: Steps of the ring in flight, see [Note: a ring for many ranks].
+WINDOW = 16
+
+
+class BufferPool:
+    """Byte buffers that are used again, so that nothing is allocated after the first step."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns a uint8 tensor of ``num_bytes`` elements with undefined content."""
+        with self._lock:
+            free = self._free.get(num_bytes)
+            if free:
+                return free.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Takes back what :meth:`take` returned."""
+        with self._lock:
+            for buffer in buffers:
+                self._free.setdefault(buffer.numel(), []).append(buffer)
+
+
+class PairwiseExchange:
+    """One message to each peer and one from each peer, see the notes above. All messages start on construction.
+
+    Args:
+        group: the process group.
+        tag: tells this exchange from others in flight.
+        timeout: how long to wait for one message.
+        outgoing: the tensor for each peer, by rank in the group; a peer left out gets no message.
+        incoming: where the message of each peer goes, likewise.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        timeout: timedelta,
+        outgoing: dict[int, Tensor],
+        incoming: dict[int, Tensor],
+    ) -> None:
+        self._group, self._tag, self._timeout = group, tag, timeout
+        self._outgoing, self._incoming = outgoing, incoming
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._receiving: dict[int, dist.Work] = {}
+        self._sending: dict[int, dist.Work] = {}
+        self._next_step = 1
+        self._post(WINDOW)
+
+    def _post(self, num_steps: int) -> None:
+        end = min(self._next_step + num_steps, self._world_size)
+        steps = range(self._next_step, end)
+        self._next_step = end
+        for peer in ((self._rank - step) % self._world_size for step in steps):
+            if peer in self._incoming:
+                with self._naming(peer, "a message from"):
+                    work = dist.irecv(self._incoming[peer], self._global(peer), self._group, self._tag)
+                self._receiving[peer] = cast(dist.Work, work)
+        for peer in ((self._rank + step) % self._world_size for step in steps):
+            if peer in self._outgoing:
+                with self._naming(peer, "the delivery of a message to"):
+                    work = dist.isend(self._outgoing[peer], self._global(peer), self._group, self._tag)
+                self._sending[peer] = cast(dist.Work, work)
+
+    def wait_for(self, peer: int) -> None:
+        """Blocks until the message of ``peer`` has arrived, if one is expected.
+
+        Raises:
+            RuntimeError: the peer died or did not answer within the timeout.
+        """
+        while self._next_step <= (self._rank - peer) % self._world_size:
+            self._advance()
+        if peer in self._receiving:
+            self._wait(self._receiving.pop(peer), peer, "a message from")
+
+    def finish(self) -> None:
+        """Blocks until everything has arrived and everything has been sent."""
+        while self._next_step < self._world_size:
+            self._advance()
+        for peer in list(self._receiving):
+            self.wait_for(peer)
+        for peer, work in self._sending.items():
+            self._wait(work, peer, "the delivery of a message to")
+        self._sending.clear()
+
+    def _advance(self) -> None:
+        """Moves the window on by one step."""
+        if self._receiving:
+            oldest = next(iter(self._receiving))
+            self._wait(self._receiving.pop(oldest), oldest, "a message from")
+        self._post(1)
+
+    def _global(self, peer: int) -> int:
+        return dist.get_global_rank(self._group, peer)
+
+    def _naming(self, peer: int, what: str) -> AbstractContextManager[None]:
+        return naming_lost_peer(self._rank, f"{what} rank {self._global(peer)}", self._timeout)
+
+    def _wait(self, work: dist.Work, peer: int, what: str) -> None:
+        with self._naming(peer, what):
+            work.wait(self._timeout)
+
+
+class GlooExchange:
+    """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
+
+    The caller's thread posts the messages of a reduce-scatter. One worker thread sums what arrives and posts the
+    all-gather; another completes the all-gathers. So a whole all-reduce proceeds beside training.
+
+    Args:
+        group: a Gloo process group that nothing else uses.
+        timeout: how long to wait for one message.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group, self._timeout = group, timeout
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._pool = BufferPool()
+        self._tag = 0
+        self._reducing = Worker("pipesync-reduce")
+        self._gathering = Worker("pipesync-gather")
+
+    def pairwise(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
+        """Starts one message to and from each peer."""
+        return self._pairwise(self._next_tag(), outgoing, incoming)
+
+    def reduce_scatter(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns what waits for that slice."""
+        promise: Promise[Tensor] = Promise()
+        reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
+        self._reducing.submit(lambda: promise.run(reduce))
+        return promise.wait
+
+    def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns what waits for the slices of the others."""
+        promise: Promise[Tensor] = Promise()
+        gather = self._start_all_gather(self._next_tag(), flat, codec, feedback)
+        self._gathering.submit(lambda: promise.run(gather))
+        return promise.wait
+
+    def all_reduce(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Does both halves, one after the other; returns what waits for ``flat``."""
+        promise: Promise[Tensor] = Promise()
+        reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
+        tag = self._next_tag()  # drawn here, in the order of the calls: the worker's order is not the same on all ranks
+
+        def reduce_then_gather() -> None:
+            try:
+                reduce()
+                gather = self._start_all_gather(tag, flat, codec, feedback)
+            except BaseException as error:
+                promise.fail(error)
+            else:
+                self._gathering.submit(lambda: promise.run(gather))
+
+        self._reducing.submit(reduce_then_gather)
+        return promise.wait
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads, after the operations in flight or after ``timeout_s`` seconds each."""
+        self._reducing.close(timeout_s)
+        self._gathering.close(timeout_s)
+
+    def _start_reduce_scatter(
+        self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        own, num_bytes = self._shard(flat), codec.wire_bytes(self._shard(flat).numel(), flat.dtype)
+        received = {peer: self._pool.take(num_bytes) for peer in self._peers if num_bytes}
+        if codec.lossless:  # the values themselves travel, without a copy
+            incoming = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
+            outgoing = {peer: self._shard(flat, peer) for peer in self._peers}
+            encoded: dict[int, Tensor] = {}
+        else:
+            incoming, outgoing = received, self._encode_slices(flat, codec, feedback)
+            encoded = outgoing.copy()
+        own_wire = outgoing.pop(self._rank, own)
+        exchange = self._pairwise(tag, outgoing, incoming)
+
+        def reduce() -> Tensor:
+            contributions = {**incoming, self._rank: own_wire}
+            if own.numel():
+                if codec.lossless and accumulation_dtype(own.dtype) == own.dtype:
+                    self._sum_values(exchange, contributions, own)
+                else:
+                    self._sum_wires(exchange, contributions, codec, own)
+                if mean:
+                    own.div_(self._world_size)
+            exchange.finish()
+            self._pool.give([*received.values(), *encoded.values()])
+            return own
+
+        return reduce
+
+    def _encode_slices(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> dict[int, Tensor]:
+        """Encodes every rank's slice, this rank's too: what is summed is what was encoded, whoever sums it."""
+        wires = {}
+        for rank in range(self._world_size):
+            source = self._shard(flat, rank)
+            wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), flat.dtype))
+            residual = None if feedback is None else self._shard(feedback.contribution, rank)
+            encode(codec, source, wires[rank], residual)
+        return wires
+
+    def _sum_values(self, exchange: PairwiseExchange, contributions: dict[int, Tensor], own: Tensor) -> None:
+        """Adds in the order of the ranks, so that the result does not depend on who sums or what arrives first."""
+        order = sorted(contributions)
+        if self._rank == 1:
+            order[:2] = [1, 0]  # the same sum, in place
+        exchange.wait_for(order[0])
+        total = contributions[order[0]]
+        for rank in order[1:]:
+            exchange.wait_for(rank)
+            total.add_(contributions[rank])
+        if total is not own:
+            own.copy_(total)
+
+    def _sum_wires(
+        self, exchange: PairwiseExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor
+    ) -> None:
+        """Decodes and adds in the order of the ranks."""
+        dtype = accumulation_dtype(own.dtype)
+        total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
+        for rank in sorted(contributions):
+            exchange.wait_for(rank)
+            wire = contributions[rank].view(torch.uint8)
+            if rank == 0:
+                codec.decode(wire, total, own.dtype)
+            else:
+                codec.decode_add(wire, total, own.dtype)
+        if total is not own:
+            own.copy_(total)
+
+    def _start_all_gather(
+        self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        own = self._shard(flat)
+        slices = {peer: piece for peer in self._peers if (piece := self._shard(flat, peer)).numel()}
+        if codec.lossless:
+            exchange = self._pairwise(tag, dict.fromkeys(self._peers, own), slices)
+
+            def gather() -> Tensor:
+                exchange.finish()
+                return flat
+
+            return gather
+
+        wire = self._pool.take(codec.wire_bytes(own.numel(), flat.dtype))
+        encode(codec, own, wire, None if feedback is None else feedback.shard[: own.numel()])
+        codec.decode(wire, own, flat.dtype)  # the owner, too, goes on with what the others will decode
+        wires = {p: self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for p, piece in slices.items()}
+        exchange = self._pairwise(tag, dict.fromkeys(self._peers, wire), wires)
+
+        def gather_and_decode() -> Tensor:
+            for peer, piece in slices.items():
+                exchange.wait_for(peer)
+                codec.decode(wires[peer], piece, flat.dtype)
+            exchange.finish()
+            self._pool.give([wire, *wires.values()])
+            return flat
+
+        return gather_and_decode
+
+    def _pairwise(self, tag: int, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
+        filled = {peer: message for peer, message in outgoing.items() if message.numel()}
+        return PairwiseExchange(self._group, tag, self._timeout, filled, incoming)
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if rank != self._rank]
+
+    def _shard(self, flat: Tensor, rank: int | None = None) -> Tensor:
+        return shard_of(flat, self._rank if rank is None else rank, self._world_size)
+
+    def _next_tag(self) -> int:
+        self._tag = (self._tag + 1) % 2**30
+        return self._tag

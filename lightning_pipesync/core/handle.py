@@ -1,0 +1,80 @@
+"""A handle on an operation that runs beside training, and the threads that drive such operations."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """What an asynchronous operation returns. Handles may be waited for in any order, and more than once."""
+
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self._wait: Callable[[], T] | None = wait
+        self._result: T
+
+    def wait(self) -> T:
+        """Blocks until the operation is complete and returns its result.
+
+        Raises:
+            RuntimeError: a peer died, or did not answer within the transport's timeout.
+        """
+        if self._wait is not None:
+            self._result = self._wait()
+            self._wait = None
+        return self._result
+
+
+class Promise(Generic[T]):
+    """A result that another thread will supply."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._result: T
+
+    def run(self, function: Callable[[], T]) -> None:
+        """Runs ``function`` and keeps what it returns, or the exception it raises."""
+        try:
+            self._result = function()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps ``error`` as the outcome."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> T:
+        """Blocks until there is an outcome; returns the result or raises the error."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Worker:
+    """A thread that runs jobs one after the other. It is a daemon: it never keeps a dying process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queues ``job``, which must not raise."""
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Lets the queued jobs finish and ends the thread; waits for it at most ``timeout_s`` seconds."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

@@ -1,0 +1,126 @@
+"""Reduce-scatter and all-gather over NCCL, on a stream of their own, without a host synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.feedback import ErrorFeedback, encode
+from lightning_pipesync.core.shards import accumulation_dtype, shard_numel, shard_of
+
+
+class NcclExchange:
+    """Reduce-scatter and all-gather of flat CUDA tensors over an NCCL process group.
+
+    Everything is enqueued on one side stream, in the order of the calls. An operation starts when the work that is on
+    the caller's stream at that moment is done; waiting for it makes the caller's stream wait, never the host.
+
+    Args:
+        group: an NCCL process group that nothing else uses.
+        device: this rank's CUDA device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._stream = torch.cuda.Stream(device)
+
+    def reduce_scatter(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns what waits for that slice."""
+        return self._enqueue(flat, lambda: self._reduce_scatter(flat, codec, mean, feedback))
+
+    def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns what waits for the slices of the others."""
+        return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback))
+
+    def all_reduce(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Does both halves, one after the other; returns what waits for ``flat``."""
+
+        def both() -> Tensor:
+            self._reduce_scatter(flat, codec, mean, feedback)
+            return self._all_gather(flat, codec, feedback)
+
+        return self._enqueue(flat, both)
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing to end: there is no thread."""
+
+    def _enqueue(self, flat: Tensor, operation: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            result = operation()
+            done = self._stream.record_event()
+        flat.record_stream(self._stream)  # the allocator may not hand its memory on before this stream is through
+
+        def wait() -> Tensor:
+            torch.cuda.current_stream(self._device).wait_event(done)
+            return result
+
+        return wait
+
+    def _reduce_scatter(self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None) -> Tensor:
+        own = shard_of(flat, self._rank, self._world_size)
+        if codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype:
+            padded = self._padded(flat)
+            total = torch.empty(shard_numel(flat.numel(), self._world_size), dtype=flat.dtype, device=flat.device)
+            dist.reduce_scatter_tensor(total, padded, group=self._group)
+            own.copy_(total[: own.numel()])
+        else:  # NCCL would sum 16-bit floats, or wire formats, as they are
+            own.copy_(self._exchange_and_sum(flat, codec, feedback)[: own.numel()])
+        if mean:
+            own.div_(self._world_size)
+        return own
+
+    def _exchange_and_sum(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
+        size = shard_numel(flat.numel(), self._world_size)
+        slices = self._padded(flat).view(self._world_size, size)
+        num_bytes = codec.wire_bytes(size, flat.dtype)
+        sent = self._wires(num_bytes)
+        residuals: list[Tensor | None] = [None] * self._world_size
+        if feedback is not None:
+            padded = self._padded(feedback.contribution)
+            residuals = list(padded.view(self._world_size, size))
+        for source, wire, residual in zip(slices, sent, residuals, strict=True):
+            encode(codec, source, wire[:num_bytes], residual)
+        if feedback is not None and padded is not feedback.contribution:
+            feedback.contribution.copy_(padded[: feedback.contribution.numel()])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        total = torch.zeros(size, dtype=accumulation_dtype(flat.dtype), device=flat.device)
+        for wire in received:
+            codec.decode_add(wire[:num_bytes], total, flat.dtype)
+        return total
+
+    def _all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
+        size = shard_numel(flat.numel(), self._world_size)
+        own = shard_of(self._padded(flat), self._rank, self._world_size)
+        if codec.lossless:
+            gathered = torch.empty(self._world_size * size, dtype=flat.dtype, device=flat.device)
+            dist.all_gather_into_tensor(gathered, own, group=self._group)
+            return flat.copy_(gathered[: flat.numel()])
+        num_bytes = codec.wire_bytes(size, flat.dtype)
+        wires = self._wires(num_bytes)
+        wire = torch.empty_like(wires[0])
+        encode(codec, own, wire[:num_bytes], None if feedback is None else feedback.shard)
+        dist.all_gather_into_tensor(wires.view(-1), wire, group=self._group)
+        decoded = torch.empty(self._world_size, size, dtype=flat.dtype, device=flat.device)
+        for encoded, target in zip(wires, decoded, strict=True):
+            codec.decode(encoded[:num_bytes], target, flat.dtype)
+        return flat.copy_(decoded.view(-1)[: flat.numel()])
+
+    def _wires(self, num_bytes: int) -> Tensor:
+        """Returns a buffer with a row for each rank, every row aligned for any element type."""
+        return torch.empty(self._world_size, -(-num_bytes // 16) * 16, dtype=torch.uint8, device=self._device)
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        """Returns ``flat`` itself if it divides evenly among the ranks, else a copy with zeros behind it."""
+        missing = shard_numel(flat.numel(), self._world_size) * self._world_size - flat.numel()
+        return torch.nn.functional.pad(flat, (0, missing)) if missing else flat

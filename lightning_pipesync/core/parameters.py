@@ -1,0 +1,83 @@
+"""Which parameters a method has to look after, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_pipesync.compat import is_dtensor
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter and where it belongs.
+
+    Attributes:
+        name: its first name in the module; tied parameters occur once.
+        tensor: the parameter.
+        layer: name of the module that holds it.
+        group: indices of its optimizer and of its parameter group there; None if no optimizer has it.
+    """
+
+    name: str
+    tensor: Tensor
+    layer: str
+    group: tuple[int, int] | None
+
+
+def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[NamedParameter]:
+    """Returns every parameter of the module and of the optimizers, once, in the order of registration.
+
+    Raises:
+        ValueError: a parameter is sharded, complex, not yet initialised or sparse in its gradient, or an optimizer
+            cannot work on a replica; the message names it.
+    """
+    groups: dict[int, tuple[int, int]] = {}
+    for i, optimizer in enumerate(optimizers):
+        _check_optimizer(optimizer)
+        for j, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                groups.setdefault(id(tensor), (i, j))
+    parameters = [
+        NamedParameter(name, tensor, name.rpartition(".")[0], groups.get(id(tensor)))
+        for name, tensor in module.named_parameters()
+    ]
+    known = {id(parameter.tensor) for parameter in parameters}
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for k, tensor in enumerate(group["params"]):
+                if id(tensor) not in known:  # trained, though the module does not register it
+                    known.add(id(tensor))
+                    layer = f"optimizer{i}.group{j}"
+                    parameters.append(NamedParameter(f"{layer}.{k}", tensor, layer, groups[id(tensor)]))
+    for parameter in parameters:
+        _check_parameter(parameter)
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(f"{name} has sparse=True; sparse gradients are not supported: set sparse=False.")
+    return parameters
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("The optimizer LBFGS evaluates its closure several times a step, which is not supported.")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise ValueError("ZeroRedundancyOptimizer communicates itself: pass the optimizer that it wraps.")
+
+
+def _check_parameter(parameter: NamedParameter) -> None:
+    tensor = parameter.tensor
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(f"Parameter {parameter.name} has no shape yet: run a batch through the lazy module first.")
+    if is_dtensor(tensor):
+        raise ValueError(f"Parameter {parameter.name} is sharded (DTensor); every rank must hold the whole model.")
+    if tensor.is_complex():
+        raise ValueError(f"Parameter {parameter.name} is of {tensor.dtype}; complex parameters are not supported.")
+    if tensor.is_sparse or tensor.layout != torch.strided:
+        raise ValueError(f"Parameter {parameter.name} has layout {tensor.layout}; only dense ones are supported.")

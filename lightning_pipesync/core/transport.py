@@ -1,0 +1,249 @@
+"""All traffic of a method goes through here, over process groups that nothing else uses.
+
+[Note: one order]
+Every rank must issue the same operations in the same order. What a rank does may therefore never depend on its own
+gradients alone: a decision is exchanged first (:meth:`Transport.exchange_flags`), then taken by all.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.failure import naming_lost_peer
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.gloo import GlooExchange
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.nccl import NcclExchange
+from lightning_pipesync.core.shards import shard_of
+from lightning_pipesync.core.traffic import Traffic
+
+T = TypeVar("T")
+
+
+class Transport:
+    """Asynchronous collectives and messages among the ranks of the default process group.
+
+    Tensors are 1-D and contiguous; the collectives work in place. Numbers of values need not divide by the number of
+    ranks. CPU tensors travel over Gloo. CUDA tensors travel over NCCL, or, where ``backend="gloo"``, through the host.
+
+    Attributes:
+        rank: this process, in ``range(world_size)``.
+        world_size: number of processes.
+        device: where the tensors of the collectives are.
+        traffic: bytes sent and seconds waited, per kind of operation.
+
+    Args:
+        device: where the tensors of the collectives are.
+        timeout_s: seconds after which a peer that does not answer counts as lost.
+        backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices where it is there, else Gloo.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ValueError: ``timeout_s`` is not positive, or the backend does not fit the device.
+    """
+
+    def __init__(
+        self, device: torch.device | str = "cpu", *, timeout_s: float = 1800.0, backend: str | None = None
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised: call init_process_group() first.")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}.")
+        self.device = torch.device(device)
+        backend = backend or ("nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo")
+        if backend not in ("gloo", "nccl") or (backend == "nccl" and self.device.type != "cuda"):
+            raise ValueError(
+                f"backend={backend!r} cannot carry tensors on {self.device}: use 'gloo', or 'nccl' on CUDA."
+            )
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.traffic = Traffic()
+        self._groups: list[dist.ProcessGroup] = []
+        self._timeout = timedelta(seconds=timeout_s)
+        # Flags, objects and single messages go through the host: reading them must not wait for the device.
+        self._control = self._new_group("gloo")
+        self._gloo = GlooExchange(self._control, self._timeout)
+        self._exchange: GlooExchange | NcclExchange = self._gloo
+        if backend == "nccl":
+            self._exchange = NcclExchange(self._new_group("nccl"), self.device)
+
+    def reduce_scatter(
+        self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
+    ) -> Handle[Tensor]:
+        """Sums ``flat`` over the ranks, each rank a slice of it.
+
+        Args:
+            flat: 1-D contiguous tensor, not to be touched until the handle has been waited for. Then this rank's
+                :meth:`shard` of it holds the sum and the rest is undefined.
+            codec: what travels. It is decoded and summed in fp32 (fp64 for fp64) by the owner of the slice.
+            mean: divide the sum by the number of ranks.
+            feedback: the residuals of this buffer, to make good what the codec drops.
+
+        Returns:
+            A handle on this rank's slice, shape ``[ceil(numel / world_size)]``, less for the last ranks.
+        """
+        codec = self._check(flat, codec, mean)
+        self._count("reduce_scatter", flat, codec)
+        return self._launch("reduce_scatter", flat, lambda t: self._exchange.reduce_scatter(t, codec, mean, feedback))
+
+    def all_gather(
+        self, flat: Tensor, *, codec: str | Codec = "none", feedback: ErrorFeedback | None = None
+    ) -> Handle[Tensor]:
+        """Fills ``flat`` with every rank's :meth:`shard` of it; arguments as in :meth:`reduce_scatter`.
+
+        With a lossy codec this rank's own slice, too, becomes what the others decode: all ranks hold the same values.
+        """
+        codec = self._check(flat, codec)
+        self._count("all_gather", flat, codec)
+        return self._launch("all_gather", flat, lambda t: self._exchange.all_gather(t, codec, feedback))
+
+    def all_reduce(
+        self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
+    ) -> Handle[Tensor]:
+        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both beside training."""
+        codec = self._check(flat, codec, mean)
+        self._count("reduce_scatter", flat, codec)
+        self._count("all_gather", flat, codec)
+        return self._launch("all_reduce", flat, lambda t: self._exchange.all_reduce(t, codec, mean, feedback))
+
+    def exchange_flags(self, flag: int) -> Handle[list[int]]:
+        """Tells all ranks this rank's ``flag``, one byte (0 to 255); the handle's result is every rank's, by rank."""
+        self.traffic.count("flags", self.world_size - 1)
+        flags = torch.zeros(self.world_size, dtype=torch.uint8)
+        flags[self.rank] = flag
+        own = flags[self.rank : self.rank + 1]
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        exchange = self._gloo.pairwise(dict.fromkeys(peers, own), {peer: flags[peer : peer + 1] for peer in peers})
+
+        def wait() -> list[int]:
+            exchange.finish()
+            result: list[int] = flags.tolist()
+            return result
+
+        return self._handle("flags", wait)
+
+    def send(self, tensor: Tensor, dst: int) -> Handle[None]:
+        """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
+        self.traffic.count("send", tensor.numel() * tensor.element_size())
+        work = dist.isend(tensor, dst, self._control)
+        return self._handle("send", lambda: self._finish(work, f"rank {dst} to receive a message"))
+
+    def recv(self, tensor: Tensor, src: int) -> Handle[None]:
+        """Receives into a contiguous CPU tensor what rank ``src`` sent with :meth:`send`."""
+        work = dist.irecv(tensor, src, self._control)
+        return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}"))
+
+    def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
+        """Copies rank ``src``'s ``flat`` (1-D, contiguous, any device) to all ranks, in place."""
+        self.traffic.count("broadcast", flat.numel() * flat.element_size() if self.rank == src else 0)
+        host = flat.cpu()
+        work = dist.broadcast(host, src, self._control, async_op=True)
+
+        def wait() -> Tensor:
+            self._finish(work, f"the broadcast of rank {src}")
+            return flat if host is flat else flat.copy_(host)
+
+        return self._handle("broadcast", wait)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks."""
+        objects: list[Any] = [None] * self.world_size
+        dist.all_gather_object(objects, obj, group=self._control)
+        return objects
+
+    def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Returns every rank's ``state`` on rank 0, by rank, and None elsewhere; blocks.
+
+        The states travel one after the other, so that rank 0 never holds more than it returns. Tensors come back on the
+        CPU. A state must be loadable with ``torch.load(weights_only=True)``.
+        """
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        wire = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+        sizes = self.gather_objects(wire.numel())
+        if self.rank != 0:
+            self.send(wire, 0).wait()
+            return None
+        states = []
+        for rank, size in enumerate(sizes):
+            received = wire if rank == 0 else torch.empty(size, dtype=torch.uint8)
+            if rank != 0:
+                self.recv(received, rank).wait()
+            states.append(torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=True))
+        return states
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """Returns the slice of ``flat`` that this rank owns: a view."""
+        return shard_of(flat, self.rank, self.world_size)
+
+    def feedback(self, flat: Tensor) -> ErrorFeedback:
+        """Returns new residuals for ``flat``, where its wire format is made."""
+        return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for what is in flight."""
+        self._exchange.close(timeout_s)
+        self._gloo.close(timeout_s)
+        for group in self._groups:
+            with suppress(Exception):  # a group whose peers have died cannot be left in order
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        group = dist.new_group(backend=backend, timeout=self._timeout)
+        self._groups.append(group)
+        return group
+
+    def _check(self, flat: Tensor, codec: str | Codec, mean: bool = False) -> Codec:
+        codec = get_codec(codec)
+        if flat.dim() != 1 or not flat.is_contiguous():
+            raise ValueError(f"A collective takes a 1-D contiguous tensor, got shape {tuple(flat.shape)}.")
+        if not flat.is_floating_point() and (mean or not codec.lossless):
+            raise ValueError(f"A tensor of {flat.dtype} cannot be averaged or compressed; sum it with codec='none'.")
+        return codec
+
+    def _count(self, kind: str, flat: Tensor, codec: Codec) -> None:
+        own = codec.wire_bytes(self.shard(flat).numel(), flat.dtype)
+        if kind == "all_gather":
+            self.traffic.count(kind, own * (self.world_size - 1))
+            return
+        shards = (shard_of(flat, rank, self.world_size) for rank in range(self.world_size))
+        self.traffic.count(kind, sum(codec.wire_bytes(shard.numel(), flat.dtype) for shard in shards) - own)
+
+    def _staged(self, flat: Tensor) -> bool:
+        return flat.is_cuda and self._exchange is self._gloo
+
+    def _launch(self, kind: str, flat: Tensor, start: Callable[[Tensor], Callable[[], Tensor]]) -> Handle[Tensor]:
+        if self.world_size == 1:
+            return self._handle(kind, lambda: flat)
+        if not self._staged(flat):
+            return self._handle(kind, start(flat))
+        host = flat.cpu()
+        wait = start(host)
+
+        def wait_and_copy() -> Tensor:
+            result = wait()
+            flat.copy_(host)
+            return flat if result is host else self.shard(flat)
+
+        return self._handle(kind, wait_and_copy)
+
+    def _handle(self, kind: str, wait: Callable[[], T]) -> Handle[T]:
+        def counted() -> T:
+            with self.traffic.waiting(kind):
+                return wait()
+
+        return Handle(counted)
+
+    def _finish(self, work: dist.Work | None, what: str) -> None:
+        assert work is not None
+        with naming_lost_peer(self.rank, what, self._timeout):
+            work.wait(self._timeout)

@@ -1,0 +1,136 @@
+"""Runs a function on several real Gloo processes; a hang is a failure that names the ranks' stacks."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# The modules that every rank needs are imported once; the ranks are forked from there in milliseconds.
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "lightning_pipesync.methods.selsync", "tests.models"])
+
+#: What `launch` returns for a rank that was expected to die.
+DIED = "died"
+
+
+def free_port() -> int:
+    """Returns a TCP port that is free now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def launch(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    init: bool = True,
+    may_die: tuple[int, ...] = (),
+    group_timeout_s: float = 60,
+) -> list[Any]:
+    """Calls ``function(*args)`` on ``world_size`` processes and returns what each returned.
+
+    Args:
+        function: importable from the tests; it finds its rank in ``torch.distributed`` or in the environment.
+        init: initialise the default process group; otherwise the function (or a Trainer in it) does, from the
+            environment variables that ``torchrun`` would set.
+        may_die: ranks that the test kills; their outcome is ``DIED``.
+        group_timeout_s: timeout of the default process group.
+
+    Raises:
+        AssertionError: a rank raised, died, or did not return in time. The message holds tracebacks and stacks.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        ranks = [
+            _CONTEXT.Process(
+                target=_run_rank, args=(function, rank, args, folder, environment, init, group_timeout_s), daemon=False
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        for rank in hung:
+            os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(1.0 if hung else 0.0)
+        for rank in hung:
+            ranks[rank].kill()
+            ranks[rank].join()
+        problems, results = [], []
+        for rank, process in enumerate(ranks):
+            outcome = folder / f"{rank}.result"
+            if rank in hung:
+                problems.append(f"--- rank {rank} hung:\n{(folder / f'{rank}.stacks').read_text()}")
+            elif outcome.exists():
+                failed, result = pickle.loads(outcome.read_bytes())
+                if failed:
+                    problems.append(f"--- rank {rank} raised:\n{result}")
+                results.append(result)
+            elif rank in may_die:
+                results.append(DIED)
+            else:
+                problems.append(f"--- rank {rank} died with exit code {process.exitcode}")
+        assert not problems, "\n".join(problems)
+        return results
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    rank: int,
+    args: tuple[Any, ...],
+    folder: Path,
+    environment: dict[str, str],
+    init: bool,
+    group_timeout_s: float,
+) -> None:
+    stacks = (folder / f"{rank}.stacks").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
+    try:
+        if init:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder / 'store'}",
+                rank=rank,
+                world_size=int(environment["WORLD_SIZE"]),
+                timeout=timedelta(seconds=group_timeout_s),
+            )
+        failed, result = False, function(*args)
+    except BaseException:
+        failed, result = True, traceback.format_exc()
+    temporary = folder / f"{rank}.tmp"
+    temporary.write_bytes(pickle.dumps((failed, result)))
+    temporary.rename(folder / f"{rank}.result")
+    # A rank that failed must not wait in a destructor for peers that it has left alone.
+    os._exit(int(failed))
+
+
+def raised(function: Callable[[], Any]) -> tuple[str, str] | None:
+    """Returns the type's name and the message of what ``function`` raises, or None."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None

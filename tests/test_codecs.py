@@ -1,0 +1,377 @@
+"""Codecs: round trips, error bounds, special values, and error feedback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.codecs import (
+    BF16,
+    FP16,
+    Codec,
+    Int8,
+    NoCompression,
+    TopK,
+    Truncate16,
+    blocks,
+    encode_with_feedback,
+    get_codec,
+)
+
+NAMES = ["none", "bf16", "fp16", "truncate16", "int8", "topk"]
+LOSSY = NAMES[1:]
+SIZES = [0, 1, 2, 1023, 1024, 1025, 100003]
+FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TINY = torch.finfo(torch.float32).tiny
+
+every_codec = pytest.mark.parametrize("name", NAMES)
+every_size = pytest.mark.parametrize("numel", SIZES)
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the largest size span many blocks."""
+    monkeypatch.setattr(blocks, "BLOCK_PER_THREAD", 4096)
+
+
+def random(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Values of both signs over a few orders of magnitude, within the range of fp16."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
+    return values.to(dtype)
+
+
+def encoded(codec: Codec, source: Tensor) -> Tensor:
+    # Filled with ones, so that a byte that encode forgets shows.
+    wire = torch.full((codec.wire_bytes(source.numel(), source.dtype),), 255, dtype=torch.uint8, device=source.device)
+    codec.encode(source, wire)
+    return wire
+
+
+def round_trip(codec: Codec, source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    target = torch.full_like(source, 7, dtype=dtype or source.dtype)
+    codec.decode(encoded(codec, source), target, source.dtype)
+    return target
+
+
+def chunk_scales(source: Tensor) -> Tensor:
+    """The scale of each value's chunk, in plain Python loops."""
+    parts = [chunk.abs().max().expand(chunk.numel()) / 127 for chunk in source.float().split(1024)]
+    return torch.cat(parts).clamp(min=TINY)
+
+
+# --- every codec ---
+
+
+@every_codec
+@every_size
+@every_dtype
+def test_every_size_and_dtype_keeps_what_matters(name: str, numel: int, dtype: torch.dtype) -> None:
+    source = random(numel, dtype)
+    before = source.clone()
+    codec = get_codec(name)
+    decoded = round_trip(codec, source, torch.float64)
+    assert torch.equal(source, before)
+    assert decoded.isfinite().all()
+    error, exact = (decoded - source.double()).abs(), source.double().abs()
+    if name == "none":
+        assert torch.equal(decoded, source.double())
+    elif name == "bf16":
+        assert (error <= exact * 2**-8).all()
+    elif name == "fp16":
+        assert (error <= exact * 2**-11 + 2**-25).all()
+    elif name == "truncate16":
+        assert (error < exact * 2**-7 + 1e-45).all()
+    elif name == "int8" and numel:
+        assert (error <= chunk_scales(source).double() * 0.50002).all()
+    elif name == "topk" and numel:
+        k = math.ceil(0.01 * numel)
+        assert torch.equal(decoded.abs().sort().values[-k:], source.float().double().abs().sort().values[-k:])
+        assert decoded.count_nonzero() == k
+
+
+@pytest.mark.parametrize(
+    ("codec", "numel", "dtype", "num_bytes"),
+    [
+        (NoCompression(), 1025, torch.float32, 4100),
+        (NoCompression(), 1025, torch.float64, 8200),
+        (NoCompression(), 1025, torch.bfloat16, 2050),
+        (NoCompression(), 1025, torch.int8, 1025),
+        (BF16(), 1025, torch.float32, 2050),
+        (FP16(), 1025, torch.float64, 2050),
+        (Truncate16(), 1025, torch.bfloat16, 2050),
+        (Int8(), 1024, torch.float32, 4 + 1024),
+        (Int8(), 1025, torch.float32, 8 + 1025),
+        (TopK(), 1, torch.float32, 8),
+        (TopK(), 101, torch.float32, 16),
+        (TopK(ratio=0.25), 1000, torch.float16, 2000),
+        (TopK(ratio=1.0), 1000, torch.float32, 8000),
+        *((get_codec(name), 0, torch.float32, 0) for name in NAMES),
+    ],
+)
+def test_wire_bytes(codec: Codec, numel: int, dtype: torch.dtype, num_bytes: int) -> None:
+    assert codec.wire_bytes(numel, dtype) == num_bytes
+
+
+@every_codec
+@every_size
+@every_dtype
+def test_decode_add_is_decode_and_add(name: str, numel: int, dtype: torch.dtype) -> None:
+    codec, source = get_codec(name), random(numel, dtype)
+    accumulator = random(numel, seed=1)
+    expected = accumulator + round_trip(codec, source, torch.float32)
+    codec.decode_add(encoded(codec, source), accumulator, dtype)
+    assert torch.equal(accumulator, expected)
+
+
+@every_codec
+@every_dtype
+def test_decodes_to_any_dtype(name: str, dtype: torch.dtype) -> None:
+    codec, source = get_codec(name), random(3000)
+    expected = round_trip(codec, source)
+    assert torch.equal(round_trip(codec, source, dtype), expected.to(dtype))
+    accumulator = torch.ones(3000, dtype=dtype)
+    codec.decode_add(encoded(codec, source), accumulator, torch.float32)
+    error = (accumulator.double() - (1 + expected.double())).abs()
+    assert (error <= torch.finfo(dtype).eps * (1 + expected.abs())).all()
+
+
+@every_codec
+@every_dtype
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", [0, 1500, 2999])
+def test_not_finite_stays_not_finite(name: str, dtype: torch.dtype, special: float, position: int) -> None:
+    source = random(3000, dtype)
+    source[position] = special
+    decoded = round_trip(get_codec(name), source, torch.float32)
+    assert not decoded[position].isfinite()
+    spoilt = (~decoded.isfinite()).sum().item()
+    chunk = 3000 - 2048 if position >= 2048 else 1024
+    assert spoilt == (chunk if name == "int8" else 1)
+
+
+@every_codec
+@every_dtype
+def test_zeros_stay_zeros(name: str, dtype: torch.dtype) -> None:
+    assert round_trip(get_codec(name), torch.zeros(2500, dtype=dtype)).count_nonzero() == 0
+
+
+@every_codec
+@pytest.mark.parametrize("largest", [1e-45, 3e-43, 1e-40, TINY, 1e-36])
+def test_subnormals_are_numbers(name: str, largest: float) -> None:
+    source = random(2500)
+    source *= largest / source.abs().max()
+    error = (round_trip(get_codec(name), source).double() - source.double()).abs().max()
+    assert error <= max(largest, 1e-45) * (1 if name in ("fp16", "topk") else 1 / 127) + TINY
+
+
+@every_codec
+def test_largest_number_stays_huge_or_becomes_infinity(name: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    codec = TopK(ratio=1) if name == "topk" else get_codec(name)
+    decoded = round_trip(codec, torch.tensor([largest, -largest, 1.0]))
+    assert decoded[0] >= 0.99 * largest
+    assert decoded[1] <= -0.99 * largest
+
+
+@every_codec
+def test_deterministic_whatever_the_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, source = get_codec(name), random(100003)
+    wire = encoded(codec, source)
+    assert torch.equal(encoded(codec, source), wire)
+    monkeypatch.setattr(blocks, "BLOCK_PER_THREAD", 2**17)
+    assert torch.equal(encoded(codec, source), wire)
+
+
+@every_codec
+def test_one_codec_in_two_threads(name: str) -> None:
+    codec = get_codec(name)
+    sources = [random(50000, dtype, seed) for seed in range(4) for dtype in (torch.float32, torch.bfloat16)]
+    expected = [round_trip(codec, source, torch.float32) for source in sources]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(5):
+            found = threads.map(lambda source: round_trip(codec, source, torch.float32), sources)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@every_codec
+@every_dtype
+def test_never_reads_a_value_on_the_host(name: str, dtype: torch.dtype) -> None:
+    # Meta tensors have no values: anything that needs one (item, nonzero, a boolean index) raises.
+    codec, source = get_codec(name), torch.empty(5000, dtype=dtype, device="meta")
+    round_trip(codec, source, torch.float32)
+    codec.decode_add(encoded(codec, source), source.float(), dtype)
+    encode_with_feedback(codec, source, encoded(codec, source), source.float())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@every_codec
+@every_size
+@every_dtype
+def test_cuda_agrees_with_the_cpu_and_does_not_synchronise(name: str, numel: int, dtype: torch.dtype) -> None:
+    codec, source = get_codec(name), random(numel, dtype)
+    on_device = source.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoded = round_trip(codec, on_device, torch.float32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if name == "int8" and numel:
+        assert ((decoded.cpu() - source.float()).abs() <= chunk_scales(source) * 0.50002).all()
+    elif name == "topk":
+        assert torch.equal(
+            decoded.abs().sort().values.cpu(), round_trip(codec, source, torch.float32).abs().sort().values
+        )
+    else:
+        assert torch.equal(decoded.cpu(), round_trip(codec, source, torch.float32))
+
+
+# --- one codec ---
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_none_carries_integers(dtype: torch.dtype) -> None:
+    codec, source = get_codec("none"), torch.arange(1025).to(dtype)
+    assert torch.equal(round_trip(codec, source), source)
+    accumulator = torch.ones_like(source)
+    codec.decode_add(encoded(codec, source), accumulator, dtype)
+    assert torch.equal(accumulator, source + 1)
+
+
+def test_only_none_is_lossless() -> None:
+    assert [name for name in NAMES if get_codec(name).lossless] == ["none"]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_integers_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"compression='{name}'.*torch.int64.*'none'"):
+        get_codec(name).wire_bytes(10, torch.int64)
+
+
+def test_fp16_overflows_to_infinity() -> None:
+    decoded = round_trip(FP16(), torch.tensor([65504.0, 65520.0, -1e6]))
+    assert decoded.tolist() == [65504.0, math.inf, -math.inf]
+
+
+@every_size
+def test_truncate16_clears_the_low_bits(numel: int) -> None:
+    source = random(numel)
+    decoded = round_trip(Truncate16(), source)
+    assert torch.equal(decoded.view(torch.int32), source.view(torch.int32) & -0x10000)
+    assert (decoded.abs() <= source.abs()).all()
+
+
+def test_truncate16_of_a_nan_with_only_low_bits_is_no_number() -> None:
+    source = torch.tensor([0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert source.isnan().all()
+    assert not round_trip(Truncate16(), source).isfinite().any()
+
+
+def test_int8_wire_is_scales_and_then_values() -> None:
+    source = torch.cat([torch.full((1024,), -254.0), torch.tensor([127.0, 1.0, -0.4])])
+    wire = encoded(Int8(), source)
+    assert wire[:8].view(torch.float32).tolist() == [2.0, 1.0]
+    assert wire[8:].view(torch.int8).tolist() == [-127] * 1024 + [127, 1, 0]
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-40, TINY, 100 * TINY])
+def test_int8_scale_is_never_subnormal(largest: float) -> None:
+    # Its reciprocal would be infinite, and what int8 makes of infinities and NaNs is not defined.
+    wire = encoded(Int8(), torch.tensor([largest, -largest]))
+    assert wire[:4].view(torch.float32).item() == TINY
+    assert wire[4:].view(torch.int8).tolist() == [round(largest / TINY), -round(largest / TINY)]
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("numel", SIZES[1:])
+@pytest.mark.parametrize("shape", ["random", "ascending", "ties"])
+def test_topk_keeps_exactly_the_k_largest(ratio: float, numel: int, shape: str) -> None:
+    make: dict[str, Callable[[], Tensor]] = {
+        "random": lambda: random(numel),
+        "ascending": lambda: torch.arange(1.0, numel + 1),
+        "ties": lambda: torch.arange(numel) % 3 - 1.0,
+    }
+    source, codec = make[shape](), TopK(ratio)
+    k = max(1, math.ceil(ratio * numel))
+    indices, values = encoded(codec, source).view(torch.int32).long().split(k)
+    assert indices.unique().numel() == k
+    values = values.int().view(torch.float32)
+    assert torch.equal(values, source[indices])
+    assert torch.equal(values.abs().sort().values, source.abs().sort().values[numel - k :])
+
+
+def test_topk_keeps_not_finite_values_first() -> None:
+    source = random(1000)
+    source[10], source[500], source[-1] = math.nan, -math.inf, math.inf
+    decoded = round_trip(TopK(ratio=0.003), source)
+    assert decoded.nonzero().flatten().tolist() == [10, 500, 999]
+
+
+@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.01, math.nan])
+def test_topk_refuses_a_ratio_outside_its_range(ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"ratio=.*\(0, 1\]"):
+        TopK(ratio=ratio)
+
+
+def test_topk_refuses_more_values_than_int32_counts() -> None:
+    TopK().wire_bytes(2**31 - 1, torch.float32)
+    with pytest.raises(ValueError, match="2147483648"):
+        TopK().wire_bytes(2**31, torch.float32)
+
+
+def test_get_codec() -> None:
+    assert [get_codec(name).name for name in NAMES] == NAMES
+    codec = TopK(ratio=0.5)
+    assert get_codec(codec) is codec
+    with pytest.raises(ValueError, match=r"compression='zip'.*'none', 'bf16', 'fp16', 'truncate16', 'int8', 'topk'"):
+        get_codec("zip")
+
+
+# --- error feedback ---
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_feedback_loses_nothing_but_the_last_residual(name: str, dtype: torch.dtype) -> None:
+    codec, numel = get_codec(name), 5003
+    residual = torch.zeros(numel)
+    sent, received = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(50):
+        source = random(numel, dtype, step)
+        sent += source
+        wire = torch.empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
+        encode_with_feedback(codec, source, wire, residual)
+        codec.decode_add(wire, received, dtype)
+    torch.testing.assert_close(received + residual, sent, rtol=0, atol=2e-4)
+    assert residual.count_nonzero() == 0 or not codec.lossless
+
+
+def test_feedback_encodes_source_plus_residual() -> None:
+    source, residual = torch.tensor([1.0, 0.25]), torch.tensor([0.5, 0.0])
+    wire = torch.empty(8, dtype=torch.uint8)
+    encode_with_feedback(TopK(ratio=0.5), source, wire, residual)
+    assert source.tolist() == [1.5, 0.25]
+    assert residual.tolist() == [0.0, 0.25]
+    assert wire.view(torch.int32)[0] == 0
+    assert wire.view(torch.float32)[1] == 1.5
+
+
+@every_codec
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf, 1e6])
+def test_feedback_is_not_poisoned(name: str, special: float) -> None:
+    codec, residual = get_codec(name), torch.zeros(5003)
+    source = random(5003)
+    source[3] = special
+    wire = encoded(codec, source)
+    encode_with_feedback(codec, source, wire, residual)
+    assert residual.isfinite().all()
+    encode_with_feedback(codec, random(5003, seed=1), wire, residual)
+    decoded = torch.empty(5003)
+    codec.decode(wire, decoded, torch.float32)
+    assert decoded.isfinite().all()

@@ -1,0 +1,275 @@
+"""The transport against `dist.all_reduce`, in any order of waiting, and when a peer is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipesync.core import gloo
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.shards import shard_of
+from lightning_pipesync.core.transport import Transport
+from tests.harness import DIED, launch, raised
+
+SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 100_003]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
+LOSSY = ["bf16", "fp16", "truncate16", "int8", "topk"]
+
+
+def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * numel + rank)
+    return (torch.randn(numel, generator=generator) * 10).to(dtype)
+
+
+def rank_order_sum(numel: int, dtype: torch.dtype, world_size: int) -> torch.Tensor:
+    """What every rank must get: fp32 sums (fp64, integers in their own type) in the order of the ranks."""
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = values(numel, dtype, 0).to(wide)
+    for rank in range(1, world_size):
+        total = total + values(numel, dtype, rank).to(wide)
+    return total.to(dtype)
+
+
+def all_reduce_all_kinds() -> dict[str, bool]:
+    transport = Transport(timeout_s=30)
+    same = {}
+    for dtype in DTYPES:
+        for numel in SIZES:
+            flat = values(numel, dtype, transport.rank)
+            transport.all_reduce(flat).wait()
+            expected = rank_order_sum(numel, dtype, transport.world_size)
+            same[f"{dtype} {numel}"] = torch.equal(flat, expected)
+            if dtype in (torch.float32, torch.int64):
+                reference = values(numel, dtype, transport.rank)
+                dist.all_reduce(reference)
+                torch.testing.assert_close(flat, reference)
+    transport.close()
+    return same
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_reduce_sums_in_rank_order(world_size: int) -> None:
+    for same in launch(all_reduce_all_kinds, world_size):
+        assert all(same.values()), [name for name, equal in same.items() if not equal]
+
+
+def all_reduce_with_a_small_window() -> bool:
+    gloo.WINDOW = 1
+    return all(all_reduce_all_kinds().values())
+
+
+def test_the_ring_gives_the_same_sums() -> None:
+    assert launch(all_reduce_with_a_small_window, 4) == [True] * 4
+
+
+def halves() -> list[torch.Tensor]:
+    transport = Transport(timeout_s=30)
+    flat = values(1001, torch.float32, transport.rank)
+    own = transport.reduce_scatter(flat, mean=True).wait()
+    assert own.data_ptr() == transport.shard(flat).data_ptr() or own.numel() == 0
+    reduced = own.clone()
+    transport.all_gather(flat).wait()
+    transport.close()
+    return [reduced, flat]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_two_halves_make_an_all_reduce(world_size: int) -> None:
+    expected = rank_order_sum(1001, torch.float32, world_size) / world_size
+    for rank, (reduced, flat) in enumerate(launch(halves, world_size)):
+        assert torch.equal(reduced, shard_of(expected, rank, world_size))
+        assert torch.equal(flat, expected)
+
+
+def compressed(name: str) -> list[torch.Tensor]:
+    transport = Transport(timeout_s=30)
+    results = []
+    for numel in (1, 7, 5000):
+        flat = values(numel, torch.float32, transport.rank)
+        transport.all_reduce(flat, codec=name, mean=True).wait()
+        results.append(flat)
+    transport.close()
+    return results
+
+
+def through(name: str, source: torch.Tensor) -> torch.Tensor:
+    codec = get_codec(name)
+    wire = torch.empty(codec.wire_bytes(source.numel(), source.dtype), dtype=torch.uint8)
+    codec.encode(source.contiguous(), wire)
+    target = torch.empty_like(source)
+    codec.decode(wire, target, source.dtype)
+    return target
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", LOSSY)
+def test_compressed_once_on_each_half(name: str, world_size: int) -> None:
+    """Each slice: mean of decode(encode(contribution)), then decode(encode(mean)); the same bits on every rank."""
+    outcomes = launch(compressed, world_size, name)
+    for index, numel in enumerate((1, 7, 5000)):
+        expected = torch.empty(numel)
+        for owner in range(world_size):
+            target = shard_of(expected, owner, world_size)
+            if target.numel() == 0:
+                continue
+            total = torch.zeros_like(target)
+            for rank in range(world_size):
+                total += through(name, shard_of(values(numel, torch.float32, rank), owner, world_size))
+            target.copy_(through(name, total / world_size))
+        for outcome in outcomes:
+            assert torch.equal(outcome[index], expected)
+
+
+def mean_over_steps(name: str, num_steps: int) -> torch.Tensor:
+    transport = Transport(timeout_s=30)
+    true = values(1000, torch.float32, transport.rank)
+    feedback = transport.feedback(true)
+    total = torch.zeros_like(true)
+    for _ in range(num_steps):
+        flat = true.clone()
+        transport.all_reduce(flat, codec=name, mean=True, feedback=feedback).wait()
+        total += flat
+    transport.close()
+    return total / num_steps
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_feedback_makes_good_what_the_codec_drops(name: str) -> None:
+    """What was dropped arrives later: the mean over steps comes nearer to the truth, as 1 / steps."""
+    expected = rank_order_sum(1000, torch.float32, 2) / 2
+    errors = [(launch(mean_over_steps, 2, name, steps)[0] - expected).abs().max() for steps in (20, 400)]
+    assert errors[1] < errors[0] / 4
+
+
+def any_order() -> bool:
+    transport = Transport(timeout_s=30)
+    flats = [values(3000 + i, torch.float32, transport.rank) for i in range(8)]
+    handles = [transport.all_reduce(flat) for flat in flats]
+    flags = transport.exchange_flags(transport.rank + 3)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(transport.rank)).tolist()
+    assert flags.wait() == [rank + 3 for rank in range(transport.world_size)]
+    for index in order:
+        handles[index].wait()
+        handles[index].wait()  # again: the same result
+    transport.close()
+    return all(
+        torch.equal(flat, rank_order_sum(3000 + i, torch.float32, transport.world_size)) for i, flat in enumerate(flats)
+    )
+
+
+def test_handles_can_be_waited_for_in_any_order() -> None:
+    assert launch(any_order, 4) == [True] * 4
+
+
+def messages() -> list[float]:
+    transport = Transport(timeout_s=30)
+    left, right = (transport.rank - 1) % transport.world_size, (transport.rank + 1) % transport.world_size
+    received = [torch.empty(4) for _ in range(3)]
+    receiving = [transport.recv(tensor, left) for tensor in received]
+    sending = [transport.send(torch.full((4,), float(10 * transport.rank + i)), right) for i in range(3)]
+    for handle in [*receiving, *sending]:
+        handle.wait()
+    assert transport.traffic.bytes_sent["send"] == 3 * 16
+    states = transport.collect_states({"rank": transport.rank, "x": torch.arange(transport.rank + 1)})
+    assert (states is None) == (transport.rank != 0)
+    for rank, state in enumerate(states or []):
+        assert state["rank"] == rank
+        assert torch.equal(state["x"], torch.arange(rank + 1))
+    flat = torch.full((5,), float(transport.rank))
+    transport.broadcast(flat, src=1).wait()
+    assert flat.tolist() == [1.0] * 5
+    transport.close()
+    return [tensor[0].item() for tensor in received]
+
+
+def test_messages_keep_their_order_and_objects_arrive() -> None:
+    assert launch(messages, 3) == [[20.0, 21.0, 22.0], [0.0, 1.0, 2.0], [10.0, 11.0, 12.0]]
+
+
+def count() -> dict[str, dict[str, float]]:
+    transport = Transport(timeout_s=30)
+    transport.all_reduce(torch.ones(1000)).wait()
+    transport.all_reduce(torch.ones(1000), codec="bf16").wait()
+    transport.exchange_flags(1).wait()
+    transport.close()
+    return transport.traffic.state_dict()
+
+
+def test_bytes_are_counted() -> None:
+    for state in launch(count, 4):
+        half = 750 * 4 + 750 * 2
+        assert state["bytes_sent"] == {"reduce_scatter": half, "all_gather": half, "flags": 3}
+        assert set(state["seconds_waited"]) == {"all_reduce", "flags"}
+
+
+def misuse() -> list[tuple[str, str] | None]:
+    transport = Transport(timeout_s=30)
+    outcomes = [
+        raised(lambda: Transport(timeout_s=0)),
+        raised(lambda: Transport(backend="nccl")),
+        raised(lambda: Transport(backend="mpi")),
+        raised(lambda: transport.all_reduce(torch.ones(2, 2))),
+        raised(lambda: transport.all_reduce(torch.ones(4)[::2])),
+        raised(lambda: transport.all_reduce(torch.ones(4, dtype=torch.int64), mean=True)),
+        raised(lambda: transport.all_reduce(torch.ones(4), codec="zip")),
+    ]
+    transport.close()
+    return outcomes
+
+
+def test_misuse_is_named() -> None:
+    words = ["timeout_s", "nccl", "mpi", "1-D", "1-D", "int64", "zip"]
+    for outcomes in launch(misuse, 2):
+        for outcome, word in zip(outcomes, words, strict=True):
+            assert outcome is not None
+            assert outcome[0] == "ValueError"
+            assert word in outcome[1]
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Transport()
+
+
+def lose_a_peer(how: str, operation: str) -> tuple[str, str, float] | None:
+    transport = Transport(timeout_s=3)
+    transport.all_reduce(torch.ones(100)).wait()
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    start = time.monotonic()
+    flat = torch.ones(1_000_000)
+    outcome = raised(
+        lambda: transport.all_reduce(flat).wait() if operation == "all_reduce" else transport.exchange_flags(0).wait()
+    )
+    seconds = time.monotonic() - start
+    transport.close(timeout_s=0)
+    if transport.rank == 0 and how == "hangs":
+        _kill_stopped_siblings()
+    return (*outcome, seconds) if outcome else None
+
+
+def _kill_stopped_siblings() -> None:
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = status.read_text().rsplit(")", 1)[1].split()[:2]
+            if state == "T" and int(parent) == os.getppid():
+                os.kill(int(status.parent.name), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize("operation", ["all_reduce", "flags"])
+def test_a_lost_peer_raises_on_the_others(how: str, operation: str) -> None:
+    outcomes = launch(lose_a_peer, 3, how, operation, may_die=(1,), timeout_s=60)
+    assert outcomes[1] == DIED
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome is not None
+        kind, message, _ = outcome
+        assert kind == "RuntimeError"
+        assert "timeout_s=3" in message
