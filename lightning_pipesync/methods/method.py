@@ -1,0 +1,66 @@
+"""What all methods have in common: the calls that a training loop, or an adapter to a framework, makes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+
+class SyncMethod(ABC):
+    """Takes over gradient synchronisation and the optimizer step of one module on every rank.
+
+    Constructing it attaches it. A plain loop calls :meth:`step` in place of ``optimizer.step()``; a framework whose
+    own code sits between the gradient and the update calls :meth:`after_backward` itself. With several optimizers
+    each call names the one that it is about.
+    """
+
+    @abstractmethod
+    def after_backward(self, optimizer: Optimizer | None = None) -> None:
+        """Tells the method that the gradient of this step is complete, accumulated and unscaled, not yet clipped."""
+
+    @abstractmethod
+    def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        """Clips the gradient that is about to be applied by its global L2 norm; returns the norm before (0-dim)."""
+
+    @abstractmethod
+    def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
+        """Takes the optimizer step, and whatever communication belongs to it.
+
+        Args:
+            update: what updates the weights; ``optimizer.step`` if None. If it computes the gradient first (a closure)
+                or unscales it, it has to call :meth:`after_backward` at the right moment.
+            optimizer: whose step; may be left out if there is but one.
+
+        Returns:
+            What ``update`` returned.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Makes the module's weights the method's consolidated ones, the same on all ranks; a collective call."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Undoes :meth:`flush`, so that training can go on. Not a collective call; does nothing if not flushed."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Returns what the method did so far, by name."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank needs, besides the consolidated weights, to go on bit for bit."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned on this rank."""
+
+    @abstractmethod
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the method's threads and process groups. The weights stay as they are."""

@@ -1,0 +1,84 @@
+"""The settings of SelSync."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_pipesync.core.buckets import Fusion
+from lightning_pipesync.core.codecs import Codec, get_codec
+
+Aggregation = Literal["parameters", "gradients"]
+Partition = Literal["seldp", "defdp"]
+
+
+@dataclass(frozen=True)
+class SelSyncConfig:
+    """Settings of SelSync (Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization").
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    delta: float = 0.3
+    """Threshold on the relative gradient change (Section III-B). 0: every step is synchronised; ``inf``: none is."""
+
+    aggregation: Aggregation = "parameters"
+    """What a synchronised step averages (Section III-C): the updated parameters, or the gradients before the update."""
+
+    window: int = 25
+    """Steps over which the squared gradient norm is smoothed (Section III-A)."""
+
+    smoothing: float | None = None
+    """Smoothing factor of the moving average, in (0, 1]. None: number of ranks / 100, as in the paper."""
+
+    partition: Partition = "seldp"
+    """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's own."""
+
+    full_pass: bool = False
+    """With ``seldp``: an epoch is a rank's whole queue of all chunks, instead of one chunk, 1 / ranks of it."""
+
+    injection: tuple[float, float] | None = None
+    """Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the ranks sends
+    a share beta of its batch to all; the batch size is reduced by Eq. 3 so that the total stays."""
+
+    compression: str | Codec = "none"
+    """Codec of a synchronised step: none, bf16, fp16, truncate16, int8, topk. Parameters then travel as the difference
+    to the last synchronised ones, with error feedback."""
+
+    bucket_mb: float = 25.0
+    """MiB that travel in one piece."""
+
+    timeout_s: float = 1800.0
+    """Seconds after which a rank that does not answer counts as lost."""
+
+    checkpoint_replicas: bool = True
+    """Whether a checkpoint holds each rank's own weights and optimizer state besides the average. Without them it is
+    smaller by a factor of the number of ranks, and a resumed run starts from the average."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.delta) or self.delta < 0:
+            raise ValueError(f"delta must be at least 0, got {self.delta!r}.")
+        if self.aggregation not in get_args(Aggregation):
+            raise ValueError(f"aggregation must be one of {get_args(Aggregation)}, got {self.aggregation!r}.")
+        if self.partition not in get_args(Partition):
+            raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
+        if self.window < 1 or self.window != int(self.window):
+            raise ValueError(f"window must be a whole number of at least 1, got {self.window!r}.")
+        if self.smoothing is not None and not 0 < self.smoothing <= 1:
+            raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing!r}.")
+        if self.injection is not None:
+            if len(self.injection) != 2:
+                raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
+            for name, value in zip(("alpha", "beta"), self.injection, strict=True):
+                if not 0 <= value <= 1:
+                    raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
+        get_codec(self.compression)
+        Fusion(bucket_mb=self.bucket_mb)
+
+    def smoothing_factor(self, world_size: int) -> float:
+        """Returns the smoothing factor for so many ranks: N / 100, at most 1, unless it is set (Section III-A)."""
+        return min(1.0, world_size / 100) if self.smoothing is None else self.smoothing

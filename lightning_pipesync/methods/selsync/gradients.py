@@ -1,0 +1,77 @@
+"""Gradient aggregation: a synchronised step averages the gradients before the update (SelSync, Section III-C)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.compat import foreach_copy_
+from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.transport import Transport
+
+
+class GradientAggregation:
+    """Averages the gradients of parameters over the ranks, bucket by bucket, all buckets on their way at once.
+
+    Args:
+        buckets: the parameters whose gradients travel together; one dtype and device each.
+        transport: the way to the other ranks.
+        codec: what travels; with a lossy one, error feedback makes good what it drops.
+    """
+
+    def __init__(self, buckets: Sequence[list[Tensor]], transport: Transport, codec: str | Codec) -> None:
+        self._parameters = list(buckets)
+        self._transport = transport
+        self._codec = get_codec(codec)
+        self._buckets = [Bucket(parameters) for parameters in self._parameters]
+        self._feedback = [None if self._codec.lossless else transport.feedback(bucket.flat) for bucket in self._buckets]
+
+    @torch.no_grad()
+    def average(self, some_missing: bool) -> None:
+        """Replaces every gradient by its average over the ranks.
+
+        Args:
+            some_missing: whether some rank has a parameter without a gradient, the same on all ranks. Such a gradient
+                counts as zero; where no rank has one, there is none afterwards either, as in DDP.
+        """
+        if some_missing:
+            self._add_missing()
+        handles = []
+        for bucket, parameters, feedback in zip(self._buckets, self._parameters, self._feedback, strict=True):
+            if some_missing:
+                bucket.flat.zero_()
+            foreach_copy_(*_places_and_gradients(bucket, parameters))
+            handles.append(self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
+        for handle, bucket, parameters in zip(handles, self._buckets, self._parameters, strict=True):
+            handle.wait()
+            places, gradients = _places_and_gradients(bucket, parameters)
+            foreach_copy_(gradients, places)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the residuals of the codec."""
+        return {"feedback": [feedback.state_dict() for feedback in self._feedback if feedback is not None]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned on this rank."""
+        lossy = [feedback for feedback in self._feedback if feedback is not None]
+        for feedback, residuals in zip(lossy, state["feedback"], strict=True):
+            feedback.load_state_dict(residuals)
+
+    def _add_missing(self) -> None:
+        """Adds zeros where this rank has no gradient and another one has."""
+        parameters = [parameter for bucket in self._parameters for parameter in bucket]
+        num_ranks = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        num_ranks = num_ranks.to(self._transport.device)
+        self._transport.all_reduce(num_ranks).wait()
+        for parameter, present in zip(parameters, num_ranks.tolist(), strict=True):
+            if present and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _places_and_gradients(bucket: Bucket, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = [(v, p.grad) for v, p in zip(bucket.views, parameters, strict=True) if p.grad is not None]
+    return [view for view, _ in pairs], [gradient for _, gradient in pairs]

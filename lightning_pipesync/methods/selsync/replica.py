@@ -1,0 +1,143 @@
+"""Tensors of which every rank has its own replica, and their average over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.transport import Transport
+
+
+class ReplicatedTensors:
+    """Averages tensors over the ranks, bucket by bucket, all buckets on their way at once.
+
+    Integer and boolean tensors are not averaged: they follow rank 0.
+
+    Args:
+        buckets: what travels together. Each entry returns the tensors as they are now, always as many, of the same
+            shapes, of one dtype on one device; buffers may be replaced by new tensors in the course of training.
+        transport: the way to the other ranks.
+        codec: what :meth:`synchronise` sends.
+
+    Attributes:
+        diverged: whether the replicas may differ; set by the owner when a rank goes its own way. All ranks agree on it.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Callable[[], list[Tensor]]], transport: Transport, codec: str | Codec = "none"
+    ) -> None:
+        self._tensors = list(buckets)
+        self._transport = transport
+        self._codec = get_codec(codec)
+        self._buckets = [Bucket(tensors()) for tensors in self._tensors]
+        self._own: list[Bucket] = []
+        self._swapped_in = False
+        self.diverged = False
+        # A lossy codec may not touch the weights themselves. What travels is how far they moved since all ranks last
+        # had the same, and what it drops of that is sent the next time.
+        self._common: list[Tensor] = []
+        if not self._codec.lossless:
+            self._common = [bucket.flat.clone() for bucket in self._buckets]
+            self._feedback = [transport.feedback(bucket.flat) for bucket in self._buckets]
+
+    def broadcast(self) -> None:
+        """Gives every rank the tensors of rank 0; the first thing to be called."""
+        for handle in [self._transport.broadcast(bucket.flat) for bucket in self._packed()]:
+            handle.wait()
+        self._unpack()
+        for common, bucket in zip(self._common, self._buckets, strict=False):
+            common.copy_(bucket.flat)
+        self.diverged = False
+
+    def average(self) -> None:
+        """Gives every rank the exact average over the ranks."""
+        handles = [
+            self._transport.all_reduce(bucket.flat, mean=True)
+            if bucket.flat.is_floating_point()
+            else self._transport.broadcast(bucket.flat)
+            for bucket in self._packed()
+        ]
+        for handle in handles:
+            handle.wait()
+        self._unpack()
+        self.diverged = False
+
+    def synchronise(self) -> None:
+        """Gives every rank the average over the ranks, as the codec transmits it."""
+        if not self._common:
+            self.average()
+            return
+        handles = []
+        for bucket, common, feedback in zip(self._packed(), self._common, self._feedback, strict=True):
+            bucket.flat.sub_(common)
+            handles.append(self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
+        for handle, bucket, common in zip(handles, self._buckets, self._common, strict=True):
+            handle.wait()
+            common.copy_(bucket.flat.add_(common))
+        self._unpack()
+        self.diverged = False
+
+    def swap_in_average(self) -> None:
+        """Does :meth:`average` and keeps this rank's own values for :meth:`swap_back`; nothing if none diverged."""
+        if self._swapped_in or not self.diverged:
+            return
+        self._own = self._own or [Bucket(tensors()) for tensors in self._tensors]
+        for own, tensors in zip(self._own, self._tensors, strict=True):
+            own.pack(tensors())
+        self.average()
+        self._swapped_in = True
+
+    @torch.no_grad()
+    def swap_back(self) -> None:
+        """Gives this rank its own values back, except where somebody has written something else in the meantime."""
+        if not self._swapped_in:
+            return
+        for own, average, tensors in zip(self._own, self._buckets, self._tensors, strict=True):
+            for tensor, averaged, value in zip(tensors(), average.views, own.views, strict=True):
+                if torch.equal(tensor, averaged):
+                    tensor.copy_(value)
+        self._swapped_in = False
+        self.diverged = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns, on the CPU, this rank's own values if the replicas differ, and what the codec needs."""
+        state: dict[str, Any] = {}
+        if self._swapped_in:
+            state["own"] = [_to_cpu(bucket.views) for bucket in self._own]
+        elif self.diverged:
+            state["own"] = [_to_cpu(tensors()) for tensors in self._tensors]
+        if self._common:
+            state["common"] = _to_cpu(self._common)
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned on this rank."""
+        self.diverged = "own" in state
+        for values, tensors in zip(state.get("own", []), self._tensors, strict=False):
+            for tensor, value in zip(tensors(), values, strict=True):
+                tensor.copy_(value)
+        if self._common and "common" in state:
+            for common, value in zip(self._common, state["common"], strict=True):
+                common.copy_(value)
+            for feedback, residuals in zip(self._feedback, state["feedback"], strict=True):
+                feedback.load_state_dict(residuals)
+
+    def _packed(self) -> list[Bucket]:
+        for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
+            bucket.pack(tensors())
+        return self._buckets
+
+    def _unpack(self) -> None:
+        for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
+            bucket.unpack(tensors())
+
+
+def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]

@@ -1,0 +1,86 @@
+"""How much the gradient changes from step to step (SelSync, Section III-A)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.compat import foreach_norm
+
+
+class GradientChangeTracker:
+    """The relative gradient change of Eq. 2, from squared gradient norms smoothed over a window.
+
+    E[x] at step i is the exponentially weighted moving average (EWMA) of the last ``window`` values, normalised so that
+    it is a proper average from the first value on::
+
+        E_i = sum_j (1 - smoothing)^j x_{i-j} / sum_j (1 - smoothing)^j,    j = 0 .. min(i, window) - 1
+
+    Args:
+        window: number of values that are smoothed.
+        smoothing: weight of the newest value in an endless window, in (0, 1].
+    """
+
+    def __init__(self, window: int, smoothing: float) -> None:
+        self._weights = [(1 - smoothing) ** age for age in range(window)]
+        self._values: deque[float] = deque(maxlen=window)
+        self._average = math.nan
+
+    def update(self, squared_norm: float) -> float:
+        """Takes the squared L2 norm of this step's gradient; returns the relative gradient change.
+
+        It is infinite while there is only one value, and when the norm is not finite; such a norm is left out of the
+        average, so that one overflow does not blind the tracker.
+        """
+        if not math.isfinite(squared_norm):
+            return math.inf
+        self._values.appendleft(squared_norm)
+        previous = self._average
+        weighted = sum(weight * value for weight, value in zip(self._weights, self._values, strict=False))
+        self._average = weighted / sum(self._weights[: len(self._values)])
+        if math.isnan(previous):
+            return math.inf
+        if previous == 0:
+            return math.inf if self._average else 0.0
+        return abs((self._average - previous) / previous)  # Eq. 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the window, newest value first, and its average."""
+        return {"values": list(self._values), "average": self._average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned."""
+        self._values = deque(state["values"], maxlen=self._values.maxlen)
+        self._average = state["average"]
+
+
+class SquaredNorm:
+    """The squared L2 norm of a whole gradient, computed in one pass without waiting for the device.
+
+    Args:
+        gradients: dense tensors on one device; none at all has norm 0.
+    """
+
+    def __init__(self, gradients: list[Tensor]) -> None:
+        self._ready: torch.cuda.Event | None = None
+        if not gradients:
+            self._result = torch.zeros(())
+            return
+        squares = torch.stack(foreach_norm(gradients)).double().square_().sum()
+        if squares.is_cuda:
+            self._result = torch.empty((), dtype=squares.dtype, pin_memory=True)
+            self._result.copy_(squares, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        else:
+            self._result = squares
+
+    def item(self) -> float:
+        """Returns the value; on CUDA the host waits for the backward pass, not for what was enqueued since."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._result.item()

@@ -1,0 +1,87 @@
+"""Algorithm 1 of the SelSync paper in one process, with plain tensors, line by line."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def ewma(values: Sequence[float], window: int, smoothing: float) -> float:
+    """The exponentially weighted moving average of the last `window` values, newest last."""
+    recent = list(values)[-window:][::-1]
+    weights = [(1 - smoothing) ** age for age in range(len(recent))]
+    return sum(w * x for w, x in zip(weights, recent, strict=True)) / sum(weights)
+
+
+def relative_change(squared_norms: Sequence[float], window: int, smoothing: float) -> float:
+    """Eq. 2, from all squared norms so far; infinite while there is only one."""
+    if len(squared_norms) < 2:
+        return math.inf
+    now = ewma(squared_norms, window, smoothing)
+    before = ewma(squared_norms[:-1], window, smoothing)
+    return abs((now - before) / before)
+
+
+def mean(tensors: Sequence[Tensor]) -> Tensor:
+    """The mean, added in the order of the ranks."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total / len(tensors)
+
+
+def simulate(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    *,
+    world_size: int,
+    num_steps: int,
+    delta: float,
+    aggregation: str = "parameters",
+    window: int = 25,
+    smoothing: float | None = None,
+    max_norm: float | None = None,
+) -> tuple[list[nn.Module], list[bool], list[list[float]]]:
+    """Returns the replicas, which steps were synchronised, and each step's relative change by rank."""
+    replicas = [copy.deepcopy(model) for _ in range(world_size)]  # line 3
+    optimizers = [make_optimizer(replica) for replica in replicas]
+    squared_norms: list[list[float]] = [[] for _ in replicas]
+    smoothing = world_size / 100 if smoothing is None else smoothing
+    synchronised, changes = [], []
+    for i in range(num_steps):  # line 4
+        for n, replica in enumerate(replicas):
+            optimizers[n].zero_grad()
+            loss(replica, i, n).backward()  # lines 6 and 7
+            gradients = [p.grad for p in replica.parameters() if p.grad is not None]
+            squared_norms[n].append(sum(g.double().square().sum().item() for g in gradients))
+        change = [relative_change(values, window, smoothing) for values in squared_norms]  # line 8
+        flags = [delta < math.inf and value >= delta for value in change]  # lines 11 to 14
+        if aggregation == "gradients" and any(flags):
+            for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
+                average = mean([p.grad for p in parameters])
+                for p in parameters:
+                    p.grad = average.clone()
+        for n, replica in enumerate(replicas):
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(replica.parameters(), max_norm)
+            optimizers[n].step()  # line 9
+        if any(flags):  # lines 15 to 17
+            with torch.no_grad():
+                if aggregation == "parameters":
+                    for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
+                        average = mean([p.detach() for p in parameters])
+                        for p in parameters:
+                            p.copy_(average)
+                for buffers in zip(*(replica.buffers() for replica in replicas), strict=True):
+                    average = mean(list(buffers)) if buffers[0].is_floating_point() else buffers[0].clone()
+                    for b in buffers:
+                        b.copy_(average)
+        synchronised.append(any(flags))
+        changes.append(change)
+    return replicas, synchronised, changes

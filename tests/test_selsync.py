@@ -1,0 +1,388 @@
+"""SelSync on real processes against the simulation of Algorithm 1."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pipesync.methods.selsync import SelSync
+from tests.harness import launch, raised
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_selsync import mean, simulate
+
+STEPS = 30
+
+
+def train(
+    optimizer_name: str, settings: dict[str, Any], batch_norm: bool = False, max_norm: float | None = None
+) -> dict[str, Any]:
+    """Trains STEPS steps; the ranks start from different weights, of which rank 0's count."""
+    rank = dist.get_rank()
+    model = seeded_mlp(seed=rank, batch_norm=batch_norm)
+    optimizer = OPTIMIZERS[optimizer_name](model)
+    sync = SelSync(model, optimizer, **settings)
+    synchronised, changes = [], []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        if max_norm is not None:
+            sync.clip(max_norm)
+        sync.step()
+        synchronised.append(sync.last.synchronised)
+        changes.append(sync.last.relative_change)
+    own = state(model)
+    sync.flush()
+    flushed = state(model)
+    sync.resume()
+    back = state(model)
+    sync.detach()
+    return {
+        "own": own,
+        "flushed": flushed,
+        "back": back,
+        "synchronised": synchronised,
+        "changes": changes,
+        "lssr": sync.lssr,
+        "bytes": dict(sync.transport.traffic.bytes_sent),
+        "operations": dict(sync.transport.traffic.operations),
+    }
+
+
+def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), f"{what} {name}: off by {(actual[name] - value).abs().max()}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+@pytest.mark.parametrize("delta", [0.0, 0.2, 0.3])
+def test_follows_algorithm_1(delta: float, aggregation: str, optimizer: str, world_size: int) -> None:
+    """Bit for bit: the same decisions, and the same weights on every rank."""
+    settings = {"delta": delta, "aggregation": aggregation, "smoothing": 0.3, "bucket_mb": 1e-4}
+    outcomes = launch(train, world_size, optimizer, settings)
+    replicas, synchronised, changes = simulate(
+        seeded_mlp(),
+        OPTIMIZERS[optimizer],
+        loss,
+        world_size=world_size,
+        num_steps=STEPS,
+        delta=delta,
+        aggregation=aggregation,
+        smoothing=0.3,
+    )
+    assert synchronised[0], "until there are two values every step is synchronised"
+    if delta > 0:
+        assert 1 < sum(synchronised) < STEPS, "the test must see both kinds of step"
+    for rank, outcome in enumerate(outcomes):
+        assert outcome["synchronised"] == synchronised
+        assert outcome["changes"] == pytest.approx([change[rank] for change in changes], rel=1e-4, abs=1e-6)
+        assert_same_state(outcome["own"], state(replicas[rank]), f"rank {rank}")
+        assert outcome["lssr"] == pytest.approx(1 - sum(synchronised) / STEPS)  # Eq. 4
+
+
+@pytest.mark.parametrize("smoothing", [None, 0.16, 1.0])
+@pytest.mark.parametrize("window", [1, 5, 25])
+def test_window_and_smoothing(window: int, smoothing: float | None) -> None:
+    settings = {"delta": 0.1, "window": window, "smoothing": smoothing}
+    outcomes = launch(train, 2, "sgd", settings)
+    _, synchronised, changes = simulate(
+        seeded_mlp(),
+        OPTIMIZERS["sgd"],
+        loss,
+        world_size=2,
+        num_steps=STEPS,
+        delta=0.1,
+        window=window,
+        smoothing=smoothing,
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert outcome["synchronised"] == synchronised
+        assert outcome["changes"] == pytest.approx([change[rank] for change in changes], rel=1e-4, abs=1e-6)
+
+
+def train_ddp(optimizer_name: str) -> dict[str, Tensor]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS[optimizer_name](model)
+    wrapped = DistributedDataParallel(model)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss(wrapped, i, dist.get_rank()).backward()
+        optimizer.step()
+    return state(model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_delta_zero_with_gradients_is_ddp(optimizer: str) -> None:
+    expected = launch(train_ddp, 2, optimizer)[0]
+    for outcome in launch(train, 2, optimizer, {"delta": 0.0, "aggregation": "gradients"}):
+        assert all(outcome["synchronised"])
+        assert_same_state(outcome["own"], expected)
+
+
+def test_delta_zero_with_parameters_is_synchronous_sgd() -> None:
+    """The average of the updated weights is the weights updated by the average, but for rounding."""
+    expected = launch(train_ddp, 2, "sgd")[0]
+    for outcome in launch(train, 2, "sgd", {"delta": 0.0}):
+        for name, value in expected.items():
+            torch.testing.assert_close(outcome["own"][name], value, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+def test_delta_infinite_is_independent_training(aggregation: str) -> None:
+    outcomes = launch(train, 2, "adamw", {"delta": math.inf, "aggregation": aggregation})
+    for rank, outcome in enumerate(outcomes):
+        model = seeded_mlp()
+        optimizer = OPTIMIZERS["adamw"](model)
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, i, rank).backward()
+            optimizer.step()
+        assert_same_state(outcome["own"], state(model))
+        assert outcome["lssr"] == 1.0
+        assert "flags" not in outcome["bytes"]
+
+
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+def test_clipping(aggregation: str) -> None:
+    """The tracker sees the gradient before clipping; with gradients aggregated, the average is clipped."""
+    settings = {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}
+    outcomes = launch(train, 2, "sgd", settings, False, 0.1)
+    replicas, synchronised, _ = simulate(
+        seeded_mlp(),
+        OPTIMIZERS["sgd"],
+        loss,
+        world_size=2,
+        num_steps=STEPS,
+        delta=0.2,
+        aggregation=aggregation,
+        smoothing=0.3,
+        max_norm=0.1,
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert outcome["synchronised"] == synchronised
+        assert_same_state(outcome["own"], state(replicas[rank]))
+
+
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+def test_buffers_are_averaged_and_integers_follow_rank_0(aggregation: str) -> None:
+    settings = {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}
+    outcomes = launch(train, 2, "sgd", settings, True)
+    replicas, synchronised, _ = simulate(
+        seeded_mlp(batch_norm=True),
+        OPTIMIZERS["sgd"],
+        loss,
+        world_size=2,
+        num_steps=STEPS,
+        delta=0.2,
+        aggregation=aggregation,
+        smoothing=0.3,
+    )
+    assert 1 < sum(synchronised) < STEPS
+    for rank, outcome in enumerate(outcomes):
+        assert_same_state(outcome["own"], state(replicas[rank]))
+
+
+def test_a_local_step_sends_the_flag_and_nothing_else() -> None:
+    outcomes = launch(train, 4, "sgd", {"delta": 1e9})
+    for outcome in outcomes:
+        assert outcome["synchronised"] == [True] + [False] * (STEPS - 1)
+        assert outcome["bytes"]["flags"] == STEPS * 3
+        assert outcome["operations"]["reduce_scatter"] == 2  # the first step and the flush
+
+
+def test_flush_and_resume() -> None:
+    outcomes = launch(train, 3, "sgd", {"delta": 0.8, "smoothing": 0.3}, True)
+    for name in outcomes[0]["own"]:
+        values = [outcome["own"][name] for outcome in outcomes]
+        expected = mean(values) if values[0].is_floating_point() else values[0]
+        for outcome in outcomes:
+            assert torch.equal(outcome["flushed"][name], expected)
+            assert torch.equal(outcome["back"][name], outcome["own"][name])
+    assert not torch.equal(outcomes[0]["own"]["0.weight"], outcomes[1]["own"]["0.weight"])
+
+
+def write_while_flushed() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = SelSync(model, optimizer, delta=1e9)
+    for i in range(3):
+        optimizer.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+    own = state(model)
+    sync.flush()
+    with torch.no_grad():
+        model[0].bias.fill_(7.0)
+    sync.resume()
+    sync.detach()
+    return own, state(model)
+
+
+def test_what_is_written_while_flushed_stays() -> None:
+    for own, resumed in launch(write_while_flushed, 2):
+        assert resumed["0.bias"].unique().tolist() == [7.0]
+        assert torch.equal(resumed["0.weight"], own["0.weight"])
+
+
+def train_compressed(codec: str, aggregation: str, num_steps: int) -> tuple[dict[str, Tensor], bool, float]:
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    sync = SelSync(model, optimizer, delta=0.0, compression=codec, aggregation=aggregation)
+    for i in range(num_steps):
+        optimizer.zero_grad()
+        loss(model, i % 10, rank).backward()
+        sync.step()
+    weights = state(model)
+    others = sync.transport.gather_objects({name: value.tolist() for name, value in weights.items()})
+    sync.detach()
+    with torch.no_grad():
+        final = sum(loss(model, i, r).item() for i in range(10) for r in range(2)) / 20
+    return weights, all(other == others[0] for other in others), final
+
+
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "truncate16", "int8", "topk"])
+def test_compressed_steps_agree_and_converge(codec: str, aggregation: str) -> None:
+    """All ranks hold the same bits after every synchronised step, and training arrives where it does uncompressed."""
+    exact = launch(train_compressed, 2, "none", aggregation, 300)[0][2]
+    for _, agree, final in launch(train_compressed, 2, codec, aggregation, 300):
+        assert agree
+        assert final == pytest.approx(exact, rel=0.15)
+
+
+class TwoHeads(nn.Module):
+    """A model of which each rank uses only one head, and nobody the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](x)
+
+
+def train_two_heads(aggregation: str) -> list[Any]:
+    rank = dist.get_rank()
+    model = TwoHeads()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sync = SelSync(model, optimizer, delta=0.0, aggregation=aggregation)
+    x = torch.ones(4, 6) * (rank + 1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x, rank).square().sum().backward()
+        sync.step()
+    present = [head.weight.grad is not None for head in model.heads]
+    sync.detach()
+    return [state(model), present, list(optimizer.state_dict()["state"])]
+
+
+def test_parameters_without_a_gradient() -> None:
+    """As in DDP: a gradient that another rank has counts as zero here; what no rank uses is left alone."""
+    outcomes = launch(train_two_heads, 2, "gradients")
+    for weights, present, with_state in outcomes:
+        assert present == [True, True, False]
+        assert with_state == [0, 1, 2, 3]
+        assert_same_state(weights, outcomes[0][0])
+        assert torch.equal(weights["heads.2.weight"], TwoHeads().heads[2].weight)
+
+
+def test_parameters_without_a_gradient_are_averaged() -> None:
+    outcomes = launch(train_two_heads, 2, "parameters")
+    assert_same_state(outcomes[0][0], outcomes[1][0])
+    assert not torch.equal(outcomes[0][0]["heads.0.weight"], TwoHeads().heads[0].weight)
+
+
+def train_frozen_and_tied() -> list[Any]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
+    model[2].weight = model[0].weight  # tied
+    model[1].requires_grad_(False)  # in no optimizer; a teacher, say
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    sync = SelSync(model, optimizer, delta=0.0)
+    sent = []
+    for i in range(4):
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        if i == 2:
+            with torch.no_grad():
+                model[1].weight.add_(rank)
+        before = sync.transport.traffic.total_bytes_sent
+        sync.step()
+        sent.append(sync.transport.traffic.total_bytes_sent - before)
+    assert model[2].weight is model[0].weight
+    sync.detach()
+    return [state(model), sent]
+
+
+def test_tied_and_frozen_parameters() -> None:
+    """Tied ones travel once. Ones that no optimizer has travel only when some rank wrote to them."""
+    outcomes = launch(train_frozen_and_tied, 2)
+    assert_same_state(outcomes[0][0], outcomes[1][0])
+    trained, frozen = (36 + 18 + 3) * 4, (36 + 6) * 4
+    for _, sent in outcomes:
+        for i, num_bytes in enumerate(sent):
+            assert num_bytes == pytest.approx(1 + trained + (frozen if i == 2 else 0), abs=8)
+
+
+def overflow(aggregation: str) -> list[Any]:
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = SelSync(model, optimizer, delta=0.5, aggregation=aggregation)
+    seen = []
+    for i in range(6):
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        if i == 3 and rank == 1:
+            model[0].weight.grad[0, 0] = math.inf
+        sync.after_backward()
+        # as a GradScaler does: skip the update on this rank
+        finite = all(p.grad.isfinite().all() for p in model.parameters())
+        sync.step(optimizer.step if finite else lambda: None)
+        seen.append((sync.last.synchronised, sync.last.not_finite))
+    finite = all(p.isfinite().all().item() for p in model.parameters())
+    change = sync.last.relative_change
+    sync.detach()
+    return [seen, finite, math.isfinite(change)]
+
+
+def test_an_overflow_on_one_rank_is_known_to_all_and_blinds_no_tracker() -> None:
+    for seen, finite, tracks in launch(overflow, 2, "parameters"):
+        assert seen[3] == (True, True)
+        assert [not_finite for _, not_finite in seen] == [False, False, False, True, False, False]
+        assert finite
+        assert tracks
+
+
+def two_optimizers() -> list[Any]:
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.05)
+    second = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+    sync = SelSync(model, [first, second], delta=0.0)
+    for i in range(5):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            loss(model, i, rank).backward()
+            sync.step(optimizer=optimizer)
+    errors = [raised(lambda: sync.step()), raised(lambda: sync.step(optimizer=torch.optim.SGD([torch.zeros(1)])))]
+    sync.detach()
+    return [state(model), sync.num_synchronised_steps, errors]
+
+
+def test_several_optimizers() -> None:
+    outcomes = launch(two_optimizers, 2)
+    assert_same_state(outcomes[0][0], outcomes[1][0])
+    for _, steps, errors in outcomes:
+        assert steps == 10
+        assert all(error[0] == "ValueError" for error in errors)
