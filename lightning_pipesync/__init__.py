@@ -1,1 +1,21 @@
-"""Fast distributed training on networks slower than the accelerators."""
+"""Fast distributed training on networks slower than the accelerators.
+
+Importing the package registers the strategies, so that ``Trainer(strategy="selsync")`` finds them.
+"""
+
+from lightning_pipesync.core.codecs import TopK
+from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
+from lightning_pipesync.lightning import SelSyncStrategy
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LabelSkewedSampler",
+    "SelDPSampler",
+    "SelSync",
+    "SelSyncConfig",
+    "SelSyncStrategy",
+    "TopK",
+    "label_skewed_partition",
+]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree
+from torch.utils.data import DataLoader, Sampler
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -25,6 +28,25 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
 def version(tensor: Tensor) -> int:
     """Returns a number that grows whenever autograd sees ``tensor`` written in place."""
     return tensor._version
+
+
+def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Has ``scaler``, which has unscaled the gradients of ``optimizer``, skip the update and reduce its scale."""
+    for found_inf in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        found_inf.fill_(1.0)
+
+
+def handles_unscaling(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer`` unscales gradients within its step, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def replace_sampler(loader: DataLoader, sampler: Sampler | Iterable[Any]) -> DataLoader:
+    """Returns a data loader like ``loader``, a subclass of DataLoader or with a batch sampler too, over ``sampler``."""
+    from lightning.pytorch.trainer.states import RunningStage
+    from lightning.pytorch.utilities.data import _update_dataloader
+
+    return _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
 
 
 def is_dtensor(tensor: Tensor) -> bool:

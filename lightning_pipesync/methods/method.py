@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_pipesync.core.transport import Transport
 
 T = TypeVar("T")
 
@@ -18,11 +20,21 @@ class SyncMethod(ABC):
     Constructing it attaches it. A plain loop calls :meth:`step` in place of ``optimizer.step()``; a framework whose
     own code sits between the gradient and the update calls :meth:`after_backward` itself. With several optimizers
     each call names the one that it is about.
+
+    Attributes:
+        transport: the way to the other ranks.
     """
 
+    transport: Transport
+
     @abstractmethod
-    def after_backward(self, optimizer: Optimizer | None = None) -> None:
-        """Tells the method that the gradient of this step is complete, accumulated and unscaled, not yet clipped."""
+    def after_backward(self, optimizer: Optimizer | None = None) -> bool:
+        """Tells the method that the gradient of this step is complete, accumulated and unscaled, not yet clipped.
+
+        Returns:
+            Whether the gradient has become one that is not finite, since some rank's was not: a loss scaler, which has
+            looked at this rank's alone, has to skip the update. The same on all ranks.
+        """
 
     @abstractmethod
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
@@ -48,6 +60,9 @@ class SyncMethod(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Undoes :meth:`flush`, so that training can go on. Not a collective call; does nothing if not flushed."""
+
+    def follow(self, module: nn.Module) -> None:  # noqa: B027 - most methods have nothing to do
+        """Has :meth:`flush` consolidate ``module``, too, which follows this rank's weights: their running average."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:

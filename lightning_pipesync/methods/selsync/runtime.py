@@ -112,8 +112,11 @@ class SelSync(SyncMethod):
         steps = self.num_local_steps + self.num_synchronised_steps
         return self.num_local_steps / steps if steps else 0.0
 
-    def after_backward(self, optimizer: Optimizer | None = None) -> None:
+    def after_backward(self, optimizer: Optimizer | None = None) -> bool:
         """Measures the gradient (accumulated and unscaled, not yet clipped); averages it if gradients are aggregated.
+
+        Returns:
+            Whether the gradient was averaged with one that is not finite.
 
         Raises:
             RuntimeError: called twice in a step, as by an optimizer that evaluates its closure more than once.
@@ -126,9 +129,10 @@ class SelSync(SyncMethod):
         # On CUDA the host would have to wait for the backward pass here. The update is enqueued first.
         if unit.gradients is not None or self.transport.device.type != "cuda":
             unit.send_flag(self._have_others_changed())
-        if unit.gradients is not None and unit.decide().synchronised:
-            assert unit.decision is not None
-            unit.gradients.average(unit.decision.missing_gradient)
+        if unit.gradients is None or not (decision := unit.decide()).synchronised:
+            return False
+        unit.gradients.average(decision.missing_gradient)
+        return decision.not_finite
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient by its L2 norm: the rank's own, or the average on a step that aggregates gradients."""

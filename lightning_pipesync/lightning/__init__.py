@@ -1,0 +1,24 @@
+"""The methods as strategies of Lightning's Trainer; importing this registers their names."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_pipesync.lightning.classes import STRATEGIES, PipeSyncCallback, SelSyncStrategy
+
+__all__ = ["PipeSyncCallback", "SelSyncStrategy"]
+
+
+def _register() -> None:
+    registered = [(StrategyRegistry, STRATEGIES)]
+    if find_spec("pytorch_lightning") is not None:
+        twin = import_module("lightning_pipesync.lightning.twin_classes")
+        registered.append((import_module("pytorch_lightning.strategies").StrategyRegistry, twin.STRATEGIES))
+    for registry, strategies in registered:
+        for strategy in strategies:
+            description = (strategy.__doc__ or "").partition("\n")[0]
+            registry.register(strategy.name, strategy, description, override=True)
+
+
+_register()

@@ -1,0 +1,66 @@
+"""The moments that a strategy alone does not see."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Base
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+else:
+    _Base = object
+
+
+class PipeSyncCallbackMixin(_Base):
+    """Consolidates the weights before any other callback reads them, and logs what the method did.
+
+    The strategies add it themselves, as the first of the Trainer's callbacks.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that all ranks will take the same number of steps.
+
+        Raises:
+            ValueError: they would not: the ranks with more would wait for the others for ever.
+        """
+        method = _strategy(trainer).method
+        assert method is not None
+        num_batches = method.transport.gather_objects(trainer.num_training_batches)
+        if len(set(num_batches)) > 1:
+            raise ValueError(
+                f"The ranks have different numbers of training batches, by rank: {num_batches}. Give every rank as "
+                "many samples, or set Trainer(limit_train_batches=...) to the smallest number."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        _strategy(trainer).resume()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        _strategy(trainer).after_backward(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = _strategy(trainer)
+        assert strategy.method is not None
+        metrics = {f"{strategy.name}/{name}": value for name, value in strategy.method.metrics().items()}
+        shown = {f"{strategy.name}/{name}" for name in strategy.shown_metrics}
+        pl_module.log_dict({name: value for name, value in metrics.items() if name in shown}, prog_bar=True)
+        pl_module.log_dict({name: value for name, value in metrics.items() if name not in shown})
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).flush()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).flush()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).flush()
+
+
+def _strategy(trainer: Trainer) -> PipeSyncStrategyMixin:
+    return cast("PipeSyncStrategyMixin", trainer.strategy)

@@ -1,0 +1,153 @@
+"""``Trainer(strategy="selsync")``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.data import DataInjection, adjusted_batch_size
+from lightning_pipesync.lightning.loaders import batch_size, with_batch_size, with_seldp
+from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.methods.selsync.config import Aggregation, Partition
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+
+class SelSyncStrategyMixin(PipeSyncStrategyMixin):
+    """SelSync: local steps, synchronised only when some rank's gradient changes by more than ``delta``.
+
+    Logs ``selsync/lssr`` (the share of local steps), ``selsync/relative_gradient_change`` (this rank's),
+    ``selsync/delta``, ``selsync/mib_sent`` and ``selsync/exposed_seconds``.
+
+    Args:
+        delta: threshold on the relative gradient change. 0: every step is synchronised; ``inf``: none is.
+        aggregation: what a synchronised step averages: ``"parameters"`` after the update, or ``"gradients"`` before it.
+        window: number of steps over which the squared gradient norm is smoothed.
+        smoothing: smoothing factor of the moving average, in (0, 1]; None means number of ranks / 100.
+        partition: ``"seldp"`` rotates the chunks of the training data by rank; ``"defdp"`` leaves Lightning's order.
+        full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
+        injection: (alpha, beta): each step a share alpha of the ranks sends a share beta of its batch to all others.
+        compression: codec of a synchronised step: none, bf16, fp16, truncate16, int8 or topk.
+        bucket_mb: MiB that travel in one piece.
+        timeout_s: seconds after which a rank that does not answer counts as lost.
+        checkpoint_replicas: whether a checkpoint holds each rank's own weights and optimizer state.
+        accelerator: as in DDPStrategy.
+        parallel_devices: as in DDPStrategy.
+        cluster_environment: as in DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        precision_plugin: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors travel through the host.
+        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    name = "selsync"
+    shown_metrics = ("lssr", "relative_gradient_change", "mib_sent")
+
+    def __init__(
+        self,
+        delta: float = 0.3,
+        aggregation: Aggregation = "parameters",
+        window: int = 25,
+        smoothing: float | None = None,
+        partition: Partition = "seldp",
+        full_pass: bool = False,
+        injection: tuple[float, float] | None = None,
+        compression: str | Codec = "none",
+        bucket_mb: float = 25.0,
+        timeout_s: float = 1800.0,
+        checkpoint_replicas: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self.config = SelSyncConfig(
+            delta=delta,
+            aggregation=aggregation,
+            window=window,
+            smoothing=smoothing,
+            partition=partition,
+            full_pass=full_pass,
+            injection=injection,
+            compression=compression,
+            bucket_mb=bucket_mb,
+            timeout_s=timeout_s,
+            checkpoint_replicas=checkpoint_replicas,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+        )
+        self.checkpoint_replicas = checkpoint_replicas
+        self._injection: DataInjection | None = None
+
+    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SelSync:
+        method = SelSync(module, optimizers, self.config, backend=self._traffic_backend)
+        if self.config.injection is not None:
+            alpha, beta = self.config.injection
+            self._injection = DataInjection(alpha, beta, method.transport)
+        return method
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._injection is not None and self._training:
+            batch = self._injection(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Gives the training loader SelDP's order and, with data injection, the batch size of Eq. 3.
+
+        Raises:
+            ValueError: the data set has fewer samples than there are ranks.
+        """
+        dataloader = super().process_dataloader(dataloader)
+        if not self._training or not isinstance(dataloader, DataLoader):
+            return dataloader
+        num_samples = sized_len(dataloader.dataset)
+        divided = isinstance(dataloader.sampler, DistributedSampler)
+        if divided and num_samples is not None and num_samples < self.world_size:
+            raise ValueError(f"The training data set has {num_samples} samples, too few for {self.world_size} ranks.")
+        if self.config.injection is not None:
+            alpha, beta = self.config.injection
+            own = adjusted_batch_size(batch_size(dataloader), alpha, beta, self.world_size)
+            dataloader = with_batch_size(dataloader, own)
+        if self.config.partition == "seldp" and not self._overfitting:
+            dataloader = with_seldp(dataloader, full_pass=self.config.full_pass, start=self._start)
+        return dataloader
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        state = super().rank_state_dict()
+        if self._injection is not None:
+            state["injection"] = self._injection.state_dict()
+        return state
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_rank_state_dict(state)
+        if self._injection is not None and "injection" in state:
+            self._injection.load_state_dict(state["injection"])
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._injection = None

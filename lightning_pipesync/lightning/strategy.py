@@ -1,0 +1,239 @@
+"""Lightning's moments, translated into calls on a method."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_pipesync.compat import handles_unscaling, mark_overflow
+from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
+from lightning_pipesync.methods.method import SyncMethod
+
+if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.loops.progress import _ProcessedTracker
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+#: The key of a checkpoint under which everything stands that a plain one does not have.
+CHECKPOINT_KEY = "pipesync"
+
+
+class PipeSyncStrategyMixin(_Base):
+    """What the strategies of all methods have in common; goes before ``DDPStrategy`` in the bases.
+
+    The module is not wrapped: ``training_step`` runs on it directly, and the method sees to its gradients and weights.
+
+    Attributes:
+        name: what the strategy is registered as.
+        shown_metrics: names of the method's metrics that the progress bar shows.
+        callback_class: the callback that is added to the Trainer.
+        checkpoint_replicas: whether checkpoints hold each rank's own state.
+        method: what runs in the current ``fit``; None outside one.
+    """
+
+    name: str
+    shown_metrics: tuple[str, ...]
+    callback_class: type[PipeSyncCallbackMixin]
+    checkpoint_replicas: bool
+    method: SyncMethod | None = None
+    _rng_states: dict[str, Tensor] | None = None
+    _start: tuple[int, int] = (0, 0)
+
+    @abstractmethod
+    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SyncMethod:
+        """Creates the method; called on all ranks when module and optimizers are on their device."""
+
+    # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, PipeSyncCallbackMixin) for callback in callbacks):
+            callbacks.insert(0, self.callback_class())  # before all others: they shall find consolidated weights
+
+    def configure_ddp(self) -> None:
+        """Leaves the module as it is: there is nothing to wrap."""
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if not self._fitting:
+            return
+        assert self.lightning_module is not None
+        self._start = (0, 0)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        for optimizer in self.optimizers:
+            if scaler is not None and handles_unscaling(optimizer):
+                raise ValueError(
+                    f"precision='16-mixed' with a fused {type(optimizer).__name__} unscales gradients within the step, "
+                    f"where strategy={self.name!r} cannot see them: set fused=False."
+                )
+        self.method = self.attach_method(self.lightning_module, self.optimizers)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for value in vars(callback).values():
+                if isinstance(value, AveragedModel):  # WeightAveraging and its kin
+                    self.method.follow(value)
+
+    def teardown(self) -> None:
+        if self.method is not None:
+            # After an error peers may be gone, and what is in flight will not arrive.
+            self.method.detach(timeout_s=0.0 if self._interrupted else 10.0)
+            self.method = None
+        super().teardown()
+
+    # --- a training step --------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self.method is not None
+        update = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        return self.method.step(update, optimizer)
+
+    def after_backward(self, optimizer: Optimizer) -> None:
+        """Called between unscaling and clipping."""
+        assert self.method is not None
+        overflow = self.method.after_backward(optimizer)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if overflow and scaler is not None:
+            mark_overflow(scaler, optimizer)
+
+    def flush(self) -> None:
+        """Makes the weights the consolidated ones. Does nothing outside ``fit`` and after an error."""
+        if self.method is not None and not self._interrupted:
+            self.method.flush()
+
+    def resume(self) -> None:
+        """Lets training go on after :meth:`flush`."""
+        if self.method is not None:
+            self.method.resume()
+        if self._rng_states is not None:
+            _set_rng_states(self._rng_states)
+            self._rng_states = None
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.flush()
+        return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        weights_only = "optimizer_states" not in checkpoint
+        if self.method is not None and not weights_only and not self._interrupted:
+            saved: dict[str, Any] = {"strategy": self.name, "world_size": self.world_size}
+            if self.checkpoint_replicas:
+                states = self.method.transport.collect_states(self.rank_state_dict())
+                saved["ranks"] = dict(enumerate(states or []))
+            checkpoint[CHECKPOINT_KEY] = saved
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        ranks = checkpoint.get(CHECKPOINT_KEY, {}).get("ranks", {})
+        for rank in set(ranks) - {self.global_rank}:
+            del ranks[rank]  # a whole replica each
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizer, and what this rank needs besides.
+
+        Raises:
+            ValueError: the checkpoint was written by this strategy with another number of ranks.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        self._start = self._position()
+        saved = checkpoint.get(CHECKPOINT_KEY)
+        if saved is None:  # of a plain strategy: all ranks go on from the same weights
+            return
+        if saved["strategy"] != self.name:
+            rank_zero_warn(
+                f"The checkpoint is of strategy={saved['strategy']!r}. Training goes on with {self.name!r} "
+                "from its consolidated weights; what that strategy kept for each rank is not used."
+            )
+        elif saved["world_size"] != self.world_size:
+            raise ValueError(
+                f"The checkpoint holds the state of {saved['world_size']} ranks, and there are {self.world_size}. "
+                f"Resume with as many, or remove the key {CHECKPOINT_KEY!r} from the checkpoint to go on from its "
+                "consolidated weights."
+            )
+        elif "ranks" in saved:
+            self.load_rank_state_dict(saved["ranks"][self.global_rank])
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Returns what this rank needs to go on bit for bit, besides what a plain checkpoint holds."""
+        assert self.method is not None
+        state = {"method": self.method.state_dict(), "rng": _rng_states(self.root_device)}
+        if precision := self.precision_plugin.state_dict():  # a loss scale of its own
+            state["precision"] = precision
+        return state
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`rank_state_dict` returned."""
+        assert self.method is not None
+        self.method.load_state_dict(state["method"])
+        if "precision" in state:
+            self.precision_plugin.load_state_dict(state["precision"])
+        self._rng_states = state["rng"]  # set when the next batch starts: setting up the loaders draws numbers, too
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == "fit"
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception is being handled: then a collective operation could hang."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    @property
+    def _training(self) -> bool:
+        """Whether this is the training part of a fit, not its validation."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.training
+
+    @property
+    def _overfitting(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.overfit_batches)  # type: ignore[attr-defined]
+
+    @property
+    def _traffic_backend(self) -> str | None:
+        """Gloo if the user asked for it; otherwise the transport chooses for the device."""
+        return "gloo" if self.process_group_backend == "gloo" else None
+
+    def _position(self) -> tuple[int, int]:
+        """Returns the epoch, and the number of its batches that were trained, of the progress just loaded."""
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        epochs = cast("_ProcessedTracker", loop.epoch_progress.current)
+        batches = loop.epoch_loop.batch_progress.current
+        return epochs.processed, 0 if epochs.processed == epochs.started else batches.ready
+
+
+def _rng_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_rng_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

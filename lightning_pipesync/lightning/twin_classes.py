@@ -1,0 +1,21 @@
+"""The same for the twin distribution ``pytorch_lightning``, whose classes are others."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
+from lightning_pipesync.lightning.selsync import SelSyncStrategyMixin
+
+
+class PipeSyncCallback(PipeSyncCallbackMixin, Callback):  # type: ignore[misc]
+    __doc__ = PipeSyncCallbackMixin.__doc__
+
+
+class SelSyncStrategy(SelSyncStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = SelSyncStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
+STRATEGIES = [SelSyncStrategy]

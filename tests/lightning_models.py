@@ -1,0 +1,87 @@
+"""A LightningModule, a Trainer and data for tests of the strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_pipesync  # noqa: F401 - registers the strategies
+from tests.models import OPTIMIZERS, seeded_mlp
+
+SAMPLES = 64
+
+
+def dataset() -> TensorDataset:
+    """64 samples, their index, and their class."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=generator) * torch.linspace(0.5, 4, SAMPLES).unsqueeze(1)
+    return TensorDataset(torch.arange(SAMPLES), x, (x.sum(dim=1) > 0).long())
+
+
+class Classifier(pl.LightningModule):
+    """A small network; it records what it trained on and what it validated with."""
+
+    def __init__(self, optimizer: str = "sgd", batch_norm: bool = False, dropout: float = 0.0, scheduler: bool = False):
+        super().__init__()
+        self.model = nn.Sequential(seeded_mlp(batch_norm=batch_norm), nn.Dropout(dropout), nn.Linear(3, 2))
+        self.optimizer_name, self.scheduler = optimizer, scheduler
+        self.seen: list[list[int]] = []
+        self.validated_with: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        indices, x, y = batch
+        self.seen.append(indices.tolist())
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated_with.append(self.weights())
+        _, x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.model(x), y), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.optimizer_name](self.model)
+        if self.scheduler:
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+        return optimizer
+
+    def weights(self) -> Tensor:
+        """All parameters and floating-point buffers in one vector."""
+        tensors = [value.detach().flatten() for value in self.state_dict().values() if value.is_floating_point()]
+        return torch.cat(tensors).clone()
+
+
+def train_loader(batch_size: int = 4, **kwargs: Any) -> DataLoader:
+    return DataLoader(dataset(), batch_size=batch_size, shuffle=True, **kwargs)
+
+
+def val_loader() -> DataLoader:
+    return DataLoader(dataset(), batch_size=16)
+
+
+def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -> pl.Trainer:
+    """A quiet Trainer on the CPU; the processes exist already."""
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": directory,
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
