@@ -46,7 +46,7 @@ def simulate(
     aggregation: str = "parameters",
     window: int = 25,
     smoothing: float | None = None,
-    max_norm: float | None = None,
+    clip: Callable[[nn.Module], object] = lambda model: None,
 ) -> tuple[list[nn.Module], list[bool], list[list[float]]]:
     """Returns the replicas, which steps were synchronised, and each step's relative change by rank."""
     replicas = [copy.deepcopy(model) for _ in range(world_size)]  # line 3
@@ -68,8 +68,7 @@ def simulate(
                 for p in parameters:
                     p.grad = average.clone()
         for n, replica in enumerate(replicas):
-            if max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(replica.parameters(), max_norm)
+            clip(replica)
             optimizers[n].step()  # line 9
         if any(flags):  # lines 15 to 17
             with torch.no_grad():

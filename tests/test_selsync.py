@@ -163,7 +163,7 @@ def test_clipping(aggregation: str) -> None:
         delta=0.2,
         aggregation=aggregation,
         smoothing=0.3,
-        max_norm=0.1,
+        clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     )
     for rank, outcome in enumerate(outcomes):
         assert outcome["synchronised"] == synchronised

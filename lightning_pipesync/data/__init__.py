@@ -1,1 +1,14 @@
 """Data order and data exchange: SelDP, label-skewed partition, data injection."""
+
+from lightning_pipesync.data.injection import DataInjection, PointToPoint, adjusted_batch_size
+from lightning_pipesync.data.partition import LabelSkewedSampler, label_skewed_partition
+from lightning_pipesync.data.seldp import SelDPSampler
+
+__all__ = [
+    "DataInjection",
+    "LabelSkewedSampler",
+    "PointToPoint",
+    "SelDPSampler",
+    "adjusted_batch_size",
+    "label_skewed_partition",
+]

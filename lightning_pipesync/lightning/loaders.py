@@ -21,9 +21,9 @@ def with_seldp(loader: DataLoader, *, full_pass: bool, start: tuple[int, int]) -
     Args:
         loader: as Lightning has prepared it, with a DistributedSampler of its own.
         full_pass: see :class:`SelDPSampler`.
-        start: epoch and number of its batches that are already trained, of a run that is resumed.
+        start: epoch, and number of its samples that are already trained, where a resumed run begins.
     """
-    sampler = loader.sampler
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(loader.dataset, IterableDataset):
         rank_zero_warn("SelDP cannot reorder an iterable data set; it must itself give each rank data of its own.")
         return loader
@@ -33,7 +33,6 @@ def with_seldp(loader: DataLoader, *, full_pass: bool, start: tuple[int, int]) -
         if isinstance(sampler, DistributedSampler):
             rank_zero_warn(f"SelDP leaves the order to {type(sampler).__name__}; set partition='defdp' to say so.")
         return loader
-    epoch, batches = start
     seldp = SelDPSampler(
         sampler.dataset,
         num_replicas=sampler.num_replicas,
@@ -43,11 +42,12 @@ def with_seldp(loader: DataLoader, *, full_pass: bool, start: tuple[int, int]) -
         drop_last=sampler.drop_last,
         full_pass=full_pass,
     )
-    if batches:
-        seldp.start = (epoch, min(batches * batch_size(loader), len(seldp)))
+    epoch, samples = start
+    seldp.set_epoch(epoch)
+    if samples:
+        seldp.start = (epoch, min(samples, len(seldp)))
         # Lightning recognises a resumable loader by methods that this one does not need.
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
-    seldp.set_epoch(epoch)
     loader = replace_sampler(loader, seldp)
     if loader.generator is None:
         # Without one, every epoch draws a seed from the global generator, and a resumed run draws fewer.

@@ -129,12 +129,14 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         divided = isinstance(dataloader.sampler, DistributedSampler)
         if divided and num_samples is not None and num_samples < self.world_size:
             raise ValueError(f"The training data set has {num_samples} samples, too few for {self.world_size} ranks.")
+        samples = batch_size(dataloader) if self.config.injection or any(self._start) else 0
         if self.config.injection is not None:
-            alpha, beta = self.config.injection
-            own = adjusted_batch_size(batch_size(dataloader), alpha, beta, self.world_size)
-            dataloader = with_batch_size(dataloader, own)
+            samples = adjusted_batch_size(samples, *self.config.injection, self.world_size)
         if self.config.partition == "seldp" and not self._overfitting:
-            dataloader = with_seldp(dataloader, full_pass=self.config.full_pass, start=self._start)
+            epoch, batches = self._start
+            dataloader = with_seldp(dataloader, full_pass=self.config.full_pass, start=(epoch, batches * samples))
+        if self.config.injection is not None:
+            dataloader = with_batch_size(dataloader, samples)
         return dataloader
 
     def rank_state_dict(self) -> dict[str, Any]:

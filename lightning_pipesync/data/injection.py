@@ -1,0 +1,224 @@
+"""Randomised data injection: in each step a few random ranks share some rows of their batch with all others."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.compat import tree_flatten, tree_unflatten
+
+
+class Transfer(Protocol):
+    """A send or receive under way."""
+
+    def wait(self) -> object:
+        """Returns once the tensor may be reused (send) or holds the message (receive); raises if that fails."""
+
+
+class PointToPoint(Protocol):
+    """What data injection needs of a transport.
+
+    Tensors are contiguous CPU tensors. Messages between a pair of ranks arrive in the order in which they were sent.
+    A rank posts the receives of a round before its sends, and waits for all of them before the next round.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    def send(self, tensor: Tensor, dst: int) -> Transfer:
+        """Begins to send ``tensor`` to rank ``dst``."""
+
+    def recv(self, tensor: Tensor, src: int) -> Transfer:
+        """Begins to receive into ``tensor`` a message of its size from rank ``src``."""
+
+
+class DataInjection:
+    """Appends rows from a few randomly chosen ranks to each rank's batch (SelSync III-E).
+
+    In each call ceil(alpha*N) of the N ranks are drawn at random, the same on all ranks, and each of them sends the
+    first round(beta*rows) rows of its batch, but at least one, to all other ranks. Batches are expected in random
+    order, as a shuffling sampler leaves them, so that the first rows are a random choice. Numbers of rows may differ
+    between ranks and steps; apart from that, the batches of all ranks must have the same leaves.
+
+    A call is collective: every rank must make the same number of calls, and a rank that raises leaves the others to
+    the transport's timeout. Choose the loader's batch size with ``adjusted_batch_size``.
+
+    Args:
+        alpha: Fraction of the ranks that share in a step, from 0 to 1.
+        beta: Fraction of its rows that a sharing rank sends, from 0 to 1. No traffic if ``alpha`` or ``beta`` is 0.
+        transport: Point-to-point messages between the ranks.
+        seed: Seed of the draw; must be equal on all ranks.
+
+    Raises:
+        ValueError: If ``alpha`` or ``beta`` is not a number from 0 to 1.
+    """
+
+    def __init__(self, alpha: float, beta: float, transport: PointToPoint, seed: int = 0) -> None:
+        _check_fraction("alpha", alpha)
+        _check_fraction("beta", beta)
+        self.alpha = alpha
+        self.beta = beta
+        self.seed = seed
+        self._transport = transport
+        self._step = 0
+
+    def __call__(self, batch: Any) -> Any:
+        """Returns the batch with the rows received in this step appended, in the order of the ranks they come from.
+
+        Args:
+            batch: Nested lists, tuples and dicts of tensors whose first dimension, the rows, is the same.
+
+        Raises:
+            TypeError: If a leaf is not a tensor.
+            ValueError: If a leaf is 0-dim, the leaves differ in their number of rows, or a sharing rank's batch is not
+                made up as this rank's is.
+        """
+        step = self._step
+        self._step += 1
+        if self.alpha == 0 or self.beta == 0:
+            return batch
+        leaves, spec = tree_flatten(batch)
+        num_rows = _num_rows(leaves)
+        layout = f"{' '.join(str(spec).split())} of " + ", ".join(_row_layout(leaf) for leaf in leaves)
+        sharing = self.sharing_ranks(step)
+        num_shared = max(1, round(self.beta * num_rows)) if self._transport.rank in sharing else 0
+        received = self._exchange(sharing, [leaf[:num_shared] for leaf in leaves], layout)
+        injected = [torch.cat([leaf, *rows]) for leaf, *rows in zip(leaves, *received, strict=True)]
+        return tree_unflatten(injected, spec)
+
+    def sharing_ranks(self, step: int) -> list[int]:
+        """Returns the ranks that share their rows in a step, ascending; the same on every rank."""
+        # Rounding first, because 0.07 * 100 is a little more than 7.
+        num_sharing = math.ceil(round(self.alpha * self._transport.world_size, 9))
+        # Not a torch.Generator: on the CPU it takes only 32 bits of its seed, too few for seed and step.
+        draw = random.Random(f"{self.seed} {step}")
+        return sorted(draw.sample(range(self._transport.world_size), num_sharing))
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the number of calls so far, which a resumed run continues from."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues from a ``state_dict``."""
+        self._step = state["step"]
+
+    def _exchange(self, sharing: list[int], shared: list[Tensor], layout: str) -> list[list[Tensor]]:
+        """Sends the shared rows if this rank is to share, and receives those of the other sharing ranks.
+
+        Two rounds: a header of three int64 numbers (rows, bytes in the payload, bytes of those that are the layout),
+        then the payload, which is the layout in UTF-8 followed by each leaf's rows.
+
+        Returns:
+            For each other sharing rank, in order: the rows of each leaf.
+
+        Raises:
+            ValueError: If another sharing rank has another layout.
+        """
+        rank = self._transport.rank
+        sources = [source for source in sharing if source != rank]
+        targets = [target for target in range(self._transport.world_size) if target != rank and rank in sharing]
+        layout_bytes = torch.frombuffer(bytearray(layout, "utf-8"), dtype=torch.uint8)
+        payload = torch.cat([layout_bytes, *(_to_bytes(rows) for rows in shared)])
+        header = torch.tensor([len(shared[0]), len(payload), len(layout_bytes)])
+
+        headers = [torch.empty_like(header) for _ in sources]
+        self._round(sources, headers, targets, header)
+        sizes = [theirs.tolist() for theirs in headers]
+        payloads = [torch.empty(num_bytes, dtype=torch.uint8) for _, num_bytes, _ in sizes]
+        self._round(sources, payloads, targets, payload)
+
+        # Only now, with every message delivered, so that a mismatch leaves no sender waiting.
+        received = []
+        for source, (num_rows, _, num_layout_bytes), theirs in zip(sources, sizes, payloads, strict=True):
+            their_layout, rows = theirs[:num_layout_bytes], theirs[num_layout_bytes:]
+            if not torch.equal(their_layout, layout_bytes):
+                raise ValueError(
+                    f"data injection needs batches made up alike on all ranks, but rank {source} has "
+                    f"{bytes(their_layout.tolist()).decode()} and rank {rank} has {layout}. Pad rows to a fixed shape, "
+                    "and collate the batches of all ranks in the same way."
+                )
+            parts = rows.split([num_rows * leaf.element_size() * math.prod(leaf.shape[1:]) for leaf in shared])
+            received.append([_from_bytes(part, num_rows, leaf) for part, leaf in zip(parts, shared, strict=True)])
+        return received
+
+    def _round(self, sources: list[int], buffers: list[Tensor], targets: list[int], message: Tensor) -> None:
+        """Receives a buffer from each source and sends the message to each target."""
+        handles = [self._transport.recv(buffer, source) for source, buffer in zip(sources, buffers, strict=True)]
+        handles += [self._transport.send(message, target) for target in targets]
+        for handle in handles:
+            handle.wait()
+
+
+def adjusted_batch_size(batch_size: int, alpha: float, beta: float, world_size: int) -> int:
+    """Returns the batch size b' to load so that a batch after injection has about ``batch_size`` rows (SelSync Eq. 3).
+
+    Args:
+        batch_size: Rows b that a rank shall train on in a step.
+        alpha: Fraction of the ranks that share in a step, from 0 to 1.
+        beta: Fraction of its rows that a sharing rank sends, from 0 to 1.
+        world_size: Number of ranks N.
+
+    Returns:
+        b / (1 + alpha*beta*N), rounded to the nearest integer, at least 1.
+
+    Raises:
+        ValueError: If ``alpha`` or ``beta`` is not from 0 to 1, or ``batch_size`` or ``world_size`` is below 1.
+    """
+    _check_fraction("alpha", alpha)
+    _check_fraction("beta", beta)
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1.")
+    return max(1, round(batch_size / (1 + alpha * beta * world_size)))
+
+
+def _check_fraction(name: str, value: float) -> None:
+    # NaN compares false, so this refuses it too.
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value} must be a number from 0 to 1.")
+
+
+def _num_rows(leaves: list[Any]) -> int:
+    """Returns the number of rows that all leaves of a batch have."""
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"data injection takes nested lists, tuples and dicts of tensors, but leaf {position} of the batch is "
+                f"of type {type(leaf).__name__}."
+            )
+        if leaf.dim() == 0:
+            raise ValueError(
+                f"data injection needs rows as the first dimension, but leaf {position} of the batch is a 0-dim "
+                f"{type(leaf).__name__} of {leaf.dtype}."
+            )
+    rows = [len(leaf) for leaf in leaves]
+    if len(set(rows)) != 1:
+        raise ValueError(f"the leaves of a batch must have the same number of rows, but have {rows}.")
+    return rows[0]
+
+
+def _row_layout(leaf: Tensor) -> str:
+    """Describes a row of a leaf, as ``float32[3, 32, 32]``."""
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}"
+
+
+def _to_bytes(rows: Tensor) -> Tensor:
+    """Returns the bytes of rows, of shape ``(num_bytes,)``, on the CPU."""
+    # Not contiguous(), which leaves a single row its stride, and view refuses that.
+    return rows.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(part: Tensor, num_rows: int, leaf: Tensor) -> Tensor:
+    """Returns bytes as rows of the leaf's shape and type, on its device."""
+    # The copy is aligned to its type, which a part of a payload need not be.
+    return part.clone().view(leaf.dtype).view(num_rows, *leaf.shape[1:]).to(leaf.device)

@@ -1,0 +1,90 @@
+"""SelSync's data partitioning (SelDP): every rank sees the whole data set, each beginning at its own chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+
+class SelDPSampler(DistributedSampler[int]):
+    """Hands every rank the whole data set as a circular queue of chunks whose head is the rank's own (SelSync III-D).
+
+    The data set is shuffled once and cut into ``num_replicas`` chunks of equal length. Rank r takes chunks r, r+1, ...
+    modulo ``num_replicas`` (SelSync Fig. 7b). So no two ranks hold the same chunk in the same epoch, and after
+    ``num_replicas`` epochs each rank has seen the whole data set. Lengths are ``DistributedSampler``'s, and so is the
+    number of steps.
+
+    Not guaranteed: a new order in every epoch. The order within a chunk is fixed by ``seed`` for the whole run, and an
+    epoch meets new samples only because the queue has moved on. Without ``drop_last`` the last chunk is filled up with
+    the first samples of the shuffled data set when the lengths do not divide.
+
+    Args:
+        dataset: Map-style data set with a length, which must not change.
+        num_replicas: Number of ranks N; taken from the default process group if None.
+        rank: This rank, from 0 to ``num_replicas - 1``; taken from the default process group if None.
+        shuffle: Whether to shuffle the data set, once; otherwise the chunks are cut in the data set's order.
+        seed: Seed of that shuffle; must be equal on all ranks.
+        drop_last: Whether chunks hold floor(len/N) samples, leaving out the rest, instead of ceil(len/N).
+        full_pass: Whether an epoch is the whole queue (N chunks) instead of one chunk. Every epoch then has the same
+            order.
+        start: ``(epoch, samples)`` where a resumed run begins: the sampler's first epoch, and how many of its samples
+            to skip. ``len()`` remains that of a whole epoch, and other epochs are not shortened.
+
+    Raises:
+        ValueError: If ``dataset`` holds fewer samples than there are ranks, or ``rank`` or ``start`` is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        full_pass: bool = False,
+        start: tuple[int, int] = (0, 0),
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self._dataset_size = len(dataset)  # type: ignore[arg-type]
+        if self._dataset_size < self.num_replicas:
+            raise ValueError(
+                f"SelDP cuts the data set into one chunk a rank, but {self._dataset_size} samples are too few for "
+                f"num_replicas={self.num_replicas}. Use more data or fewer ranks."
+            )
+        self.full_pass = full_pass
+        epoch, samples = start
+        if epoch < 0 or not 0 <= samples <= len(self):
+            raise ValueError(
+                f"start={start} is out of range: the epoch must be at least 0, and the number of samples to skip "
+                f"from 0 to the epoch's length, {len(self)}."
+            )
+        self.start = start
+        self.set_epoch(epoch)
+        self._order: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Returns the number of samples in an epoch, without regard to ``start``."""
+        return self.total_size if self.full_pass else self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterates over the indices of the current epoch, see ``set_epoch``."""
+        chunk = self.rank if self.full_pass else self.rank + self.epoch
+        start_epoch, samples = self.start
+        skipped = samples if self.epoch == start_epoch else 0
+        positions = chunk * self.num_samples + torch.arange(skipped, len(self))
+        # The first modulo closes the queue into a circle; the second wraps the padding round to the first samples.
+        positions = positions % self.total_size % self._dataset_size
+        return iter(self._shuffled()[positions].tolist())
+
+    def _shuffled(self) -> Tensor:
+        """Returns the data set's one order, as indices, drawn on first use so that unused samplers cost nothing."""
+        if self._order is None:
+            generator = torch.Generator().manual_seed(self.seed)
+            size = self._dataset_size
+            self._order = torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
+        return self._order
