@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -85,3 +86,8 @@ def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
+
+
+def scaling() -> MixedPrecision:
+    """16-mixed precision with its loss scaler on the CPU, where the Trainer would quietly take bf16-mixed."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_pipesync import SelSyncStrategy
 from tests.harness import launch, raised
-from tests.lightning_models import Classifier, train_loader, trainer, val_loader
+from tests.lightning_models import Classifier, scaling, train_loader, trainer, val_loader
 
 # 64 samples, 2 ranks, batches of 4: 8 batches an epoch. A change of 0.1 gives steps of both kinds.
 MIXED = {"delta": 0.1, "smoothing": 0.3}
@@ -128,7 +128,7 @@ def test_resume_with_workers_and_accumulation(tmp_path: Path) -> None:
 
 
 def test_resume_with_loss_scaling(tmp_path: Path) -> None:
-    resumed_and_whole(tmp_path, "mid-epoch", MIXED, {"optimizer": "sgd"}, precision="16-mixed")
+    resumed_and_whole(tmp_path, "mid-epoch", MIXED, {"optimizer": "sgd"}, plugins=[scaling()])
 
 
 def test_resume_with_ema(tmp_path: Path) -> None:

@@ -85,10 +85,15 @@ class PipeSyncStrategyMixin(_Base):
 
     def teardown(self) -> None:
         if self.method is not None:
-            # After an error peers may be gone, and what is in flight will not arrive.
-            self.method.detach(timeout_s=0.0 if self._interrupted else 10.0)
+            # After an error peers may be gone, and what is in flight may never arrive.
+            self.method.detach(timeout_s=1.0 if self._interrupted else 10.0)
             self.method = None
         super().teardown()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks; not after an error, when saving a checkpoint would wait for a rank that is gone."""
+        if not self._interrupted:
+            super().barrier(*args, **kwargs)
 
     # --- a training step --------------------------------------------------------------------------------------------
 

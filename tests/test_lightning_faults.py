@@ -1,0 +1,245 @@
+"""Bad input is named on every rank; a rank that dies, hangs or raises makes the others raise."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from lightning_pipesync import SelSyncConfig, SelSyncStrategy
+from tests.harness import DIED, launch, raised
+from tests.lightning_models import Classifier, dataset, train_loader, trainer
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("delta", -0.1),
+        ("delta", math.nan),
+        ("aggregation", "weights"),
+        ("partition", "iid"),
+        ("window", 0),
+        ("window", 2.5),
+        ("smoothing", 0.0),
+        ("smoothing", 1.5),
+        ("injection", (1.5, 0.5)),
+        ("injection", (0.5, -0.5)),
+        ("injection", (0.5, math.nan)),
+        ("injection", (0.5,)),
+        ("compression", "zip"),
+        ("bucket_mb", 0),
+        ("timeout_s", 0),
+        ("timeout_s", math.inf),
+    ],
+)
+@pytest.mark.parametrize("view", [SelSyncConfig, SelSyncStrategy])
+def test_a_bad_setting_is_named(view: Any, setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=setting) as caught:
+        view(**{setting: value})
+    shown = value if not isinstance(value, tuple) or len(value) == 1 else next(v for v in value if not 0 <= v <= 1)
+    assert repr(shown) in str(caught.value)
+
+
+def test_a_misspelt_setting_is_an_error() -> None:
+    with pytest.raises(TypeError, match="detla"):
+        SelSyncStrategy(detla=0.3)
+
+
+def fit_badly(directory: Path, kind: str) -> tuple[str, str] | None:
+    rank = int(os.environ["RANK"])
+    model, loader, settings = Classifier(), train_loader(), {}
+    if kind == "small data":
+        loader = DataLoader(Subset(dataset(), [0]))
+    elif kind == "other models":
+        model.extra = nn.Linear(2, 2 + rank)
+    elif kind == "other settings":
+        settings = {"delta": 0.1 + rank}
+    elif kind == "other lengths":
+        loader = DataLoader(Subset(dataset(), range(8 + 8 * rank)), batch_size=4)
+    run = trainer(SelSyncStrategy(**settings), 2, directory, use_distributed_sampler=kind != "other lengths")
+    return raised(lambda: run.fit(model, loader))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("small data", ["1 samples", "2 ranks"]),
+        ("other models", ["extra", "(2, 2)", "(3, 2)"]),
+        ("other settings", ["delta=0.1", "delta=1.1"]),
+        ("other lengths", ["[2, 4]", "limit_train_batches"]),
+    ],
+)
+def test_what_would_go_wrong_is_named_on_every_rank(kind: str, words: list[str], tmp_path: Path) -> None:
+    for outcome in launch(fit_badly, 2, tmp_path, kind, init=False):
+        assert outcome is not None
+        assert outcome[0] == "ValueError"
+        assert all(word in outcome[1] for word in words), outcome[1]
+
+
+class Failing(Classifier):
+    """Rank 1 dies, hangs or raises in the fifth step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == 4 and os.environ["RANK"] == "1":
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.how == "hangs":
+                time.sleep(60)
+            raise KeyError("a bug in training_step")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_failing(directory: Path, how: str) -> tuple[tuple[str, str] | None, float]:
+    saving = ModelCheckpoint(directory, save_on_exception=True)
+    run = trainer(SelSyncStrategy(timeout_s=5), 2, directory, callbacks=[saving], enable_checkpointing=True)
+    start = time.monotonic()
+    outcome = raised(lambda: run.fit(Failing(how), train_loader()))
+    return outcome, time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+def test_a_lost_rank_makes_the_others_raise(how: str, tmp_path: Path) -> None:
+    """Within the timeout, though Lightning saves a checkpoint on the exception; no thread keeps the process alive."""
+    outcomes = launch(fit_failing, 2, tmp_path, how, init=False, may_die=(1,), timeout_s=100)
+    (outcome, seconds) = outcomes[0]
+    assert outcome is not None
+    assert outcome[0] == "RuntimeError"
+    assert "rank 1" in outcome[1]
+    assert "timeout_s=5" in outcome[1]
+    assert seconds < 50
+    if how == "dies":
+        assert outcomes[1] == DIED
+    if how == "raises":
+        assert outcomes[1][0][0] == "KeyError"
+
+
+SCRIPT = """
+import torch, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_pipesync
+
+if __name__ == "__main__":
+    trainer = Trainer(strategy="selsync", devices=2, accelerator="cpu", max_epochs=10**6, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0)
+    class Noisy(BoringModel):
+        def on_train_epoch_end(self):
+            print("an epoch", flush=True)
+    trainer.fit(Noisy())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_a_script_ends_all_its_processes(how: signal.Signals, tmp_path: Path) -> None:
+    """The signal goes to the main process; nothing crashes on the way out, and nothing is left running."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "an epoch" in line:
+            break
+    os.kill(process.pid, how)
+    try:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == (1 if how == signal.SIGINT else 0), output  # Lightning's own exit statuses
+        assert "terminate called" not in output
+        deadline = time.monotonic() + 30
+        while _group_lives(process.pid):
+            assert time.monotonic() < deadline, "a process of the job is still running"
+            time.sleep(0.2)
+    finally:
+        if _group_lives(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def fit_twin(directory: Path) -> tuple[str, bool, Tensor]:
+    import pytorch_lightning as twin
+
+    class TwinModel(twin.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(6, 2)
+
+        def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.layer(batch[1]), batch[2])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    run = twin.Trainer(
+        strategy="selsync",
+        devices=2,
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=directory,
+    )
+    model = TwinModel()
+    run.fit(model, train_loader())
+    return (
+        type(run.train_dataloader.sampler).__name__,
+        "selsync/lssr" in run.callback_metrics,
+        model.layer.weight.detach(),
+    )
+
+
+def test_the_twin_distribution(tmp_path: Path) -> None:
+    outcomes = launch(fit_twin, 2, tmp_path, init=False)
+    for sampler, logged, weight in outcomes:
+        assert sampler == "SelDPSampler"
+        assert logged
+        assert torch.equal(weight, outcomes[0][2])
+
+
+def fit_twice(directory: Path) -> list[Any]:
+    run = trainer(SelSyncStrategy(delta=0.1), 2, directory, max_epochs=1)
+    results = []
+    for epochs in (1, 2):
+        model = Classifier()
+        run.fit_loop.max_epochs = epochs
+        run.fit(model, train_loader())
+        results.append(model.weights())
+        assert run.strategy.method is None
+        names = [thread.name for thread in threading.enumerate()]
+        assert not any(name.startswith("pipesync") for name in names), names
+    return results
+
+
+def test_fitting_twice_leaves_nothing_behind(tmp_path: Path) -> None:
+    outcomes = launch(fit_twice, 2, tmp_path, init=False)
+    for mine, first in zip(outcomes[1], outcomes[0], strict=True):
+        assert torch.equal(mine, first)
