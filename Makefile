@@ -12,7 +12,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py --output outputs/digits
+	$(BIN)/python examples/digits.py --output outputs/digits $(DEMO_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

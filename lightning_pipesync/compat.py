@@ -21,8 +21,10 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the L2 norm of each tensor as a 0-dim tensor: fp32, or fp64 if one of them is."""
-    dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
-    return list(torch._foreach_norm(tensors, 2, dtype))
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes <= {torch.float32} or dtypes <= {torch.float64}:
+        return list(torch._foreach_norm(tensors, 2))  # half again as fast as with a dtype
+    return list(torch._foreach_norm(tensors, 2, functools.reduce(torch.promote_types, dtypes, torch.float32)))
 
 
 def version(tensor: Tensor) -> int:

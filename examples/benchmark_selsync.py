@@ -1,0 +1,129 @@
+"""What SelSync's tracker and flag cost in a step that stays local.
+
+A Transformer encoder of 25 M parameters trains on several processes. Steps of plain local training and local steps of
+SelSync (delta so high that none is synchronised) take turns, so that the noise of the machine meets both alike. Within
+SelSync's steps its own parts are timed: measuring the gradient's norm, and the flag, sent before the update and awaited
+behind it.
+
+    python examples/benchmark_selsync.py
+    torchrun --nproc-per-node 4 examples/benchmark_selsync.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_pipesync import SelSync
+
+
+class Encoder(nn.Module):
+    """A Transformer encoder with a classifier over its vocabulary."""
+
+    def __init__(self, width: int = 512, depth: int = 7, vocabulary: int = 2900) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens)))
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Returns how many seconds ``function`` takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Times the steps on this rank; rank 0 prints the table."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    sync = SelSync(model, optimizer, delta=1e9)
+    tokens = torch.randint(2900, (args.batch_size, args.sequence))
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        logits = model(tokens)
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+
+    seconds: dict[str, list[float]] = {}
+    for i in range(2 * args.steps + 2):
+        dist.barrier()
+        if i % 2:
+            parts = {"plain step": timed(lambda: (backward(), optimizer.step()))}
+        else:
+            compute = timed(backward)
+            tracker = timed(sync.after_backward)
+            update = timed(optimizer.step)
+            flag = timed(lambda: sync.step(lambda: None))
+            parts = {"local step of SelSync": compute + tracker + update + flag, "tracker": tracker, "flag": flag}
+        if i > 1:  # the first two allocate
+            for name, value in parts.items():
+                seconds.setdefault(name, []).append(value)
+    sync.detach()
+    if dist.get_rank() == 0:
+        report(seconds, sum(parameter.numel() for parameter in model.parameters()))
+
+
+def report(seconds: dict[str, list[float]], num_parameters: int) -> None:
+    """Prints medians, quartiles and shares of the plain step."""
+    table = Table(title=f"A local step, {num_parameters / 1e6:.1f} M parameters, {dist.get_world_size()} processes")
+    for heading in ("", "median ms", "quartiles ms", "share of a plain step"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    step = statistics.median(seconds["plain step"])
+    for name, values in seconds.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        table.add_row(name, f"{median * 1e3:.2f}", f"{low * 1e3:.2f} - {high * 1e3:.2f}", f"{median / step:.2%}")
+    Console().print(table)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs as one rank of those that a launcher started."""
+    dist.init_process_group("gloo")
+    measure(args)
+    dist.destroy_process_group()
+
+
+def start_rank(rank: int, port: int, args: argparse.Namespace) -> None:
+    """Runs as one rank of those that this script starts itself."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(args.processes))
+    run(args)
+
+
+def free_port() -> int:
+    """Returns a TCP port that is free now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30, help="steps of each kind")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences a step and process")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens a sequence")
+    parser.add_argument("--processes", type=int, default=2, help="processes to start, if no launcher did")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads a process")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        run(arguments)
+    else:
+        mp.spawn(start_rank, (free_port(), arguments), nprocs=arguments.processes)
