@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec, encode_with_feedback
 from lightning_pipesync.core.shards import accumulation_dtype, shard_numel
 
 
@@ -33,11 +32,3 @@ class ErrorFeedback:
         """Continues from the residuals that :meth:`state_dict` returned."""
         self.contribution.copy_(state["contribution"])
         self.shard.copy_(state["shard"])
-
-
-def encode(codec: Codec, source: Tensor, wire: Tensor, residual: Tensor | None) -> None:
-    """Encodes ``source`` into ``wire``; with a residual, by way of it (see ``encode_with_feedback``)."""
-    if residual is None:
-        codec.encode(source, wire)
-    else:
-        encode_with_feedback(codec, source, wire, residual)

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs import Codec, encode_with_feedback
 from lightning_pipesync.core.failure import naming_lost_peer
-from lightning_pipesync.core.feedback import ErrorFeedback, encode
+from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.handle import Promise, Worker
 from lightning_pipesync.core.shards import accumulation_dtype, shard_of
 
@@ -239,7 +239,7 @@ class GlooExchange:
             source = self._shard(flat, rank)
             wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), flat.dtype))
             residual = None if feedback is None else self._shard(feedback.contribution, rank)
-            encode(codec, source, wires[rank], residual)
+            encode_with_feedback(codec, source, wires[rank], residual)
         return wires
 
     def _sum_values(self, exchange: PairwiseExchange, contributions: dict[int, Tensor], own: Tensor) -> None:
@@ -286,7 +286,7 @@ class GlooExchange:
             return gather
 
         wire = self._pool.take(codec.wire_bytes(own.numel(), flat.dtype))
-        encode(codec, own, wire, None if feedback is None else feedback.shard[: own.numel()])
+        encode_with_feedback(codec, own, wire, None if feedback is None else feedback.shard[: own.numel()])
         codec.decode(wire, own, flat.dtype)  # the owner, too, goes on with what the others will decode
         wires = {p: self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for p, piece in slices.items()}
         exchange = self._pairwise(tag, dict.fromkeys(self._peers, wire), wires)

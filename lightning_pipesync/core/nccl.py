@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.core.feedback import ErrorFeedback, encode
+from lightning_pipesync.core.codecs import Codec, encode_with_feedback
+from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.shards import accumulation_dtype, shard_numel, shard_of
 
 
@@ -89,7 +89,7 @@ class NcclExchange:
             padded = self._padded(feedback.contribution)
             residuals = list(padded.view(self._world_size, size))
         for source, wire, residual in zip(slices, sent, residuals, strict=True):
-            encode(codec, source, wire[:num_bytes], residual)
+            encode_with_feedback(codec, source, wire[:num_bytes], residual)
         if feedback is not None and padded is not feedback.contribution:
             feedback.contribution.copy_(padded[: feedback.contribution.numel()])
         received = torch.empty_like(sent)
@@ -109,7 +109,7 @@ class NcclExchange:
         num_bytes = codec.wire_bytes(size, flat.dtype)
         wires = self._wires(num_bytes)
         wire = torch.empty_like(wires[0])
-        encode(codec, own, wire[:num_bytes], None if feedback is None else feedback.shard)
+        encode_with_feedback(codec, own, wire[:num_bytes], None if feedback is None else feedback.shard)
         dist.all_gather_into_tensor(wires.view(-1), wire, group=self._group)
         decoded = torch.empty(self._world_size, size, dtype=flat.dtype, device=flat.device)
         for encoded, target in zip(wires, decoded, strict=True):

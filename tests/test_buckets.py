@@ -1,0 +1,131 @@
+"""Which parameters travel together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, buffer_buckets, plan_buckets
+from lightning_pipesync.core.parameters import collect_parameters
+
+
+def plan(module: nn.Module, fusion: Fusion, *optimizers: torch.optim.Optimizer) -> list[list[str]]:
+    parameters = collect_parameters(module, optimizers)[::-1]
+    return [[parameter.name for parameter in bucket] for bucket in plan_buckets(parameters, fusion)]
+
+
+def layers(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+def test_by_size() -> None:
+    """8 x 8 weights of 256 bytes and biases of 32: two layers fill 576 bytes."""
+    two_layers = Fusion(bucket_mb=576 / MIB)
+    assert plan(layers(8, 8, 8, 8), two_layers) == [
+        ["2.bias", "2.weight", "1.bias", "1.weight"],
+        ["0.bias", "0.weight"],
+    ]
+    assert plan(layers(8, 8, 8), Fusion(bucket_mb=100 / MIB)) == [["1.bias"], ["1.weight"], ["0.bias"], ["0.weight"]]
+
+
+def test_by_layers() -> None:
+    module = layers(2, 2, 2, 2)
+    assert plan(module, Fusion(num_layers=2)) == [["2.bias", "2.weight", "1.bias", "1.weight"], ["0.bias", "0.weight"]]
+
+
+def test_one_for_each() -> None:
+    assert plan(layers(2, 2), Fusion()) == [["0.bias"], ["0.weight"]]
+
+
+def test_never_across_dtypes_or_parameter_groups() -> None:
+    """Alternating kinds keep a bucket of each open; a bucket is as ready as its last member."""
+    module = layers(2, 2, 2, 2)
+    module[1].bfloat16()
+    weights, biases = [m.weight for m in module], [m.bias for m in module]
+    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
+    assert plan(module, Fusion(bucket_mb=1), optimizer) == [
+        ["1.bias"],
+        ["1.weight"],
+        ["2.bias", "0.bias"],
+        ["2.weight", "0.weight"],
+    ]
+
+
+def test_several_optimizers_tied_unowned_and_unregistered_parameters() -> None:
+    module = layers(2, 2, 2, 2)
+    module[1].weight = module[0].weight
+    outside = nn.Parameter(torch.zeros(3))
+    first = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    second = torch.optim.SGD([module[1].bias, outside], lr=0.1)
+    parameters = {p.name: p for p in collect_parameters(module, [first, second])}
+    assert {name: p.group for name, p in parameters.items()} == {
+        "0.weight": (0, 0),
+        "0.bias": (0, 0),
+        "1.bias": (1, 0),
+        "2.weight": None,
+        "2.bias": None,
+        "optimizer1.group0.1": (1, 0),
+    }
+    assert parameters["0.weight"].layer == "0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"bucket_mb": 0}, "bucket_mb"),
+        ({"bucket_mb": -1.0}, "bucket_mb"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"bucket_mb": 1, "num_layers": 1}, "not both"),
+    ],
+)
+def test_bad_fusion(settings: dict[str, float], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Fusion(**settings)  # type: ignore[arg-type]
+
+
+def test_pack_and_unpack() -> None:
+    tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(4, 4).t(), torch.randn(0)]
+    bucket = Bucket(tensors)
+    bucket.pack(tensors)
+    assert torch.equal(bucket.flat, torch.cat([tensor.flatten() for tensor in tensors]))
+    bucket.flat.mul_(2)
+    doubled = [tensor * 2 for tensor in tensors]
+    bucket.unpack(tensors)
+    assert all(torch.equal(tensor, twice) for tensor, twice in zip(tensors, doubled, strict=True))
+
+
+def test_buffers_that_the_module_replaces() -> None:
+    module = nn.BatchNorm1d(2)
+    floats, integers = buffer_buckets(module)
+    module.running_mean = torch.tensor([5.0, 6.0])
+    assert torch.equal(floats()[0], torch.tensor([5.0, 6.0]))
+    assert integers()[0] is module.num_batches_tracked
+
+
+class Unfit(nn.Module):
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(parameter)
+
+
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [
+        (Unfit(torch.zeros(2, dtype=torch.complex64)), "complex"),
+        (nn.LazyLinear(2), "lazy"),
+        (nn.Sequential(nn.Embedding(2, 2, sparse=True)), "sparse"),
+    ],
+    ids=["complex", "lazy", "sparse"],
+)
+def test_unfit_parameters_are_named(module: nn.Module, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        collect_parameters(module, [])
+
+
+def test_unfit_optimizers_are_named() -> None:
+    module = layers(2, 2)
+    with pytest.raises(ValueError, match="LBFGS"):
+        collect_parameters(module, [torch.optim.LBFGS(module.parameters())])
