@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -43,7 +42,7 @@ def handles_unscaling(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def replace_sampler(loader: DataLoader, sampler: Sampler | Iterable[Any]) -> DataLoader:
+def replace_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
     """Returns a data loader like ``loader``, a subclass of DataLoader or with a batch sampler too, over ``sampler``."""
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities.data import _update_dataloader

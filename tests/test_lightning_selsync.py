@@ -45,6 +45,7 @@ def fit(
         "validated_with": model.validated_with,
         "seen": model.seen,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "shown": sorted(run.progress_bar_metrics),
         "steps": run.global_step,
     }
 
@@ -161,6 +162,26 @@ def test_seldp_order(world_size: int, tmp_path: Path) -> None:
 def test_full_pass(tmp_path: Path) -> None:
     for outcome in fit_on(2, tmp_path, {**LOCAL, "full_pass": True}, max_epochs=1):
         assert sorted(joined(outcome["seen"])) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("limit", [2, 0.25])
+def test_a_limit_on_batches_leaves_nothing_out_for_ever(limit: float, tmp_path: Path) -> None:
+    """2 of 8 batches an epoch: the queue goes on where the epoch ended, and 8 epochs cover the data set."""
+    outcomes = fit_on(2, tmp_path, LOCAL, max_epochs=8, limit_train_batches=limit)
+    for outcome in outcomes:
+        assert len(outcome["seen"]) == 16
+        assert sorted(joined(outcome["seen"])) == list(range(SAMPLES))
+    for step in range(16):
+        assert not set(outcomes[0]["seen"][step]) & set(outcomes[1]["seen"][step])
+
+
+def test_drop_last_leaves_nothing_out_for_ever(tmp_path: Path) -> None:
+    """Chunks of 32 in batches of 5: the last 2 samples open the next epoch."""
+    outcomes = fit_on(2, tmp_path, LOCAL, loader={"batch_size": 5, "drop_last": True}, max_epochs=3)
+    for outcome in outcomes:
+        assert {len(batch) for batch in outcome["seen"]} == {5}
+        assert len(outcome["seen"]) == 18
+        assert set(joined(outcome["seen"])) == set(range(SAMPLES))
 
 
 class Stream(IterableDataset):
@@ -336,3 +357,4 @@ def test_metrics_are_logged(tmp_path: Path) -> None:
         assert math.isfinite(metrics["selsync/relative_gradient_change"])
         assert metrics["selsync/mib_sent"] > 0
         assert metrics["selsync/exposed_seconds"] > 0
+        assert outcome["shown"] == ["selsync/lssr", "selsync/mib_sent", "selsync/relative_gradient_change"]

@@ -158,3 +158,22 @@ def test_in_a_data_loader(num_workers):
         assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in expected]
         assert len(batches) == (2 if epoch == 0 else 3)
     assert len(loader) == 3
+
+
+@pytest.mark.parametrize("used", [1, 2, 5])
+def test_the_queue_goes_on_where_an_epoch_was_cut_short(used: int) -> None:
+    """Each rank's first `used` samples an epoch, one after the other, are its queue."""
+    whole = [list(SelDPSampler(range(12), 2, rank, full_pass=True)) for rank in range(2)]
+    for rank in range(2):
+        sampler = SelDPSampler(range(12), 2, rank, samples_per_epoch=used)
+        seen = []
+        for epoch in range(12):
+            sampler.set_epoch(epoch)
+            seen += list(sampler)[:used]
+        assert seen == [whole[rank][i % 12] for i in range(12 * used)]
+
+
+@pytest.mark.parametrize("used", [0, 7])
+def test_samples_per_epoch_out_of_range(used: int) -> None:
+    with pytest.raises(ValueError, match="samples_per_epoch"):
+        SelDPSampler(range(12), 2, 0, samples_per_epoch=used)

@@ -31,11 +31,14 @@ class SelDPSampler(DistributedSampler[int]):
         drop_last: Whether chunks hold floor(len/N) samples, leaving out the rest, instead of ceil(len/N).
         full_pass: Whether an epoch is the whole queue (N chunks) instead of one chunk. Every epoch then has the same
             order.
+        samples_per_epoch: How many samples of an epoch are used, if the loader stops before its end (``drop_last``, a
+            limit on the number of batches). The next epoch goes on from there, so that nothing is left out for ever.
         start: ``(epoch, samples)`` where a resumed run begins: the sampler's first epoch, and how many of its samples
             to skip. ``len()`` remains that of a whole epoch, and other epochs are not shortened.
 
     Raises:
-        ValueError: If ``dataset`` holds fewer samples than there are ranks, or ``rank`` or ``start`` is out of range.
+        ValueError: If ``dataset`` holds fewer samples than there are ranks, or ``rank``, ``samples_per_epoch`` or
+            ``start`` is out of range.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class SelDPSampler(DistributedSampler[int]):
         seed: int = 0,
         drop_last: bool = False,
         full_pass: bool = False,
+        samples_per_epoch: int | None = None,
         start: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
@@ -57,6 +61,11 @@ class SelDPSampler(DistributedSampler[int]):
                 f"num_replicas={self.num_replicas}. Use more data or fewer ranks."
             )
         self.full_pass = full_pass
+        self.samples_per_epoch = len(self) if samples_per_epoch is None else samples_per_epoch
+        if not 1 <= self.samples_per_epoch <= len(self):
+            raise ValueError(
+                f"samples_per_epoch={samples_per_epoch} is out of range: an epoch has from 1 to {len(self)} samples."
+            )
         epoch, samples = start
         if epoch < 0 or not 0 <= samples <= len(self):
             raise ValueError(
@@ -73,10 +82,10 @@ class SelDPSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Iterates over the indices of the current epoch, see ``set_epoch``."""
-        chunk = self.rank if self.full_pass else self.rank + self.epoch
+        head = self.rank * self.num_samples + self.epoch * self.samples_per_epoch
         start_epoch, samples = self.start
         skipped = samples if self.epoch == start_epoch else 0
-        positions = chunk * self.num_samples + torch.arange(skipped, len(self))
+        positions = head + torch.arange(skipped, len(self))
         # The first modulo closes the queue into a circle; the second wraps the padding round to the first samples.
         positions = positions % self.total_size % self._dataset_size
         return iter(self._shuffled()[positions].tolist())

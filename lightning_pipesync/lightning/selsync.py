@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
-from lightning_pipesync.lightning.loaders import batch_size, with_batch_size, with_seldp
+from lightning_pipesync.lightning.loaders import batch_size, can_use_seldp, with_batch_size, with_seldp
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.selsync.config import Aggregation, Partition
@@ -129,15 +129,18 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         divided = isinstance(dataloader.sampler, DistributedSampler)
         if divided and num_samples is not None and num_samples < self.world_size:
             raise ValueError(f"The training data set has {num_samples} samples, too few for {self.world_size} ranks.")
-        samples = batch_size(dataloader) if self.config.injection or any(self._start) else 0
+        samples = None
         if self.config.injection is not None:
-            samples = adjusted_batch_size(samples, *self.config.injection, self.world_size)
-        if self.config.partition == "seldp" and not self._overfitting:
-            epoch, batches = self._start
-            dataloader = with_seldp(dataloader, full_pass=self.config.full_pass, start=(epoch, batches * samples))
-        if self.config.injection is not None:
-            dataloader = with_batch_size(dataloader, samples)
-        return dataloader
+            samples = adjusted_batch_size(batch_size(dataloader), *self.config.injection, self.world_size)
+        if self.config.partition == "seldp" and not self._overfitting and can_use_seldp(dataloader):
+            return with_seldp(
+                dataloader,
+                full_pass=self.config.full_pass,
+                num_samples=samples,
+                limit=self._batch_limit,
+                start=self._start,
+            )
+        return dataloader if samples is None else with_batch_size(dataloader, samples)
 
     def rank_state_dict(self) -> dict[str, Any]:
         state = super().rank_state_dict()

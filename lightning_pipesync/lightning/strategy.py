@@ -218,6 +218,12 @@ class PipeSyncStrategyMixin(_Base):
         return bool(self.lightning_module.trainer.overfit_batches)  # type: ignore[attr-defined]
 
     @property
+    def _batch_limit(self) -> int | float:
+        """How much of the training loader is used in an epoch: a number of batches, or a fraction."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.limit_train_batches
+
+    @property
     def _traffic_backend(self) -> str | None:
         """Gloo if the user asked for it; otherwise the transport chooses for the device."""
         return "gloo" if self.process_group_backend == "gloo" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,10 +129,11 @@ class ReplicatedTensors:
             for feedback, residuals in zip(self._feedback, state["feedback"], strict=True):
                 feedback.load_state_dict(residuals)
 
-    def _packed(self) -> list[Bucket]:
+    def _packed(self) -> Iterator[Bucket]:
+        """Packs one bucket after the other, so that one travels while the next is packed."""
         for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
             bucket.pack(tensors())
-        return self._buckets
+            yield bucket
 
     def _unpack(self) -> None:
         for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
