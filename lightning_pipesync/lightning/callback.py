@@ -45,6 +45,9 @@ class PipeSyncCallbackMixin(_Base):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not trainer.is_last_batch and (not every or trainer.global_step % every):
+            return  # logging takes longer than all the rest that a local step adds
         strategy = _strategy(trainer)
         assert strategy.method is not None
         metrics = {f"{strategy.name}/{name}": value for name, value in strategy.method.metrics().items()}
