@@ -1,0 +1,197 @@
+"""Progress bars, table, picture and file of results of several runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import matplotlib
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+from recording import Run
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+matplotlib.use("Agg")  # without a display
+
+# Colours that remain distinct to the colour-blind (Okabe and Ito), and line styles for who prints in black and white.
+COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+LINE_STYLES = ["-", "--", "-.", ":"]
+
+
+@dataclass
+class Row:
+    """A line of the table: what the runs of one name did, on average over their seeds.
+
+    Attributes:
+        name: of the runs.
+        accuracy: on the test set.
+        accuracy_stdev: its standard deviation over the seeds; 0 if there is but one.
+        steps: of each run.
+        lssr: share of the steps that stayed local.
+        mib_sent: by rank 0, of which
+        mib_for_validation: averaged the replicas for a validation.
+        fewer_bytes: DDP's mib_sent divided by this.
+        promised: 1 / (1 - LSSR), which the paper expects for it.
+        seconds: of training and validation.
+    """
+
+    name: str
+    accuracy: float
+    accuracy_stdev: float
+    steps: int
+    lssr: float
+    mib_sent: float
+    mib_for_validation: float
+    fewer_bytes: float | None
+    promised: float | None
+    seconds: float
+
+
+def summarise(runs: Sequence[Run]) -> list[Row]:
+    """Returns one row for each name, in the order of the runs."""
+    ddp_mib = fmean(run.mib_sent[-1] for run in runs if run.delta is None)
+    rows = []
+    for name, group in by_name(runs).items():
+        accuracies = [run.accuracy for run in group]
+        lssr = fmean(run.lssr for run in group)
+        mib = fmean(run.mib_sent[-1] for run in group)
+        rows.append(
+            Row(
+                name=name,
+                accuracy=fmean(accuracies),
+                accuracy_stdev=stdev(accuracies) if len(group) > 1 else 0.0,
+                steps=group[0].steps,
+                lssr=lssr,
+                mib_sent=mib,
+                mib_for_validation=fmean(run.mib_for_validation for run in group),
+                fewer_bytes=ddp_mib / mib if ddp_mib else None,  # one process alone has nobody to send to
+                promised=1 / (1 - lssr) if lssr < 1 else None,
+                seconds=fmean(run.seconds[-1] for run in group),
+            )
+        )
+    return rows
+
+
+def by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    return groups
+
+
+def progress_bars() -> Progress:
+    """Returns bars with a ``status``, not yet shown."""
+    return Progress(
+        TextColumn("{task.description:<14}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("epochs"),
+        TextColumn("{task.fields[status]}"),
+    )
+
+
+def print_table(runs: Sequence[Run], world_size: int) -> None:
+    seeds = len({run.seed for run in runs})
+    table = Table(
+        title=f"Processes: {world_size}, seeds: {seeds}",
+        caption=(
+            "Test accuracy: mean of a run's last five epochs, then of the seeds, ± standard deviation over the seeds; "
+            "one image more or less is 0.17. LSSR: share of the steps that stayed local. MiB sent: by rank 0. For "
+            "SelSync the strategy counts them, with the initial weights, the flags and the averaging before each "
+            "validation, which 1 / (1 - LSSR) leaves out. For DDP it is what a ring all-reduce sends: 2 (N - 1) / N of "
+            "the gradient at each step. Seconds: with validation; between processes of one machine there is no network "
+            "to be slow."
+        ),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # to fit into 80 columns
+    )
+    table.add_column("run", no_wrap=True)
+    for heading in ("test\naccuracy %", "steps", "LSSR", "MiB\nsent", "fewer\nbytes", "1 / (1\n- LSSR)", "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in summarise(runs):
+        table.add_row(
+            row.name,
+            f"{100 * row.accuracy:.2f}" + (f" ± {100 * row.accuracy_stdev:.2f}" if seeds > 1 else ""),
+            str(row.steps),
+            f"{row.lssr:.3f}",
+            f"{row.mib_sent:.1f}",
+            times(row.fewer_bytes),
+            times(row.promised),
+            f"{row.seconds:.1f}",
+        )
+    Console().print(table)
+
+
+def times(factor: float | None) -> str:
+    return "" if factor is None else f"{factor:.1f} x"
+
+
+def write_json(runs: Sequence[Run], options: argparse.Namespace, path: Path) -> Path:
+    """Writes the options, the table's rows and everything that was recorded of the runs."""
+    results = {
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "table": [asdict(row) for row in summarise(runs)],
+        "runs": [asdict(run) for run in runs],
+    }
+    path.write_text(json.dumps(results, indent=1))
+    return path
+
+
+def draw_picture(runs: Sequence[Run], path: Path) -> Path:
+    """Draws accuracy over time and over traffic, and the gradient change of one run in the middle of the deltas."""
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
+    plt.rcParams.update({"axes.titlelocation": "left", "legend.frameon": False})
+    panels = [["time", "traffic"], ["change", "change"]]
+    figure, axes = plt.subplot_mosaic(panels, figsize=(11, 7.5), layout="constrained")
+
+    draw_accuracy(axes["time"], runs, lambda run: run.seconds)
+    axes["time"].set(title="Accuracy over time", xlabel="seconds of training and validation", ylabel="test accuracy")
+    draw_accuracy(axes["traffic"], runs, lambda run: run.mib_sent)
+    axes["traffic"].set(title="Accuracy over traffic", xlabel="MiB sent by rank 0", xscale="log")
+    axes["traffic"].xaxis.set_major_formatter("{x:g}")
+    axes["traffic"].sharey(axes["time"])
+    axes["time"].set_ylim(min(0.9, *(run.accuracy - 0.05 for run in runs)), 1.0)
+    axes["time"].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes["time"].legend(loc="lower right", title="mean of the seeds" if len({run.seed for run in runs}) > 1 else None)
+
+    deltas = sorted({run.delta for run in runs if run.delta is not None})
+    draw_gradient_change(axes["change"], next(run for run in runs if run.delta == deltas[len(deltas) // 2]))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def draw_accuracy(axes: Axes, runs: Sequence[Run], x: Callable[[Run], list[float]]) -> None:
+    """Draws one line for each name, the mean over its seeds, and a faint one for each seed."""
+    for i, (name, group) in enumerate(by_name(runs).items()):
+        colour, style = COLOURS[i % len(COLOURS)], LINE_STYLES[i % len(LINE_STYLES)]
+        if len(group) > 1:
+            for run in group:
+                axes.plot(x(run), run.accuracies, color=colour, alpha=0.25, linewidth=0.8)
+        mean_x = [fmean(values) for values in zip(*map(x, group), strict=True)]
+        mean_accuracy = [fmean(values) for values in zip(*(run.accuracies for run in group), strict=True)]
+        axes.plot(mean_x, mean_accuracy, style, color=colour, label=name, linewidth=2, marker="o", markersize=3)
+
+
+def draw_gradient_change(axes: Axes, run: Run) -> None:
+    """Draws the relative gradient change of every step, with delta and the steps that were synchronised."""
+    changes = [math.nan if change is None else change for change in run.relative_changes]
+    steps = [step for step, synchronised in enumerate(run.synchronised) if synchronised]
+    share = f"synchronised: {len(steps)} of {run.steps} steps"
+    axes.plot(changes, color="#888888", linewidth=0.8, label="relative gradient change (the largest of all ranks)")
+    axes.plot(steps, [changes[step] for step in steps], "o", color=COLOURS[2], markersize=4, label=share)
+    axes.axhline(run.delta, color=COLOURS[1], linestyle="--", label=f"δ = {run.delta:g}")
+    axes.set(xlabel="step", ylabel="relative gradient change", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title(f"When {run.name} synchronises (seed {run.seed})", pad=24)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0, handletextpad=0.5)

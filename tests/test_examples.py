@@ -1,0 +1,81 @@
+"""The examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PLAIN = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def run(launcher: list[str], script: str, *options: object) -> subprocess.CompletedProcess[str]:
+    # Neither a rank of the test session's own nor a width of its terminal is to reach the script.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    command = [*launcher, str(EXAMPLES / script), *map(str, options)]
+    return subprocess.run(
+        command, env=inherited | {"COLUMNS": "80"}, text=True, capture_output=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.parametrize("launcher", [PLAIN, TORCHRUN], ids=["plain", "torchrun"])
+def test_digits(launcher: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "new" / "folder"
+    options = ["--epochs", 1, "--seeds", 0, 1, "--deltas", 0, 0.5]
+    result = run(launcher, "digits.py", *options, "--output", output)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+
+    results = json.loads((output / "results.json").read_text())
+    ddp, every_step, selective = results["table"]
+    for row in results["table"]:
+        [line] = [line for line in result.stdout.splitlines() if line.split() and line.startswith(f" {row['name']} ")]
+        assert f"{row['lssr']:.3f}" in line
+        assert f"{row['mib_sent']:.1f}" in line
+        assert row["steps"] == 38  # of 1,197 images on 2 processes, 16 at a step
+        assert row["seconds"] > 0
+    assert [ddp["name"], every_step["name"], selective["name"]] == ["DDP", "SelSync δ=0", "SelSync δ=0.5"]
+    assert ddp["lssr"] == every_step["lssr"] == 0
+    assert ddp["fewer_bytes"] == 1
+    assert selective["lssr"] > 0
+    for row in (every_step, selective):
+        sent_to_train = row["mib_sent"] - row["mib_for_validation"]
+        num_models = 38 * (1 - row["lssr"]) + 1  # the initial weights; flags weigh nothing
+        assert sent_to_train == pytest.approx(num_models * ddp["mib_sent"] / 38, rel=0.01)
+
+    assert [(one["name"], one["seed"]) for one in results["runs"]] == [
+        (row["name"], seed) for seed in (0, 1) for row in results["table"]
+    ]
+    last = results["runs"][-1]
+    assert len(last["accuracies"]) == len(last["seconds"]) == len(last["mib_sent"]) == 1
+    assert len(last["relative_changes"]) == len(last["synchronised"]) == 38
+    for change, synchronised in zip(last["relative_changes"], last["synchronised"], strict=True):
+        assert synchronised == (change is None or change >= last["delta"])
+    assert (output / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy"), [(PLAIN, "selsync"), (TORCHRUN, "ddp")], ids=["plain-selsync", "torchrun-ddp"]
+)
+def test_pydoc_transformer(launcher: list[str], strategy: str) -> None:
+    result = run(launcher, "pydoc_transformer.py", "--strategy", strategy, "--max-steps", 3)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+    assert f"{strategy} on 2 processes, 3 steps" in result.stdout
+    numbers = {line.rsplit(maxsplit=1)[0]: line.split()[-1] for line in result.stdout.splitlines() if "  " in line}
+    assert 1 < float(numbers["perplexity per character"]) < 103  # the size of the alphabet
+    assert 0 <= float(numbers["LSSR"]) <= 1
+    assert float(numbers["MiB sent by rank 0"]) > 0
+
+
+def test_failed_run_fails_the_script(tmp_path: Path) -> None:
+    result = run(PLAIN, "digits.py", "--batch-size", 0, "--output", tmp_path)
+    assert result.returncode != 0
+    assert "batch_size should be a positive integer" in result.stderr
+    assert not (tmp_path / "results.json").exists()
