@@ -18,7 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pipesync.core.codecs import encode_with_feedback, get_codec
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.feedback import encode_with_feedback
 
 NAMES = ("none", "bf16", "fp16", "truncate16", "int8", "topk")
 OPERATIONS = ("encode", "decode", "decode_add", "feedback")

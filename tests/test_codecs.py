@@ -19,9 +19,9 @@ from lightning_pipesync.core.codecs import (
     TopK,
     Truncate16,
     blocks,
-    encode_with_feedback,
     get_codec,
 )
+from lightning_pipesync.core.feedback import encode_with_feedback
 
 NAMES = ["none", "bf16", "fp16", "truncate16", "int8", "topk"]
 LOSSY = NAMES[1:]
@@ -375,3 +375,10 @@ def test_feedback_is_not_poisoned(name: str, special: float) -> None:
     decoded = torch.empty(5003)
     codec.decode(wire, decoded, torch.float32)
     assert decoded.isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [NoCompression(), BF16(), FP16(), Truncate16(), Int8(), TopK(ratio=0.5)], ids=repr)
+def test_the_settings_of_a_codec_are_its_text(codec: Codec) -> None:
+    """Ranks compare their settings as text, in which an address in memory would differ."""
+    assert " at 0x" not in repr(codec)
+    assert repr(codec) == repr(type(codec)(ratio=0.5) if isinstance(codec, TopK) else type(codec)())

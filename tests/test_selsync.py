@@ -194,7 +194,7 @@ def test_a_local_step_sends_the_flag_and_nothing_else() -> None:
     for outcome in outcomes:
         assert outcome["synchronised"] == [True] + [False] * (STEPS - 1)
         assert outcome["bytes"]["flags"] == STEPS * 3
-        assert outcome["operations"]["reduce_scatter"] == 2  # the first step and the flush
+        assert outcome["operations"]["all_reduce"] == 2  # the first step and the flush
 
 
 def test_flush_and_resume() -> None:

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec, encode_with_feedback
+from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.failure import naming_lost_peer
-from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.handle import Promise, Worker
 from lightning_pipesync.core.shards import accumulation_dtype, shard_of
 
@@ -66,6 +66,7 @@ class PairwiseExchange:
         timeout: how long to wait for one message.
         outgoing: the tensor for each peer, by rank in the group; a peer left out gets no message.
         incoming: where the message of each peer goes, likewise.
+        window: steps of the ring in flight; None means ``WINDOW``.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PairwiseExchange:
         timeout: timedelta,
         outgoing: dict[int, Tensor],
         incoming: dict[int, Tensor],
+        window: int | None = None,
     ) -> None:
         self._group, self._tag, self._timeout = group, tag, timeout
         self._outgoing, self._incoming = outgoing, incoming
@@ -82,7 +84,7 @@ class PairwiseExchange:
         self._receiving: dict[int, dist.Work] = {}
         self._sending: dict[int, dist.Work] = {}
         self._next_step = 1
-        self._post(WINDOW)
+        self._post(WINDOW if window is None else window)
 
     def _post(self, num_steps: int) -> None:
         end = min(self._next_step + num_steps, self._world_size)
@@ -158,8 +160,10 @@ class GlooExchange:
         self._gathering = Worker("pipesync-gather")
 
     def pairwise(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
-        """Starts one message to and from each peer."""
-        return self._pairwise(self._next_tag(), outgoing, incoming)
+        """Starts one small message to and from each peer, all at once."""
+        return PairwiseExchange(
+            self._group, self._next_tag(), self._timeout, outgoing, incoming, window=self._world_size
+        )
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -189,10 +193,9 @@ class GlooExchange:
             try:
                 reduce()
                 gather = self._start_all_gather(tag, flat, codec, feedback)
+                self._gathering.submit(lambda: promise.run(gather))
             except BaseException as error:
                 promise.fail(error)
-            else:
-                self._gathering.submit(lambda: promise.run(gather))
 
         self._reducing.submit(reduce_then_gather)
         return promise.wait
@@ -219,13 +222,12 @@ class GlooExchange:
 
         def reduce() -> Tensor:
             contributions = {**incoming, self._rank: own_wire}
+            divisor = self._world_size if mean else 1
             if own.numel():
                 if codec.lossless and accumulation_dtype(own.dtype) == own.dtype:
-                    self._sum_values(exchange, contributions, own)
+                    self._sum_values(exchange, contributions, own, divisor)
                 else:
-                    self._sum_wires(exchange, contributions, codec, own)
-                if mean:
-                    own.div_(self._world_size)
+                    self._sum_wires(exchange, contributions, codec, own, divisor)
             exchange.finish()
             self._pool.give([*received.values(), *encoded.values()])
             return own
@@ -242,7 +244,9 @@ class GlooExchange:
             encode_with_feedback(codec, source, wires[rank], residual)
         return wires
 
-    def _sum_values(self, exchange: PairwiseExchange, contributions: dict[int, Tensor], own: Tensor) -> None:
+    def _sum_values(
+        self, exchange: PairwiseExchange, contributions: dict[int, Tensor], own: Tensor, divisor: int
+    ) -> None:
         """Adds in the order of the ranks, so that the result does not depend on who sums or what arrives first."""
         order = sorted(contributions)
         if self._rank == 1:
@@ -252,13 +256,15 @@ class GlooExchange:
         for rank in order[1:]:
             exchange.wait_for(rank)
             total.add_(contributions[rank])
+        if divisor != 1:
+            total.div_(divisor)
         if total is not own:
             own.copy_(total)
 
     def _sum_wires(
-        self, exchange: PairwiseExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor
+        self, exchange: PairwiseExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor, divisor: int
     ) -> None:
-        """Decodes and adds in the order of the ranks."""
+        """Decodes and adds in the order of the ranks; only the quotient is rounded to the type of ``own``."""
         dtype = accumulation_dtype(own.dtype)
         total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
         for rank in sorted(contributions):
@@ -268,6 +274,8 @@ class GlooExchange:
                 codec.decode(wire, total, own.dtype)
             else:
                 codec.decode_add(wire, total, own.dtype)
+        if divisor != 1:
+            total.div_(divisor)
         if total is not own:
             own.copy_(total)
 

@@ -63,16 +63,27 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues ``job``, which must not raise."""
-        self._jobs.put(job)
+        """Queues ``job``, which must not raise.
+
+        Raises:
+            RuntimeError: the thread has been closed: nobody would ever run the job.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("The transport is closed.")
+            self._jobs.put(job)
 
     def close(self, timeout_s: float) -> None:
         """Lets the queued jobs finish and ends the thread; waits for it at most ``timeout_s`` seconds."""
-        self._jobs.put(None)
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

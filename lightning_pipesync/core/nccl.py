@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec, encode_with_feedback
-from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.shards import accumulation_dtype, shard_numel, shard_of
 
 
@@ -50,6 +50,15 @@ class NcclExchange:
 
         return self._enqueue(flat, both)
 
+    def broadcast(self, flat: Tensor, src: int) -> Callable[[], Tensor]:
+        """Copies rank ``src``'s ``flat`` to all ranks; returns what waits for it."""
+
+        def copy() -> Tensor:
+            dist.broadcast(flat.view(torch.uint8), src, group=self._group)
+            return flat
+
+        return self._enqueue(flat, copy)
+
     def close(self, timeout_s: float) -> None:
         """Nothing to end: there is no thread."""
 
@@ -72,12 +81,11 @@ class NcclExchange:
             padded = self._padded(flat)
             total = torch.empty(shard_numel(flat.numel(), self._world_size), dtype=flat.dtype, device=flat.device)
             dist.reduce_scatter_tensor(total, padded, group=self._group)
-            own.copy_(total[: own.numel()])
         else:  # NCCL would sum 16-bit floats, or wire formats, as they are
-            own.copy_(self._exchange_and_sum(flat, codec, feedback)[: own.numel()])
+            total = self._exchange_and_sum(flat, codec, feedback)
         if mean:
-            own.div_(self._world_size)
-        return own
+            total.div_(self._world_size)
+        return own.copy_(total[: own.numel()])
 
     def _exchange_and_sum(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Tensor:
         size = shard_numel(flat.numel(), self._world_size)

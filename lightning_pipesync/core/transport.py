@@ -8,7 +8,7 @@ gradients alone: a decision is exchanged first (:meth:`Transport.exchange_flags`
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -91,7 +91,7 @@ class Transport:
             A handle on this rank's slice, shape ``[ceil(numel / world_size)]``, less for the last ranks.
         """
         codec = self._check(flat, codec, mean)
-        self._count("reduce_scatter", flat, codec)
+        self._issue("reduce_scatter", self._contribution_bytes(flat, codec))
         return self._launch("reduce_scatter", flat, lambda t: self._exchange.reduce_scatter(t, codec, mean, feedback))
 
     def all_gather(
@@ -102,7 +102,7 @@ class Transport:
         With a lossy codec this rank's own slice, too, becomes what the others decode: all ranks hold the same values.
         """
         codec = self._check(flat, codec)
-        self._count("all_gather", flat, codec)
+        self._issue("all_gather", self._gather_bytes(flat, codec))
         return self._launch("all_gather", flat, lambda t: self._exchange.all_gather(t, codec, feedback))
 
     def all_reduce(
@@ -110,13 +110,12 @@ class Transport:
     ) -> Handle[Tensor]:
         """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both beside training."""
         codec = self._check(flat, codec, mean)
-        self._count("reduce_scatter", flat, codec)
-        self._count("all_gather", flat, codec)
+        self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
         return self._launch("all_reduce", flat, lambda t: self._exchange.all_reduce(t, codec, mean, feedback))
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
         """Tells all ranks this rank's ``flag``, one byte (0 to 255); the handle's result is every rank's, by rank."""
-        self.traffic.count("flags", self.world_size - 1)
+        self._issue("flags", self.world_size - 1)
         flags = torch.zeros(self.world_size, dtype=torch.uint8)
         flags[self.rank] = flag
         own = flags[self.rank : self.rank + 1]
@@ -130,22 +129,33 @@ class Transport:
 
         return self._handle("flags", wait)
 
+    def union(self, flags: Sequence[bool]) -> Handle[list[bool]]:
+        """Tells for each of some ``flags``, as many on every rank, whether it is true on any rank."""
+        counts = torch.tensor(flags, dtype=torch.int32)
+        none = get_codec("none")
+        self._issue("union", self._contribution_bytes(counts, none) + self._gather_bytes(counts, none))
+        wait = (lambda: counts) if self.world_size == 1 else self._gloo.all_reduce(counts, none, False, None)
+        return self._handle("union", lambda: [count > 0 for count in wait().tolist()])
+
     def send(self, tensor: Tensor, dst: int) -> Handle[None]:
         """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
-        self.traffic.count("send", tensor.numel() * tensor.element_size())
+        self._issue("send", tensor.numel() * tensor.element_size())
         work = dist.isend(tensor, dst, self._control)
         return self._handle("send", lambda: self._finish(work, f"rank {dst} to receive a message"))
 
     def recv(self, tensor: Tensor, src: int) -> Handle[None]:
         """Receives into a contiguous CPU tensor what rank ``src`` sent with :meth:`send`."""
+        self._issue("recv", 0)
         work = dist.irecv(tensor, src, self._control)
         return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}"))
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
-        """Copies rank ``src``'s ``flat`` (1-D, contiguous, any device) to all ranks, in place."""
-        self.traffic.count("broadcast", flat.numel() * flat.element_size() if self.rank == src else 0)
+        """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
+        self._issue("broadcast", flat.numel() * flat.element_size() if self.rank == src and self.world_size > 1 else 0)
+        if isinstance(self._exchange, NcclExchange) and flat.is_cuda:
+            return self._handle("broadcast", self._exchange.broadcast(flat, src))
         host = flat.cpu()
-        work = dist.broadcast(host, src, self._control, async_op=True)
+        work = dist.broadcast(host.view(torch.uint8), src, self._control, async_op=True)
 
         def wait() -> Tensor:
             self._finish(work, f"the broadcast of rank {src}")
@@ -154,7 +164,7 @@ class Transport:
         return self._handle("broadcast", wait)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks."""
+        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks, and is not counted."""
         objects: list[Any] = [None] * self.world_size
         dist.all_gather_object(objects, obj, group=self._control)
         return objects
@@ -162,8 +172,7 @@ class Transport:
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Returns every rank's ``state`` on rank 0, by rank, and None elsewhere; blocks.
 
-        The states travel one after the other, so that rank 0 never holds more than it returns. Tensors come back on the
-        CPU. A state must be loadable with ``torch.load(weights_only=True)``.
+        The states travel one after the other. Tensors come back on the CPU.
         """
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -177,7 +186,8 @@ class Transport:
             received = wire if rank == 0 else torch.empty(size, dtype=torch.uint8)
             if rank != 0:
                 self.recv(received, rank).wait()
-            states.append(torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=True))
+            # These are this job's own processes, whose states may hold what the safe mode refuses.
+            states.append(torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=False))
         return states
 
     def shard(self, flat: Tensor) -> Tensor:
@@ -210,13 +220,20 @@ class Transport:
             raise ValueError(f"A tensor of {flat.dtype} cannot be averaged or compressed; sum it with codec='none'.")
         return codec
 
-    def _count(self, kind: str, flat: Tensor, codec: Codec) -> None:
-        own = codec.wire_bytes(self.shard(flat).numel(), flat.dtype)
-        if kind == "all_gather":
-            self.traffic.count(kind, own * (self.world_size - 1))
-            return
-        shards = (shard_of(flat, rank, self.world_size) for rank in range(self.world_size))
-        self.traffic.count(kind, sum(codec.wire_bytes(shard.numel(), flat.dtype) for shard in shards) - own)
+    def _issue(self, kind: str, num_bytes: int) -> None:
+        """Counts an operation that is about to start."""
+        if not self._groups:
+            raise RuntimeError("The transport is closed.")
+        self.traffic.count(kind, num_bytes)
+
+    def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
+        """What a rank sends in a reduce-scatter: to each other rank its slice."""
+        peers = (rank for rank in range(self.world_size) if rank != self.rank)
+        return sum(codec.wire_bytes(shard_of(flat, rank, self.world_size).numel(), flat.dtype) for rank in peers)
+
+    def _gather_bytes(self, flat: Tensor, codec: Codec) -> int:
+        """What a rank sends in an all-gather: to each other rank its own slice."""
+        return codec.wire_bytes(self.shard(flat).numel(), flat.dtype) * (self.world_size - 1)
 
     def _staged(self, flat: Tensor) -> bool:
         return flat.is_cuda and self._exchange is self._gloo

@@ -1,10 +1,9 @@
-"""Codecs: how floating-point values look on the wire, and error feedback for what a codec drops."""
+"""Codecs: how floating-point values look on the wire."""
 
 from __future__ import annotations
 
 from lightning_pipesync.core.codecs.codec import Codec
 from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
-from lightning_pipesync.core.codecs.feedback import encode_with_feedback
 from lightning_pipesync.core.codecs.int8 import Int8
 from lightning_pipesync.core.codecs.topk import TopK
 
@@ -16,7 +15,6 @@ __all__ = [
     "NoCompression",
     "TopK",
     "Truncate16",
-    "encode_with_feedback",
     "get_codec",
 ]
 

@@ -47,6 +47,10 @@ class Codec(ABC):
     def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
         """Adds the values of `wire` to `accumulator`: for an fp32 one, bit for bit `decode` and then `add_`."""
 
+    def __repr__(self) -> str:
+        """Returns the same text in every process: the ranks compare their settings by it."""
+        return f"{type(self).__name__}()"
+
     def _require_floating_point(self, dtype: torch.dtype) -> None:
         if not dtype.is_floating_point:
             raise ValueError(
