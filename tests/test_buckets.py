@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, buffer_buckets, plan_buckets
+from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, buffer_reader, plan_buckets
 from lightning_pipesync.core.parameters import collect_parameters
 
 
@@ -99,10 +99,9 @@ def test_pack_and_unpack() -> None:
 
 def test_buffers_that_the_module_replaces() -> None:
     module = nn.BatchNorm1d(2)
-    floats, integers = buffer_buckets(module)
+    read = buffer_reader(nn.Sequential(module, module))
     module.running_mean = torch.tensor([5.0, 6.0])
-    assert torch.equal(floats()[0], torch.tensor([5.0, 6.0]))
-    assert integers()[0] is module.num_batches_tracked
+    assert [buffer.tolist() for buffer in read()] == [[5.0, 6.0], [1.0, 1.0], 0]
 
 
 class Unfit(nn.Module):
@@ -122,7 +121,21 @@ class Unfit(nn.Module):
 )
 def test_unfit_parameters_are_named(module: nn.Module, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        collect_parameters(module, [])
+        collect_parameters(module, [torch.optim.SGD([nn.Parameter(torch.zeros(1))])])
+
+
+def test_a_parameter_in_two_optimizers_is_named() -> None:
+    """Its average would be taken at the steps of one of them only."""
+    module = layers(2, 2)
+    optimizers = [torch.optim.SGD(module.parameters()), torch.optim.SGD([module[0].bias])]
+    with pytest.raises(ValueError, match=r"0\.bias is in several optimizers"):
+        collect_parameters(module, optimizers)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"1\.weight is on meta, and 0\.weight on cpu"):
+        collect_parameters(module, [torch.optim.SGD(module.parameters())])
 
 
 def test_unfit_optimizers_are_named() -> None:

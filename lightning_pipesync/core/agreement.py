@@ -10,6 +10,20 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 
 
+def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None:
+    """Raises ``problem`` on this rank, and what it says on all others; a collective call.
+
+    Raises:
+        ValueError: some rank has a problem.
+    """
+    problems = transport.gather_objects(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise ValueError(f"Rank {rank} cannot train: {text}")
+
+
 def check_agreement(
     transport: Transport, settings: object, parameters: Sequence[NamedParameter], module: nn.Module
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -76,26 +75,13 @@ def plan_buckets(parameters: Sequence[NamedParameter], fusion: Fusion) -> list[l
     return [[parameters[index] for index in bucket] for bucket in sorted(closed, key=lambda bucket: bucket[-1])]
 
 
-def group_by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divides tensors by dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(kinds.values())
-
-
-def buffer_buckets(module: nn.Module) -> list[Callable[[], list[Tensor]]]:
-    """Returns, for each dtype and device, what reads the module's buffers, also when the module has replaced them."""
-    places: dict[int, tuple[Tensor, nn.Module, str]] = {}
+def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:
+    """Returns what reads the module's buffers, each once, also when the module has replaced them by new tensors."""
+    places: dict[int, tuple[nn.Module, str]] = {}
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
-            places.setdefault(id(buffer), (buffer, owner, name))
-    kinds = group_by_kind([buffer for buffer, _, _ in places.values()])
-    return [partial(_read, [places[id(buffer)][1:] for buffer in kind]) for kind in kinds]
-
-
-def _read(places: list[tuple[nn.Module, str]]) -> list[Tensor]:
-    return [getattr(owner, name) for owner, name in places]
+            places.setdefault(id(buffer), (owner, name))
+    return lambda: [getattr(owner, name) for owner, name in places.values()]
 
 
 class Bucket:

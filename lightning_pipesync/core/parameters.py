@@ -33,15 +33,18 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     """Returns every parameter of the module and of the optimizers, once, in the order of registration.
 
     Raises:
-        ValueError: a parameter is sharded, complex, not yet initialised or sparse in its gradient, or an optimizer
-            cannot work on a replica; the message names it.
+        ValueError: a parameter is sharded, complex, not yet initialised, sparse in its gradient, in several optimizers
+            or on another device than the rest, or an optimizer cannot work on a replica; the message names it.
     """
     groups: dict[int, tuple[int, int]] = {}
+    shared: set[int] = set()
     for i, optimizer in enumerate(optimizers):
         _check_optimizer(optimizer)
         for j, group in enumerate(optimizer.param_groups):
             for tensor in group["params"]:
-                groups.setdefault(id(tensor), (i, j))
+                if groups.get(id(tensor), (i, j))[0] != i:
+                    shared.add(id(tensor))
+                groups[id(tensor)] = (i, j)
     parameters = [
         NamedParameter(name, tensor, name.rpartition(".")[0], groups.get(id(tensor)))
         for name, tensor in module.named_parameters()
@@ -56,6 +59,13 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
                     parameters.append(NamedParameter(f"{layer}.{k}", tensor, layer, groups[id(tensor)]))
     for parameter in parameters:
         _check_parameter(parameter)
+        if id(parameter.tensor) in shared:
+            raise ValueError(f"Parameter {parameter.name} is in several optimizers; give each parameter to one only.")
+        if parameter.tensor.device != parameters[0].tensor.device:
+            raise ValueError(
+                f"Parameter {parameter.name} is on {parameter.tensor.device}, and {parameters[0].name} on "
+                f"{parameters[0].tensor.device}: all must be on one device."
+            )
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(f"{name} has sparse=True; sparse gradients are not supported: set sparse=False.")

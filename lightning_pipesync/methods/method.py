@@ -23,9 +23,11 @@ class SyncMethod(ABC):
 
     Attributes:
         transport: the way to the other ranks.
+        flushed: whether the weights are the consolidated ones, since :meth:`flush`.
     """
 
     transport: Transport
+    flushed: bool
 
     @abstractmethod
     def after_backward(self, optimizer: Optimizer | None = None) -> bool:
@@ -55,11 +57,17 @@ class SyncMethod(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Makes the module's weights the method's consolidated ones, the same on all ranks; a collective call."""
+        """Makes the module's weights the method's consolidated ones, the same on all ranks; a collective call.
+
+        A step that is taken without :meth:`resume` goes on from them.
+        """
 
     @abstractmethod
     def resume(self) -> None:
-        """Undoes :meth:`flush`, so that training can go on. Not a collective call; does nothing if not flushed."""
+        """Undoes :meth:`flush`, but for what was written to the weights since; does nothing if not flushed.
+
+        Not a collective call.
+        """
 
     def follow(self, module: nn.Module) -> None:  # noqa: B027 - most methods have nothing to do
         """Has :meth:`flush` consolidate ``module``, too, which follows this rank's weights: their running average."""

@@ -1,8 +1,9 @@
-"""Tensors of which every rank has its own replica, and their average over the ranks."""
+"""The parameters of which every rank trains its own replica, and their average over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,16 +12,14 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.selsync.tensors import differing, to_cpu
 
 
 class ReplicatedTensors:
     """Averages tensors over the ranks, bucket by bucket, all buckets on their way at once.
 
-    Integer and boolean tensors are not averaged: they follow rank 0.
-
     Args:
-        buckets: what travels together. Each entry returns the tensors as they are now, always as many, of the same
-            shapes, of one dtype on one device; buffers may be replaced by new tensors in the course of training.
+        buckets: what travels together; floating-point tensors of one dtype on one device each, equal on all ranks.
         transport: the way to the other ranks.
         codec: what :meth:`synchronise` sends.
 
@@ -28,13 +27,10 @@ class ReplicatedTensors:
         diverged: whether the replicas may differ; set by the owner when a rank goes its own way. All ranks agree on it.
     """
 
-    def __init__(
-        self, buckets: Sequence[Callable[[], list[Tensor]]], transport: Transport, codec: str | Codec = "none"
-    ) -> None:
+    def __init__(self, buckets: Sequence[list[Tensor]], transport: Transport, codec: str | Codec = "none") -> None:
         self._tensors = list(buckets)
         self._transport = transport
         self._codec = get_codec(codec)
-        self._buckets = [Bucket(tensors()) for tensors in self._tensors]
         self._own: list[Bucket] = []
         self._swapped_in = False
         self.diverged = False
@@ -42,30 +38,18 @@ class ReplicatedTensors:
         # had the same, and what it drops of that is sent the next time.
         self._common: list[Tensor] = []
         if not self._codec.lossless:
-            self._common = [bucket.flat.clone() for bucket in self._buckets]
+            self._common = [bucket.flat.clone() for bucket in self._packed()]
             self._feedback = [transport.feedback(bucket.flat) for bucket in self._buckets]
 
-    def broadcast(self) -> None:
-        """Gives every rank the tensors of rank 0; the first thing to be called."""
-        for handle in [self._transport.broadcast(bucket.flat) for bucket in self._packed()]:
-            handle.wait()
-        self._unpack()
-        for common, bucket in zip(self._common, self._buckets, strict=False):
-            common.copy_(bucket.flat)
-        self.diverged = False
+    @cached_property
+    def _buckets(self) -> list[Bucket]:
+        return [Bucket(tensors) for tensors in self._tensors]
 
     def average(self) -> None:
         """Gives every rank the exact average over the ranks."""
-        handles = [
-            self._transport.all_reduce(bucket.flat, mean=True)
-            if bucket.flat.is_floating_point()
-            else self._transport.broadcast(bucket.flat)
-            for bucket in self._packed()
-        ]
-        for handle in handles:
+        for handle in [self._transport.all_reduce(bucket.flat, mean=True) for bucket in self._packed()]:
             handle.wait()
         self._unpack()
-        self.diverged = False
 
     def synchronise(self) -> None:
         """Gives every rank the average over the ranks, as the codec transmits it."""
@@ -80,15 +64,14 @@ class ReplicatedTensors:
             handle.wait()
             common.copy_(bucket.flat.add_(common))
         self._unpack()
-        self.diverged = False
 
     def swap_in_average(self) -> None:
         """Does :meth:`average` and keeps this rank's own values for :meth:`swap_back`; nothing if none diverged."""
         if self._swapped_in or not self.diverged:
             return
-        self._own = self._own or [Bucket(tensors()) for tensors in self._tensors]
+        self._own = self._own or [Bucket(tensors) for tensors in self._tensors]
         for own, tensors in zip(self._own, self._tensors, strict=True):
-            own.pack(tensors())
+            own.pack(tensors)
         self.average()
         self._swapped_in = True
 
@@ -98,21 +81,26 @@ class ReplicatedTensors:
         if not self._swapped_in:
             return
         for own, average, tensors in zip(self._own, self._buckets, self._tensors, strict=True):
-            for tensor, averaged, value in zip(tensors(), average.views, own.views, strict=True):
-                if torch.equal(tensor, averaged):
+            written = differing(tensors, average.views)
+            for tensor, value, keep in zip(tensors, own.views, written, strict=True):
+                if not keep:
                     tensor.copy_(value)
         self._swapped_in = False
         self.diverged = True
+
+    def keep_average(self) -> None:
+        """Goes on from the average that was swapped in."""
+        self._swapped_in = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, this rank's own values if the replicas differ, and what the codec needs."""
         state: dict[str, Any] = {}
         if self._swapped_in:
-            state["own"] = [_to_cpu(bucket.views) for bucket in self._own]
+            state["own"] = [to_cpu(bucket.views) for bucket in self._own]
         elif self.diverged:
-            state["own"] = [_to_cpu(tensors()) for tensors in self._tensors]
+            state["own"] = [to_cpu(tensors) for tensors in self._tensors]
         if self._common:
-            state["common"] = _to_cpu(self._common)
+            state["common"] = to_cpu(self._common)
             state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
         return state
 
@@ -120,8 +108,9 @@ class ReplicatedTensors:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank."""
         self.diverged = "own" in state
+        self._swapped_in = False
         for values, tensors in zip(state.get("own", []), self._tensors, strict=False):
-            for tensor, value in zip(tensors(), values, strict=True):
+            for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
         if self._common and "common" in state:
             for common, value in zip(self._common, state["common"], strict=True):
@@ -132,13 +121,10 @@ class ReplicatedTensors:
     def _packed(self) -> Iterator[Bucket]:
         """Packs one bucket after the other, so that one travels while the next is packed."""
         for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
-            bucket.pack(tensors())
+            bucket.pack(tensors)
             yield bucket
 
     def _unpack(self) -> None:
         for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
-            bucket.unpack(tensors())
-
-
-def _to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+            bucket.unpack(tensors)
+        self.diverged = False

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import version
-from lightning_pipesync.core.agreement import check_agreement
-from lightning_pipesync.core.buckets import MIB, Fusion, buffer_buckets, group_by_kind, plan_buckets
-from lightning_pipesync.core.parameters import collect_parameters
+from lightning_pipesync.core.agreement import check_agreement, raise_on_all_ranks
+from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
+from lightning_pipesync.methods.selsync.tensors import exchange_fused
 from lightning_pipesync.methods.selsync.unit import Decision, OptimizerUnit
+from lightning_pipesync.methods.selsync.untrained import UntrainedTensors
 
 T = TypeVar("T")
 
@@ -29,8 +28,8 @@ class SelSync(SyncMethod):
     Every rank trains its own replica with its own optimizer. At each step it compares the norm of its gradient with
     that of the steps before, and tells the others in one byte whether the change is at least ``delta``. If any rank's
     is, all average their parameters after the update (or, with ``aggregation="gradients"``, their gradients before
-    it). Floating-point buffers are averaged with them, integer ones follow rank 0. A step that stays local sends the
-    byte and nothing else. Optimizer state always stays the rank's own, as in the paper.
+    it). Floating-point buffers that changed are averaged with them, integer ones follow rank 0. A step that stays local
+    sends the byte and nothing else. Optimizer state always stays the rank's own, as in the paper.
 
     A plain loop::
 
@@ -78,30 +77,25 @@ class SelSync(SyncMethod):
             raise ValueError(f"Give the settings as config or as keywords ({', '.join(settings)}), not both.")
         self.config = config or SelSyncConfig(**settings)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        parameters = collect_parameters(module, optimizers)
-        if not any(parameter.group for parameter in parameters):
-            raise ValueError("There is nothing to train: no optimizer has a parameter.")
-        self._module = module
-        self.transport = Transport(parameters[0].tensor.device, timeout_s=self.config.timeout_s, backend=backend)
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self.transport = Transport(device, timeout_s=self.config.timeout_s, backend=backend)
         try:
-            check_agreement(self.transport, self.config, parameters, module)
+            parameters = self._agreed_parameters(module, optimizers)
         except ValueError:
             self.transport.close()
             raise
+        trained = [parameter.tensor for parameter in parameters if parameter.group]
+        exchange_fused(trained, self.config.bucket_mb, self.transport.broadcast)
         self._units = [
             OptimizerUnit(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
             for i, opt in enumerate(optimizers)
         ]
-        others = [parameter for parameter in parameters if parameter.group is None]
-        plan = plan_buckets(others, Fusion(bucket_mb=self.config.bucket_mb))
-        buckets = [[parameter.tensor for parameter in bucket] for bucket in plan]
-        self._others = ReplicatedTensors([partial(list, bucket) for bucket in buckets], self.transport)
-        self._other_tensors = [parameter.tensor for parameter in others]
-        self._buffers = ReplicatedTensors(buffer_buckets(module), self.transport)
-        self._followers: list[ReplicatedTensors] = []
-        for replicas in self._all_replicas():
-            replicas.broadcast()
-        self._other_versions = self._versions()
+        others = [parameter.tensor for parameter in parameters if parameter.group is None]
+        self._untrained = self._untrained_tensors(others, module)
+        self._untrained.broadcast()
+        self._followers: list[UntrainedTensors] = []
+        self._followers_diverged = False
+        self.flushed = False
         self.last = Decision()
         self.num_local_steps = 0
         self.num_synchronised_steps = 0
@@ -121,14 +115,15 @@ class SelSync(SyncMethod):
         Raises:
             RuntimeError: called twice in a step, as by an optimizer that evaluates its closure more than once.
         """
+        if self.flushed:  # the gradient is that of the average, and from there it goes on
+            self._keep_average()
         unit = self._unit(optimizer)
         if unit.measured:
             raise RuntimeError("after_backward() was called twice in a step: a closure may be evaluated only once.")
         unit.measure()
-        self._buffers.diverged = True
         # On CUDA the host would have to wait for the backward pass here. The update is enqueued first.
         if unit.gradients is not None or self.transport.device.type != "cuda":
-            unit.send_flag(self._have_others_changed())
+            unit.send_flag()
         if unit.gradients is None or not (decision := unit.decide()).synchronised:
             return False
         unit.gradients.average(decision.missing_gradient)
@@ -150,19 +145,22 @@ class SelSync(SyncMethod):
         unit = self._unit(optimizer)
         if update is None and not unit.measured:
             self.after_backward(optimizer)
-        result = unit.optimizer.step() if update is None else update()  # Algorithm 1, line 9
+        with unit.stepping():
+            result = unit.optimizer.step() if update is None else update()  # Algorithm 1, line 9
         if not unit.measured:
             raise RuntimeError("Call after_backward() when the gradient is complete, before or within update.")
         if not unit.flag_sent:
-            unit.send_flag(self._have_others_changed())
+            unit.send_flag()
         decision = unit.decision or unit.decide()
         if decision.synchronised:
-            self._synchronise(unit, decision)
+            if unit.gradients is None:
+                unit.replicas.synchronise()  # Algorithm 1, lines 16 and 17
+            self._untrained.average()
             self.num_synchronised_steps += 1
         else:
             self.num_local_steps += 1
-            for replicas in [unit.replicas, *self._followers]:
-                replicas.diverged = True
+            unit.replicas.diverged = True
+        self._followers_diverged |= any(unit.replicas.diverged for unit in self._units)
         unit.finish_step()
         self.last = decision
         return result
@@ -172,25 +170,27 @@ class SelSync(SyncMethod):
 
         As averages commute, it then is the running average of the averaged weights. It keeps the average afterwards.
         """
-        kinds = group_by_kind([tensor for tensor in module.parameters() if tensor.is_floating_point()])
-        parameters: list[Callable[[], list[Tensor]]] = [partial(list, kind) for kind in kinds]
-        self._followers.append(ReplicatedTensors([*parameters, *buffer_buckets(module)], self.transport))
+        self._followers.append(self._untrained_tensors(list(module.parameters()), module))
 
     def flush(self) -> None:
         """Makes the weights and buffers the average of the replicas, which is exact whatever the codec."""
-        self._agree_on_others()
-        for replicas in self._all_replicas():
-            replicas.swap_in_average()
-        for follower in self._followers:
-            if follower.diverged:
+        if self.flushed:
+            return
+        for unit in self._units:
+            unit.replicas.swap_in_average()
+        self._untrained.swap_in_average()
+        if self._followers_diverged:
+            for follower in self._followers:
                 follower.average()
+        self._followers_diverged = False
+        self.flushed = True
 
     def resume(self) -> None:
         """Gives this rank its own replica back, except for what was written to the weights since the flush."""
-        for replicas in self._all_replicas():
-            replicas.swap_back()
-        self._other_versions = self._versions()
-        self._buffers.diverged = True  # a forward pass is about to change them
+        for unit in self._units:
+            unit.replicas.swap_back()
+        self._untrained.swap_back()
+        self.flushed = False
 
     def metrics(self) -> dict[str, float]:
         """Returns LSSR, delta, this rank's relative gradient change, MiB sent and seconds of exposed communication."""
@@ -215,8 +215,7 @@ class SelSync(SyncMethod):
                 }
                 for unit in self._units
             ],
-            "others": self._others.state_dict(),
-            "buffers": self._buffers.state_dict(),
+            "untrained": self._untrained.state_dict(),
             "steps": [self.num_local_steps, self.num_synchronised_steps],
             "traffic": self.transport.traffic.state_dict(),
             "settings": self._shape_settings(),
@@ -239,37 +238,39 @@ class SelSync(SyncMethod):
             unit.replicas.load_state_dict(saved["replicas"])
             if unit.gradients:
                 unit.gradients.load_state_dict(saved["gradients"])
-        self._others.load_state_dict(state["others"])
-        self._buffers.load_state_dict(state["buffers"])
+        self._untrained.load_state_dict(state["untrained"])
+        self.flushed = False
         self.num_local_steps, self.num_synchronised_steps = state["steps"]
         self.transport.traffic.load_state_dict(state["traffic"])
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and process groups; the weights stay as they are."""
+        for unit in self._units:
+            unit.release()
         self.transport.close(timeout_s)
 
-    def _synchronise(self, unit: OptimizerUnit, decision: Decision) -> None:
-        if unit.gradients is None:
-            unit.replicas.synchronise()  # Algorithm 1, lines 16 and 17
-        self._buffers.average()
-        if decision.others_changed:
-            self._others.average()
-            self._other_versions = self._versions()
+    def _agreed_parameters(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[NamedParameter]:
+        """Returns all parameters, which are the same on all ranks, or raises on all of them."""
+        parameters: list[NamedParameter] = []
+        problem: ValueError | None = None
+        try:
+            parameters = collect_parameters(module, optimizers)
+            if not any(parameter.group for parameter in parameters):
+                problem = ValueError("There is nothing to train: no optimizer has a parameter.")
+        except ValueError as error:
+            problem = error
+        raise_on_all_ranks(self.transport, problem)
+        check_agreement(self.transport, self.config, parameters, module)
+        return parameters
 
-    def _agree_on_others(self) -> None:
-        """Finds out whether some rank has written to a parameter that no optimizer has."""
-        if self._other_tensors:
-            changed = self.transport.exchange_flags(self._have_others_changed()).wait()
-            self._others.diverged |= any(changed)
+    def _keep_average(self) -> None:
+        for unit in self._units:
+            unit.replicas.keep_average()
+        self._untrained.keep_average()
+        self.flushed = False
 
-    def _have_others_changed(self) -> bool:
-        return self._others.diverged or self._versions() != self._other_versions
-
-    def _versions(self) -> list[int]:
-        return [version(tensor) for tensor in self._other_tensors]
-
-    def _all_replicas(self) -> list[ReplicatedTensors]:
-        return [*(unit.replicas for unit in self._units), self._others, self._buffers]
+    def _untrained_tensors(self, parameters: list[Tensor], module: nn.Module) -> UntrainedTensors:
+        return UntrainedTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)
 
     def _unit(self, optimizer: Optimizer | None) -> OptimizerUnit:
         if optimizer is None and len(self._units) > 1:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from torch.optim import Optimizer
 
@@ -18,8 +19,11 @@ from lightning_pipesync.methods.selsync.gradients import GradientAggregation
 from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
 from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker, SquaredNorm
 
+#: So many local steps in a row are worth a warning.
+MANY_LOCAL_STEPS = 500
+
 # The bits of a rank's flag.
-SYNCHRONISE, MISSING_GRADIENT, NOT_FINITE, OTHERS_CHANGED = 1, 2, 4, 8
+SYNCHRONISE, MISSING_GRADIENT, NOT_FINITE = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,12 @@ class Decision:
         synchronised: some rank's change was at least delta.
         missing_gradient: some rank had a parameter without a gradient.
         not_finite: some rank's gradient was not finite.
-        others_changed: some rank has written to a parameter that no optimizer has.
     """
 
     relative_change: float = math.inf
     synchronised: bool = False
     missing_gradient: bool = False
     not_finite: bool = False
-    others_changed: bool = False
 
 
 class OptimizerUnit:
@@ -65,13 +67,16 @@ class OptimizerUnit:
         by_gradients = config.aggregation == "gradients"
         self.gradients = GradientAggregation(buckets, transport, config.compression) if by_gradients else None
         codec = "none" if by_gradients else config.compression
-        self.replicas = ReplicatedTensors([partial(list, bucket) for bucket in buckets], transport, codec)
+        self.replicas = ReplicatedTensors(buckets, transport, codec)
         self._delta, self._transport = config.delta, transport
         self._norm: SquaredNorm | None = None
         self._change = math.inf
         self._flags: Handle[list[int]] | None = None
         self.flag_sent = False
         self.decision: Decision | None = None
+        self._is_stepping = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_step_of_others)
+        self._steps_in_a_row, self._largest_change = 0, 0.0
 
     @property
     def measured(self) -> bool:
@@ -85,7 +90,7 @@ class OptimizerUnit:
         self._norm = SquaredNorm(gradients)
         self.decision = None
 
-    def send_flag(self, others_changed: bool) -> None:
+    def send_flag(self) -> None:
         """Takes the measurement, and tells the other ranks whether this rank calls for a synchronised step."""
         assert self._norm is not None
         squared_norm = self._norm.item()
@@ -96,7 +101,6 @@ class OptimizerUnit:
         flag = SYNCHRONISE * (self._change >= self._delta)
         flag |= MISSING_GRADIENT * self._some_missing
         flag |= NOT_FINITE * (not math.isfinite(squared_norm))
-        flag |= OTHERS_CHANGED * others_changed
         self._flags = self._transport.exchange_flags(flag)
 
     def decide(self) -> Decision:
@@ -109,7 +113,6 @@ class OptimizerUnit:
             synchronised=bool(union & SYNCHRONISE),
             missing_gradient=bool(union & MISSING_GRADIENT),
             not_finite=bool(union & NOT_FINITE),
-            others_changed=bool(union & OTHERS_CHANGED),
         )
         return self.decision
 
@@ -117,3 +120,39 @@ class OptimizerUnit:
         """Gets ready for the next step."""
         self._norm = self._flags = None
         self.flag_sent = False
+        self._watch_local_steps()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within it the optimizer may step."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def release(self) -> None:
+        """Lets the optimizer step without SelSync again."""
+        self._guard.remove()
+
+    def _refuse_step_of_others(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step() was called directly: this rank would go its own way, and no "
+                "other would know. Call the step() of SelSync, or of the optimizer that self.optimizers() returns."
+            )
+
+    def _watch_local_steps(self) -> None:
+        """Says once if delta seems to be out of reach."""
+        if self.decision is None or self.decision.synchronised or math.isinf(self._delta):
+            self._steps_in_a_row, self._largest_change = 0, 0.0
+            return
+        self._steps_in_a_row += 1
+        self._largest_change = max(self._largest_change, self._change)
+        if self._steps_in_a_row == MANY_LOCAL_STEPS and self._transport.rank == 0:
+            warnings.warn(
+                f"SelSync has taken {MANY_LOCAL_STEPS} local steps in a row. The gradient of rank 0 changed by at most "
+                f"{self._largest_change:.3g}, and delta={self._delta:g}. If this is not intended, choose a smaller "
+                "delta or a larger smoothing.",
+                stacklevel=4,
+            )

@@ -1,0 +1,137 @@
+"""Tensors that no optimizer updates: buffers, and parameters in no optimizer (a teacher, a frozen backbone)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.compat import foreach_norm, version
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.selsync.tensors import can_be_averaged, differing, exchange_fused, to_cpu
+
+
+class UntrainedTensors:
+    """Averages those tensors that some rank has changed since all had the same.
+
+    What nobody changes costs no traffic and keeps its bits: a mask of -inf, a table of positions, frozen weights.
+    Integers, booleans, complex numbers and 8-bit floats are not averaged: they follow rank 0.
+
+    [Note: what counts as changed]
+    Buffers are compared with a copy. Parameters, which may be many, are told by autograd's version and, since
+    ``p.data.copy_(...)`` does not count there, by their norm.
+
+    Args:
+        parameters: the parameters, the same on all ranks.
+        read_buffers: returns the buffers as they are now; modules may replace them in the course of training.
+        transport: the way to the other ranks.
+        bucket_mb: MiB that travel in one piece.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        read_buffers: Callable[[], list[Tensor]],
+        transport: Transport,
+        bucket_mb: float,
+    ) -> None:
+        self._parameters, self._read_buffers = list(parameters), read_buffers
+        self._transport, self._bucket_mb = transport, bucket_mb
+        self._own: dict[int, Tensor] = {}
+        self._average: dict[int, Tensor] = {}
+        self._remember()
+
+    def broadcast(self) -> None:
+        """Gives every rank the tensors of rank 0."""
+        exchange_fused(self._tensors(), self._bucket_mb, self._transport.broadcast)
+        self._remember()
+
+    def average(self) -> None:
+        """Gives every rank the average of what some rank has changed; a collective call."""
+        self._average_tensors(self._changed_anywhere())
+
+    def swap_in_average(self) -> None:
+        """Does :meth:`average` and keeps this rank's own values for :meth:`swap_back`."""
+        if self._own:
+            return
+        changed, tensors = self._changed_anywhere(), self._tensors()
+        self._own = {index: tensors[index].detach().clone() for index in changed}
+        self._average_tensors(changed)
+        self._average = {index: tensor.detach().clone() for index, tensor in self._pick(changed).items()}
+
+    @torch.no_grad()
+    def swap_back(self) -> None:
+        """Gives this rank its own values back, except where somebody has written something else in the meantime."""
+        tensors = self._pick(list(self._own))
+        written = differing(list(tensors.values()), list(self._average.values()))
+        for (index, tensor), keep in zip(tensors.items(), written, strict=True):
+            if not keep:
+                tensor.copy_(self._own[index])
+        self.keep_average()
+
+    def keep_average(self) -> None:
+        """Goes on from the average that was swapped in."""
+        self._own, self._average = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns, on the CPU, this rank's own values of what it has changed, and what they were before."""
+        own = self._own or self._pick([index for index, changed in enumerate(self._changed()) if changed])
+        common = {index: self._common_buffers[index - len(self._parameters)] for index in own if self._is_buffer(index)}
+        return {
+            "own": dict(zip(own, to_cpu(list(own.values())), strict=True)),
+            "common": dict(zip(common, to_cpu(list(common.values())), strict=True)),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned on this rank, the consolidated tensors being loaded already."""
+        self.keep_average()
+        self._remember()
+        for index, value in state["common"].items():
+            self._common_buffers[index - len(self._parameters)].copy_(value)
+        for index, tensor in self._pick(list(state["own"])).items():
+            tensor.copy_(state["own"][index])
+
+    def _average_tensors(self, indices: list[int]) -> None:
+        tensors = list(self._pick(indices).values())
+        mean = [tensor for tensor in tensors if can_be_averaged(tensor)]
+        rank_0 = [tensor for tensor in tensors if not can_be_averaged(tensor)]
+        exchange_fused(mean, self._bucket_mb, lambda flat: self._transport.all_reduce(flat, mean=True))
+        exchange_fused(rank_0, self._bucket_mb, self._transport.broadcast)
+        if indices:
+            self._remember()
+
+    def _changed_anywhere(self) -> list[int]:
+        """Returns what some rank has changed, the same on all ranks; a collective call."""
+        changed = self._changed()
+        return [i for i, anywhere in enumerate(self._transport.union(changed).wait()) if anywhere] if changed else []
+
+    def _changed(self) -> list[bool]:
+        parameters = [now != then for now, then in zip(self._marks(), self._common_marks, strict=True)]
+        return parameters + differing(self._read_buffers(), self._common_buffers)
+
+    def _remember(self) -> None:
+        """Takes what the tensors are now for what all ranks have."""
+        self._common_marks = self._marks()
+        self._common_buffers = [buffer.detach().clone() for buffer in self._read_buffers()]
+
+    def _marks(self) -> list[tuple[int, str]]:
+        """Returns what tells a parameter from what it was, see [Note: what counts as changed]."""
+        floating = [parameter.detach() for parameter in self._parameters if can_be_averaged(parameter)]
+        norms = iter(torch.stack(foreach_norm(floating)).tolist() if floating else [])
+        return [
+            (version(parameter), float(next(norms)).hex() if can_be_averaged(parameter) else "")
+            for parameter in self._parameters
+        ]
+
+    def _pick(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        tensors = self._tensors()
+        return {index: tensors[index] for index in indices}
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._parameters, *self._read_buffers()]
+
+    def _is_buffer(self, index: int) -> bool:
+        return index >= len(self._parameters)

@@ -1,0 +1,308 @@
+"""Flushing and resuming, buffers, teachers, running averages, and uses of SelSync that would part the ranks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lightning_pipesync.methods.selsync import SelSync, unit
+from tests.harness import launch, raised
+from tests.models import loss, seeded_mlp, state
+from tests.reference_selsync import mean
+
+FAR = 1e9  # a delta far above any change: after the first step every step stays local
+
+
+def start(model: nn.Module, lr: float = 0.05, **settings: Any) -> tuple[SelSync, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    return SelSync(model, optimizer, **settings), optimizer
+
+
+def step(sync: SelSync, optimizer: torch.optim.Optimizer, model: nn.Module, i: int) -> None:
+    optimizer.zero_grad()
+    loss(model, i, dist.get_rank()).backward()
+    sync.step()
+
+
+# --- flush and resume ---------------------------------------------------------------------------------------------
+
+
+def step_while_flushed(aggregation: str) -> list[dict[str, Tensor]]:
+    model = seeded_mlp(batch_norm=True)
+    sync, optimizer = start(model, delta=FAR, aggregation=aggregation)
+    for i in range(3):
+        step(sync, optimizer, model, i)
+    sync.flush()
+    flushed = state(model)
+    step(sync, optimizer, model, 3)
+    stepped = state(model)
+    sync.resume()
+    resumed = state(model)
+    sync.flush()
+    sync.detach()
+    return [flushed, stepped, resumed, state(model)]
+
+
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+def test_a_step_without_resume_goes_on_from_the_average(aggregation: str) -> None:
+    outcomes = launch(step_while_flushed, 2, aggregation)
+    for rank, (flushed, stepped, resumed, last) in enumerate(outcomes):
+        model = seeded_mlp(batch_norm=True)
+        model.load_state_dict(flushed)
+        loss(model, 3, rank).backward()
+        torch.optim.SGD(model.parameters(), lr=0.05).step()
+        for name, value in state(model).items():
+            assert torch.equal(stepped[name], value)
+            assert torch.equal(resumed[name], value), "there is nothing to go back to"
+            both = [outcome[1][name] for outcome in outcomes]
+            assert torch.equal(last[name], mean(both) if value.is_floating_point() else both[0])
+
+
+def load_while_flushed() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = seeded_mlp(batch_norm=True)
+    sync, optimizer = start(model, delta=FAR)
+    for i in range(3):
+        step(sync, optimizer, model, i)
+    sync.flush()
+    consolidated, saved = state(model), sync.state_dict()
+    sync.resume()
+    own = state(model)
+    step(sync, optimizer, model, 3)
+    sync.flush()
+    model.load_state_dict(consolidated)
+    sync.load_state_dict(saved)
+    sync.resume()
+    sync.detach()
+    return own, state(model)
+
+
+def test_loading_a_state_ends_a_flush() -> None:
+    for own, loaded in launch(load_while_flushed, 2):
+        for name, value in own.items():
+            assert torch.equal(loaded[name], value), name
+
+
+# --- buffers ------------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Holds constants whose sum over the ranks would overflow or be rounded, and one buffer that rank 1 changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("lowest", torch.full((50,), torch.finfo(torch.float32).min))
+        self.register_buffer("mask", torch.full((50,), -math.inf))
+        self.register_buffer("missing", torch.full((50,), math.nan))
+        self.register_buffer("table", torch.linspace(0.1, 0.9, 50))
+        self.register_buffer("sixteen", torch.full((50,), 60_000.0, dtype=torch.float16))
+        self.register_buffer("codes", torch.ones(50).to(torch.float8_e4m3fn))
+        self.register_buffer("roots", torch.full((50,), 1j))
+        self.register_buffer("small", torch.full((50,), 7, dtype=torch.int16))
+        self.register_buffer("changing", torch.zeros(4))
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter += 1
+        if dist.get_rank() == 1:
+            self.changing += 3.0
+        return self.layer(x)
+
+
+def buffer_bytes(model: nn.Module) -> dict[str, list[int]]:
+    return {name: buffer.reshape(-1).view(torch.uint8).tolist() for name, buffer in model.named_buffers()}
+
+
+def train_masked(aggregation: str) -> tuple[dict[str, list[int]], dict[str, list[int]], list[float], int]:
+    torch.manual_seed(0)
+    model = Masked()
+    before = buffer_bytes(model)
+    sync, optimizer = start(model, delta=0.0, aggregation=aggregation)
+    start_bytes = sync.transport.traffic.total_bytes_sent
+    for i in range(4):
+        step(sync, optimizer, model, i)
+    sent = sync.transport.traffic.total_bytes_sent - start_bytes
+    sync.flush()
+    sync.detach()
+    return before, buffer_bytes(model), model.changing.tolist(), sent
+
+
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_constant_buffers_keep_their_bits_and_cost_nothing(world_size: int, aggregation: str) -> None:
+    outcomes = launch(train_masked, world_size, aggregation)
+    expected = 0.0
+    for _ in range(4):
+        expected += 3.0 / world_size
+    for before, after, changing, sent in outcomes:
+        for name in ("lowest", "mask", "missing", "table", "sixteen", "codes", "roots", "small"):
+            assert after[name] == before[name], name
+        assert changing == outcomes[0][2] == [pytest.approx(expected)] * 4
+        assert after["counter"][0] == 4
+        # flag, 21 parameters, 4 + 1 values of buffers and 11 marks of 4 bytes each
+        assert sent < 4 * 2 * (1 + (21 + 4 + 2 + 11) * 4)
+
+
+# --- parameters that no optimizer has -----------------------------------------------------------------------------
+
+
+class Student(nn.Module):
+    """A network, and a teacher that follows it as in BYOL and MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = seeded_mlp(), seeded_mlp(seed=1)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+    @torch.no_grad()
+    def follow(self, how: str) -> None:
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            if how == "in place":
+                old.lerp_(new, 0.5)
+            elif how == "data in place":
+                old.data.lerp_(new.data, 0.5)
+            else:
+                old.data = old.data * 0.5 + new.data * 0.5
+
+
+def train_student(how: str, delta: float) -> list[dict[str, Tensor]]:
+    model = Student()
+    sync, optimizer = start(model, delta=delta)
+    states = []
+    for i in range(4):
+        sync.resume()  # before every batch, as the Lightning adapter does
+        step(sync, optimizer, model, i)
+        states.append(state(model))
+        model.follow(how)
+    sync.flush()
+    states.append(state(model))
+    sync.detach()
+    return states
+
+
+@pytest.mark.parametrize("how", ["in place", "data in place", "new data"])
+def test_a_teacher_is_averaged_with_its_student(how: str) -> None:
+    """However it is written to: at each synchronised step, and at the flush."""
+    for delta in (0.0, FAR):
+        first, second = launch(train_student, 2, how, delta)
+        for i, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+            if delta == 0.0 or i in (0, 4):
+                assert all(torch.equal(mine[name], theirs[name]) for name in mine), (delta, i)
+        assert not torch.equal(first[4]["teacher.0.weight"], first[0]["teacher.0.weight"])
+        assert torch.equal(first[3]["student.0.weight"], second[3]["student.0.weight"]) == (delta == 0.0)
+
+
+# --- running averages ---------------------------------------------------------------------------------------------
+
+
+def train_followed(aggregation: str, optimizers: int) -> list[dict[str, Tensor]]:
+    """Steps 2 and 3 stay local, all others are synchronised."""
+    model = seeded_mlp()
+    parts = [model] if optimizers == 1 else [model[0], model[2]]
+    chosen = [torch.optim.SGD(part.parameters(), lr=0.05) for part in parts]
+    sync = SelSync(model, chosen, delta=0.5, aggregation=aggregation)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    sync.follow(ema)
+    followed = []
+    for i in range(6):
+        for j, optimizer in enumerate(chosen):
+            optimizer.zero_grad()
+            loss(model, i, dist.get_rank()).backward()
+            tracked = sync._units[j].tracker
+            tracked.update = lambda _, i=i, j=j: 0.0 if i in (2, 3) and j == 0 else math.inf  # type: ignore[method-assign]
+            sync.step(optimizer=optimizer)
+        ema.update_parameters(model)
+        if i in (1, 5):
+            sync.flush()
+            followed.append(state(ema.module))
+            sync.resume()
+    sync.detach()
+    return followed
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+def test_a_running_average_is_the_same_on_all_ranks(aggregation: str, optimizers: int) -> None:
+    """Also where the last step was synchronised, and an earlier one was not."""
+    first, second = launch(train_followed, 2, aggregation, optimizers)
+    for mine, theirs in zip(first, second, strict=True):
+        for name, value in mine.items():
+            assert torch.equal(value, theirs[name]), name
+
+
+# --- what would part the ranks ------------------------------------------------------------------------------------
+
+
+def step_directly() -> list[Any]:
+    model = seeded_mlp()
+    sync, optimizer = start(model, delta=0.3)
+    step(sync, optimizer, model, 0)
+    before = state(model)
+    loss(model, 1, dist.get_rank()).backward()
+    outcome = raised(optimizer.step)
+    untouched = all(torch.equal(value, before[name]) for name, value in state(model).items())
+    sync.detach()
+    optimizer.step()  # it is the user's again
+    return [outcome, untouched]
+
+
+def test_an_optimizer_stepped_directly_is_an_error() -> None:
+    for outcome, untouched in launch(step_directly, 2):
+        assert outcome is not None
+        assert outcome[0] == "RuntimeError"
+        assert "SGD.step() was called directly" in outcome[1]
+        assert untouched
+
+
+def start_badly(frozen: bool = False) -> tuple[str, str] | None:
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=dist.get_rank() == 1), nn.Linear(4, 2))
+    if frozen:
+        optimizer = torch.optim.SGD([{"params": []}])
+        return raised(lambda: SelSync(seeded_mlp(), optimizer))
+    return raised(lambda: start(model, timeout_s=20))
+
+
+def test_what_one_rank_refuses_all_refuse() -> None:
+    """None waits for the one that has raised."""
+    outcomes = launch(start_badly, 3, timeout_s=60)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is not None
+        assert outcome[0] == "ValueError"
+        assert "sparse=True" in outcome[1]
+        assert outcome[1].startswith("0 has") if rank == 1 else outcome[1].startswith("Rank 1 cannot train: 0 has")
+
+
+def test_nothing_to_train() -> None:
+    for outcome in launch(start_badly, 2, True):
+        assert outcome == ("ValueError", "There is nothing to train: no optimizer has a parameter.")
+
+
+def stay_local(delta: float) -> list[str]:
+    unit.MANY_LOCAL_STEPS = 5
+    model = seeded_mlp()
+    sync, optimizer = start(model, lr=0.001, delta=delta)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(12):
+            step(sync, optimizer, model, i)
+    sync.detach()
+    return [str(warning.message) for warning in caught if "local steps" in str(warning.message)]
+
+
+def test_a_delta_out_of_reach_is_said_once() -> None:
+    rank_0, rank_1 = launch(stay_local, 2, FAR)
+    assert len(rank_0) == 1
+    assert "delta=1e+09" in rank_0[0]
+    assert rank_1 == []
+    assert launch(stay_local, 2, math.inf)[0] == [], "it was asked for"
+    assert launch(stay_local, 2, 0.0)[0] == []
