@@ -26,6 +26,7 @@ MOMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "last batch": ({"every_n_train_steps": 8}, {}, 8),
     "validation": ({"every_n_epochs": 1, "save_on_train_epoch_end": False}, {}, 8),
     "mid-epoch validation": ({"save_on_train_epoch_end": False}, {"val_check_interval": 0.5}, 4),
+    "accumulated": ({"every_n_train_steps": 5}, {}, 10),
     "epoch end": ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, {}, 8),
     "epoch end without validation": ({"every_n_epochs": 1}, {"limit_val_batches": 0}, 8),
 }
@@ -90,7 +91,7 @@ def resumed_and_whole(
             assert second["metrics"].get(name) == first["metrics"].get(name)
 
 
-@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment != "accumulated"])
 def test_a_resumed_run_is_the_uninterrupted_one(moment: str, tmp_path: Path) -> None:
     """Per-rank weights, optimizer state, tracker, BatchNorm, dropout, schedule and the place in the queue."""
     module = {"optimizer": "adamw", "batch_norm": True, "dropout": 0.3, "scheduler": True}
@@ -119,11 +120,12 @@ def test_resume_with_workers_and_accumulation(tmp_path: Path) -> None:
     """Worker processes have fetched ahead of training when the checkpoint is written."""
     resumed_and_whole(
         tmp_path,
-        "mid-epoch",
+        "accumulated",
         MIXED,
         {"optimizer": "sgd"},
         loader={"num_workers": 1, "batch_size": 2},
-        accumulate_grad_batches=1,
+        step=5,  # of two batches each
+        accumulate_grad_batches=2,
     )
 
 
@@ -186,6 +188,44 @@ def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
         assert outcome is not None
         assert outcome[0] == "ValueError"
         assert "int8" in outcome[1]
+
+
+class Saving(Classifier):
+    """Saves a checkpoint in the midst of a step, and watches the weights that training goes on from."""
+
+    def __init__(self, saves: bool) -> None:
+        super().__init__()
+        self.saves = saves
+        self.watched: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.saves and batch_idx in (2, 3):
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"{batch_idx}.ckpt")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.watched.append(self.weights())
+
+
+def fit_saving(directory: Path, saves: bool) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    model = Saving(saves)
+    callbacks = [ModelCheckpoint(directory / "every", save_top_k=-1, every_n_train_steps=1)] if saves else []
+    fitting = trainer(
+        SelSyncStrategy(**MIXED), 2, directory, callbacks=callbacks, enable_checkpointing=saves, max_epochs=2
+    )
+    fitting.fit(model, train_loader(), val_loader())
+    return model.watched, model.weights()
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    """Neither what training goes on from, nor what comes to see the weights after the checkpoint was written."""
+    without = launch(fit_saving, 2, tmp_path, False, init=False)
+    for plain, saving in zip(without, launch(fit_saving, 2, tmp_path, True, init=False), strict=True):
+        for before, after in zip(plain[0], saving[0], strict=True):
+            assert torch.equal(before, after)
+        assert torch.equal(plain[1], saving[1])
+    assert (tmp_path / "3.ckpt").exists()
 
 
 def replicas_in(path: Path) -> list[Tensor]:

@@ -23,6 +23,14 @@ def test_against_the_formula(window: int, smoothing: float) -> None:
         assert tracker.update(value) == pytest.approx(relative_change(values[:i], window, smoothing))
 
 
+def test_by_hand() -> None:
+    """Window 2, smoothing 0.5: weights 1 and 1/2. Averages 6, (3 + 6/2) / 1.5 = 4, (9 + 3/2) / 1.5 = 7."""
+    tracker = GradientChangeTracker(window=2, smoothing=0.5)
+    assert tracker.update(6.0) == math.inf
+    assert tracker.update(3.0) == pytest.approx(2 / 6)
+    assert tracker.update(9.0) == pytest.approx(3 / 4)
+
+
 def test_a_doubled_norm_without_smoothing() -> None:
     tracker = GradientChangeTracker(window=1, smoothing=1.0)
     assert tracker.update(2.0) == math.inf

@@ -33,11 +33,11 @@ class NcclExchange:
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
         """Sums ``flat`` over the ranks into the slice that this rank owns; returns what waits for that slice."""
-        return self._enqueue(flat, lambda: self._reduce_scatter(flat, codec, mean, feedback))
+        return self._enqueue(flat, lambda: self._reduce_scatter(flat, codec, mean, feedback), feedback)
 
     def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
         """Sends the slice of ``flat`` that this rank owns to all; returns what waits for the slices of the others."""
-        return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback))
+        return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback), feedback)
 
     def all_reduce(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -48,7 +48,7 @@ class NcclExchange:
             self._reduce_scatter(flat, codec, mean, feedback)
             return self._all_gather(flat, codec, feedback)
 
-        return self._enqueue(flat, both)
+        return self._enqueue(flat, both, feedback)
 
     def broadcast(self, flat: Tensor, src: int) -> Callable[[], Tensor]:
         """Copies rank ``src``'s ``flat`` to all ranks; returns what waits for it."""
@@ -62,12 +62,16 @@ class NcclExchange:
     def close(self, timeout_s: float) -> None:
         """Nothing to end: there is no thread."""
 
-    def _enqueue(self, flat: Tensor, operation: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _enqueue(
+        self, flat: Tensor, operation: Callable[[], Tensor], feedback: ErrorFeedback | None = None
+    ) -> Callable[[], Tensor]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             result = operation()
             done = self._stream.record_event()
-        flat.record_stream(self._stream)  # the allocator may not hand its memory on before this stream is through
+        residuals = [] if feedback is None else [feedback.contribution, feedback.shard]
+        for tensor in (flat, *residuals):
+            tensor.record_stream(self._stream)  # the allocator may not hand its memory on before this stream is through
 
         def wait() -> Tensor:
             torch.cuda.current_stream(self._device).wait_event(done)

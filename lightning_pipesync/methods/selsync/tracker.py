@@ -75,7 +75,7 @@ class SquaredNorm:
             self._result = torch.empty((), dtype=squares.dtype, pin_memory=True)
             self._result.copy_(squares, non_blocking=True)
             self._ready = torch.cuda.Event()
-            self._ready.record()
+            self._ready.record(torch.cuda.current_stream(squares.device))
         else:
             self._result = squares
 
