@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -48,6 +53,26 @@ def replace_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
     from lightning.pytorch.utilities.data import _update_dataloader
 
     return _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+
+
+def logs_this_batch(trainer: Trainer) -> bool:
+    """Returns, within ``on_train_batch_end``, whether the Trainer is about to hand this batch's metrics to loggers."""
+    accumulates = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+    return not accumulates and trainer._logger_connector.should_update_logs
+
+
+def import_twin(name: str) -> ModuleType:
+    """Imports a module of the distribution ``pytorch_lightning``, and leaves the messages of ``lightning`` alone.
+
+    Both set the log and the category of the functions that they share, and the last one to be imported has its way.
+    """
+    from lightning_utilities.core import rank_zero
+
+    log, category = rank_zero.log, rank_zero.rank_zero_deprecation_category
+    try:
+        return import_module(name)
+    finally:
+        rank_zero.log, rank_zero.rank_zero_deprecation_category = log, category
 
 
 def is_dtensor(tensor: Tensor) -> bool:

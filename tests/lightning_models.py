@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_pipesync  # noqa: F401 - registers the strategies
+from lightning_pipesync import SelSyncStrategy
+from tests.harness import launch
 from tests.models import OPTIMIZERS, seeded_mlp
 
 SAMPLES = 64
+
+# Far above any change: after the first step every step stays local, and the replicas differ.
+LOCAL = {"delta": 1e9}
 
 
 def dataset() -> TensorDataset:
@@ -22,6 +28,11 @@ def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 6, generator=generator) * torch.linspace(0.5, 4, SAMPLES).unsqueeze(1)
     return TensorDataset(torch.arange(SAMPLES), x, (x.sum(dim=1) > 0).long())
+
+
+def batches() -> list[Any]:
+    """The same samples, put together as 16 batches."""
+    return [dataset()[i : i + 4] for i in range(0, SAMPLES, 4)]
 
 
 class Classifier(pl.LightningModule):
@@ -86,6 +97,33 @@ def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
+
+
+def fit(
+    directory: Path,
+    strategy: dict[str, Any] | str,
+    module: dict[str, Any] | None = None,
+    loader: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Fits a Classifier in this rank and returns what it did."""
+    model = Classifier(**(module or {}))
+    chosen = SelSyncStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, **kwargs)
+    run.fit(model, train_loader(**(loader or {})), val_loader())
+    return {
+        "weights": model.weights(),
+        "validated_with": model.validated_with,
+        "seen": model.seen,
+        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "shown": sorted(run.progress_bar_metrics),
+        "steps": run.global_step,
+    }
+
+
+def fit_on(world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    """Fits a Classifier on each of so many ranks."""
+    return launch(partial(fit, *args, **kwargs), world_size, init=False)
 
 
 def scaling() -> MixedPrecision:

@@ -112,19 +112,20 @@ def test_start_skips_within_its_epoch_only(full_pass, samples):
     assert resumed.epoch == 2
     assert list(resumed) == uninterrupted[2][samples:]
     assert len(resumed) == len(uninterrupted[2])
-    resumed.set_epoch(3)
-    assert list(resumed) == uninterrupted[3]
+    assert list(resumed) == uninterrupted[2], "once it was used, every iteration is whole"
+    assert epochs(resumed, 5) == uninterrupted
     expected = [*uninterrupted[:2], uninterrupted[2][samples:], *uninterrupted[3:]]
-    assert epochs(resumed, 5) == expected
+    assert epochs(sampler(start=(2, samples)), 5) == expected
 
 
 @pytest.mark.parametrize("full_pass", [False, True])
-def test_start_may_be_at_the_end_of_an_epoch(full_pass):
+@pytest.mark.parametrize(("rounds", "samples"), [(1, 0), (1, 3), (2, 0), (4, 6)])
+def test_start_may_be_in_a_later_round_of_an_epoch(rounds, samples, full_pass):
+    """What was used up is empty at first, and begins anew where it was when it is cycled."""
     length = 21 if full_pass else 7
-    sampler = SelDPSampler(range(20), 3, 1, full_pass=full_pass, start=(1, length))
-    assert list(sampler) == []
-    with pytest.raises(ValueError, match=rf"start=\(1, {length + 1}\).*{length}"):
-        SelDPSampler(range(20), 3, 1, full_pass=full_pass, start=(1, length + 1))
+    whole = list(SelDPSampler(range(20), 3, 1, full_pass=full_pass, start=(1, 0)))
+    sampler = SelDPSampler(range(20), 3, 1, full_pass=full_pass, start=(1, rounds * length + samples))
+    assert [list(sampler) for _ in range(3)] == [[], whole[samples:], whole]
 
 
 @pytest.mark.parametrize("start", [(-1, 0), (0, -1)])
@@ -149,11 +150,13 @@ def test_too_few_samples_are_refused(drop_last):
 def test_in_a_data_loader(num_workers):
     dataset = TensorDataset(torch.arange(22) * 10)
     sampler = SelDPSampler(dataset, 2, 1, start=(0, 4))
+    reference = SelDPSampler(dataset, 2, 1, start=(0, 4))
     persistent = num_workers > 0
     loader = DataLoader(dataset, 4, sampler=sampler, num_workers=num_workers, persistent_workers=persistent)
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        expected = (torch.tensor(list(sampler)) * 10).split(4)
+        reference.set_epoch(epoch)
+        expected = (torch.tensor(list(reference)) * 10).split(4)
         batches = [batch for (batch,) in loader]
         assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in expected]
         assert len(batches) == (2 if epoch == 0 else 3)

@@ -34,7 +34,10 @@ class SelDPSampler(DistributedSampler[int]):
         samples_per_epoch: How many samples of an epoch are used, if the loader stops before its end (``drop_last``, a
             limit on the number of batches). The next epoch goes on from there, so that nothing is left out for ever.
         start: ``(epoch, samples)`` where a resumed run begins: the sampler's first epoch, and how many of its samples
-            to skip. ``len()`` remains that of a whole epoch, and other epochs are not shortened.
+            were handed out already. They are skipped once: an epoch that is iterated over anew is whole. If they are
+            more than an epoch has, the epoch had been iterated over several times, as a ``CombinedLoader`` does that
+            cycles its shorter loaders: the first iteration is empty, and the next skips the remainder. ``len()``
+            remains that of a whole epoch, and other epochs are not shortened.
 
     Raises:
         ValueError: If ``dataset`` holds fewer samples than there are ranks, or ``rank``, ``samples_per_epoch`` or
@@ -66,14 +69,10 @@ class SelDPSampler(DistributedSampler[int]):
             raise ValueError(
                 f"samples_per_epoch={samples_per_epoch} is out of range: an epoch has from 1 to {len(self)} samples."
             )
-        epoch, samples = start
-        if epoch < 0 or not 0 <= samples <= len(self):
-            raise ValueError(
-                f"start={start} is out of range: the epoch must be at least 0, and the number of samples to skip "
-                f"from 0 to the epoch's length, {len(self)}."
-            )
+        if min(start) < 0:
+            raise ValueError(f"start={start} is out of range: epoch and number of samples must be at least 0.")
         self.start = start
-        self.set_epoch(epoch)
+        self.set_epoch(start[0])
         self._order: Tensor | None = None
 
     def __len__(self) -> int:
@@ -83,12 +82,18 @@ class SelDPSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Iterates over the indices of the current epoch, see ``set_epoch``."""
         head = self.rank * self.num_samples + self.epoch * self.samples_per_epoch
-        start_epoch, samples = self.start
-        skipped = samples if self.epoch == start_epoch else 0
-        positions = head + torch.arange(skipped, len(self))
+        positions = head + torch.arange(self._take_start(), len(self))
         # The first modulo closes the queue into a circle; the second wraps the padding round to the first samples.
         positions = positions % self.total_size % self._dataset_size
         return iter(self._shuffled()[positions].tolist())
+
+    def _take_start(self) -> int:
+        """Returns how many samples this iteration skips, and leaves in ``start`` what the next one does."""
+        epoch, samples = self.start
+        if self.epoch != epoch:
+            return 0
+        self.start = (epoch, samples % len(self) if samples >= len(self) else 0)
+        return min(samples, len(self))
 
     def _shuffled(self) -> Tensor:
         """Returns the data set's one order, as indices, drawn on first use so that unused samplers cost nothing."""

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_pipesync.compat import import_twin
 from lightning_pipesync.lightning.classes import STRATEGIES, PipeSyncCallback, SelSyncStrategy
 
 __all__ = ["PipeSyncCallback", "SelSyncStrategy"]
@@ -13,8 +14,8 @@ __all__ = ["PipeSyncCallback", "SelSyncStrategy"]
 def _register() -> None:
     registered = [(StrategyRegistry, STRATEGIES)]
     if find_spec("pytorch_lightning") is not None:
-        twin = import_module("lightning_pipesync.lightning.twin_classes")
-        registered.append((import_module("pytorch_lightning.strategies").StrategyRegistry, twin.STRATEGIES))
+        registry = import_twin("pytorch_lightning.strategies").StrategyRegistry
+        registered.append((registry, import_module("lightning_pipesync.lightning.twin_classes").STRATEGIES))
     for registry, strategies in registered:
         for strategy in strategies:
             description = (strategy.__doc__ or "").partition("\n")[0]

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 
+from lightning_pipesync.compat import logs_this_batch
+
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
     from lightning.pytorch import LightningModule, Trainer
@@ -45,15 +47,16 @@ class PipeSyncCallbackMixin(_Base):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not trainer.is_last_batch and (not every or trainer.global_step % every):
+        if not trainer.is_last_batch and not logs_this_batch(trainer):
             return  # logging takes longer than all the rest that a local step adds
         strategy = _strategy(trainer)
         assert strategy.method is not None
         metrics = {f"{strategy.name}/{name}": value for name, value in strategy.method.metrics().items()}
         shown = {f"{strategy.name}/{name}" for name in strategy.shown_metrics}
-        pl_module.log_dict({name: value for name, value in metrics.items() if name in shown}, prog_bar=True)
-        pl_module.log_dict({name: value for name, value in metrics.items() if name not in shown})
+        # Without a batch_size, Lightning refuses to log for a training_step that takes the loader's iterator.
+        for shows in (True, False):
+            chosen = {name: value for name, value in metrics.items() if (name in shown) == shows}
+            pl_module.log_dict(chosen, prog_bar=shows, batch_size=1)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).flush()

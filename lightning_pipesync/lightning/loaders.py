@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_pipesync.compat import replace_sampler
-from lightning_pipesync.data import SelDPSampler
+from lightning_pipesync.data import SelDPSampler, adjusted_batch_size
+
+
+def check_num_samples(loader: DataLoader, world_size: int) -> None:
+    """Checks that every rank gets a sample of its own.
+
+    Raises:
+        ValueError: the data is divided among the ranks, and there are fewer samples than ranks.
+    """
+    num_samples = sized_len(loader.dataset)
+    divided = isinstance(_sampler(loader), DistributedSampler)
+    if divided and num_samples is not None and num_samples < world_size:
+        raise ValueError(f"The training data set has {num_samples} samples, too few for {world_size} ranks.")
 
 
 def can_use_seldp(loader: DataLoader) -> bool:
@@ -32,7 +47,6 @@ def with_seldp(
     full_pass: bool,
     num_samples: int | None = None,
     limit: int | float = 1.0,
-    start: tuple[int, int] = (0, 0),
 ) -> DataLoader:
     """Returns ``loader``, for which :func:`can_use_seldp` holds, in the order of SelDP.
 
@@ -41,7 +55,6 @@ def with_seldp(
         full_pass: see :class:`SelDPSampler`.
         num_samples: another number of samples a batch.
         limit: how much of the loader is used in an epoch: a number of batches, or a fraction.
-        start: epoch, and number of its batches that are already trained, where a resumed run begins.
     """
     given = _sampler(loader)
     assert isinstance(given, DistributedSampler)
@@ -65,13 +78,55 @@ def with_seldp(
     used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
     if used * batch_size(loader) < len(sampler):
         sampler.samples_per_epoch = max(1, used * batch_size(loader))
-    epoch, trained = start
-    sampler.set_epoch(epoch)
-    if trained:
-        sampler.start = (epoch, min(len(sampler), trained * batch_size(loader)))
-        # Lightning recognises a resumable loader by methods that this one does not need.
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
     return loader
+
+
+def begin_at(loader: DataLoader, epoch: int, num_batches: int) -> bool:
+    """Has ``loader``, if it is in the order of SelDP, begin where a resumed run does.
+
+    Args:
+        loader: as training uses it.
+        epoch: the epoch in which the run goes on.
+        num_batches: how many batches that epoch already had; more than ``loader`` has if it was cycled, or used up.
+
+    Returns:
+        Whether it begins within an epoch.
+    """
+    sampler = _sampler(loader)
+    if not isinstance(sampler, SelDPSampler):
+        return False
+    sampler.set_epoch(epoch)  # Lightning does so, too, but after worker processes have begun to fetch
+    if num_batches == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False  # with those, Lightning has the loader itself go on where it was
+    rounds, batches = divmod(num_batches, len(loader))
+    sampler.start = (epoch, rounds * len(sampler) + batches * batch_size(loader))
+    return True
+
+
+@contextmanager
+def no_warning_about_resuming() -> Iterator[None]:
+    """Keeps Lightning from saying that a loader without a ``state_dict`` cannot go on within an epoch: SelDP's can."""
+    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+
+def batch_size_before_injection(loader: DataLoader, injection: tuple[float, float], world_size: int) -> int:
+    """Returns the number of samples a batch that leaves room for what data injection adds (SelSync Eq. 3).
+
+    Raises:
+        ValueError: the loader does not make batches, or its batch sampler has no ``batch_size``.
+    """
+    if loader.batch_sampler is None:
+        raise ValueError(
+            f"injection={injection} needs a training loader that makes batches, and this one has batch_size=None: "
+            "let it make them, or set injection=None."
+        )
+    return adjusted_batch_size(batch_size(loader), *injection, world_size)
 
 
 def with_batch_size(loader: DataLoader, num_samples: int) -> DataLoader:
@@ -82,11 +137,13 @@ def with_batch_size(loader: DataLoader, num_samples: int) -> DataLoader:
 
 
 def batch_size(loader: DataLoader) -> int:
-    """Returns the number of samples a batch.
+    """Returns the number of samples a batch: 1 if the loader leaves it to the data set to make batches.
 
     Raises:
-        ValueError: the loader does not make batches itself, or by a batch sampler without a ``batch_size``.
+        ValueError: the batch sampler has no ``batch_size``.
     """
+    if loader.batch_sampler is None:
+        return 1
     num_samples = getattr(loader.batch_sampler, "batch_size", None)
     if num_samples is None:
         raise ValueError(

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.data import DataInjection, adjusted_batch_size
-from lightning_pipesync.lightning.loaders import batch_size, can_use_seldp, with_batch_size, with_seldp
+from lightning_pipesync.data import DataInjection
+from lightning_pipesync.lightning.loaders import (
+    batch_size_before_injection,
+    begin_at,
+    can_use_seldp,
+    check_num_samples,
+    no_warning_about_resuming,
+    with_batch_size,
+    with_seldp,
+)
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.selsync.config import Aggregation, Partition
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
@@ -103,12 +113,19 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         )
         self.checkpoint_replicas = checkpoint_replicas
         self._injection: DataInjection | None = None
+        self._until_teardown = ExitStack()
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SelSync:
+        injection = self.config.injection
+        step = cast("LightningModule", module).training_step
+        if injection is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"injection={injection} cannot reach the batches of a training_step(dataloader_iter), which takes "
+                "them from the loader itself: write training_step(batch, batch_idx), or set injection=None."
+            )
         method = SelSync(module, optimizers, self.config, backend=self._traffic_backend)
-        if self.config.injection is not None:
-            alpha, beta = self.config.injection
-            self._injection = DataInjection(alpha, beta, method.transport)
+        if injection is not None:
+            self._injection = DataInjection(*injection, method.transport)
         return method
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -120,27 +137,24 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         """Gives the training loader SelDP's order and, with data injection, the batch size of Eq. 3.
 
         Raises:
-            ValueError: the data set has fewer samples than there are ranks.
+            ValueError: the data set has fewer samples than there are ranks, or data injection a loader without batches.
         """
         dataloader = super().process_dataloader(dataloader)
         if not self._training or not isinstance(dataloader, DataLoader):
             return dataloader
-        num_samples = sized_len(dataloader.dataset)
-        divided = isinstance(dataloader.sampler, DistributedSampler)
-        if divided and num_samples is not None and num_samples < self.world_size:
-            raise ValueError(f"The training data set has {num_samples} samples, too few for {self.world_size} ranks.")
+        check_num_samples(dataloader, self.world_size)
         samples = None
         if self.config.injection is not None:
-            samples = adjusted_batch_size(batch_size(dataloader), *self.config.injection, self.world_size)
+            samples = batch_size_before_injection(dataloader, self.config.injection, self.world_size)
         if self.config.partition == "seldp" and not self._overfitting and can_use_seldp(dataloader):
-            return with_seldp(
-                dataloader,
-                full_pass=self.config.full_pass,
-                num_samples=samples,
-                limit=self._batch_limit,
-                start=self._start,
+            dataloader = with_seldp(
+                dataloader, full_pass=self.config.full_pass, num_samples=samples, limit=self._batch_limit
             )
-        return dataloader if samples is None else with_batch_size(dataloader, samples)
+        elif samples is not None:
+            dataloader = with_batch_size(dataloader, samples)
+        if begin_at(dataloader, *self._start):
+            self._until_teardown.enter_context(no_warning_about_resuming())
+        return dataloader
 
     def rank_state_dict(self) -> dict[str, Any]:
         state = super().rank_state_dict()
@@ -156,3 +170,4 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
     def teardown(self) -> None:
         super().teardown()
         self._injection = None
+        self._until_teardown.close()

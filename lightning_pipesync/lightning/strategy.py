@@ -47,6 +47,7 @@ class PipeSyncStrategyMixin(_Base):
     checkpoint_replicas: bool
     method: SyncMethod | None = None
     _rng_states: dict[str, Tensor] | None = None
+    _flushed_to_save = False
     _start: tuple[int, int] = (0, 0)
 
     @abstractmethod
@@ -57,9 +58,7 @@ class PipeSyncStrategyMixin(_Base):
 
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, PipeSyncCallbackMixin) for callback in callbacks):
-            callbacks.insert(0, self.callback_class())  # before all others: they shall find consolidated weights
+        self._add_callback(first=True)  # before all others: they shall find consolidated weights
 
     def configure_ddp(self) -> None:
         """Leaves the module as it is: there is nothing to wrap."""
@@ -105,6 +104,7 @@ class PipeSyncStrategyMixin(_Base):
         **kwargs: Any,
     ) -> Any:
         assert self.method is not None
+        self._add_callback(first=False)  # the learning rate finder replaces them all, and looks for its own in front
         update = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self.method.step(update, optimizer)
 
@@ -120,6 +120,7 @@ class PipeSyncStrategyMixin(_Base):
         """Makes the weights the consolidated ones. Does nothing outside ``fit`` and after an error."""
         if self.method is not None and not self._interrupted:
             self.method.flush()
+            self._flushed_to_save = False
 
     def resume(self) -> None:
         """Lets training go on after :meth:`flush`."""
@@ -132,7 +133,9 @@ class PipeSyncStrategyMixin(_Base):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.flush()
+        if self.method is not None and not self.method.flushed:
+            self.flush()
+            self._flushed_to_save = True  # training may be in the midst of a step: after saving it goes on
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -144,6 +147,9 @@ class PipeSyncStrategyMixin(_Base):
                 saved["ranks"] = dict(enumerate(states or []))
             checkpoint[CHECKPOINT_KEY] = saved
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.method is not None and self._flushed_to_save:
+            self.method.resume()
+            self._flushed_to_save = False
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -195,6 +201,13 @@ class PipeSyncStrategyMixin(_Base):
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
+    def _add_callback(self, first: bool) -> None:
+        """Adds the callback to the Trainer's, first or last of them, if it is not there."""
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, PipeSyncCallbackMixin) for callback in callbacks):
+            callbacks.insert(0 if first else len(callbacks), self.callback_class())
+
     @property
     def _fitting(self) -> bool:
         assert self.lightning_module is not None
@@ -233,8 +246,10 @@ class PipeSyncStrategyMixin(_Base):
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
         epochs = cast("_ProcessedTracker", loop.epoch_progress.current)
-        batches = loop.epoch_loop.batch_progress.current
-        return epochs.processed, 0 if epochs.processed == epochs.started else batches.ready
+        batches = loop.epoch_loop.batch_progress
+        if epochs.processed == epochs.started:
+            return epochs.processed, 0
+        return (epochs.processed + 1, 0) if batches.is_last_batch else (epochs.processed, batches.current.ready)
 
 
 def _rng_states(device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,129 @@
+"""What the strategy logs, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+
+from lightning_pipesync import SelSync, SelSyncStrategy
+from tests.harness import launch, raised
+from tests.lightning_models import Classifier, fit_on, train_loader, trainer
+
+
+class Memory(Logger):
+    """Keeps the rows that it is given: a step, and names."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, set[str]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step, set(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps none."""
+
+
+class Manual(Classifier):
+    """Two optimizers; the second takes every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.optimizers()
+        used = [first, second] if batch_idx % 2 else [first]
+        for optimizer in used:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in used:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.model[0], self.model[2])]
+
+
+def fit_logging(directory: Path, kind: str, **kwargs: Any) -> tuple[list[tuple[int, set[str]]], int]:
+    """Returns the rows, and how often the method was asked for its metrics."""
+    model = Manual() if kind == "manual" else Classifier()
+    memory = Memory()
+    run = trainer(SelSyncStrategy(delta=0.1), 2, directory, logger=memory, max_epochs=3, **kwargs)
+    with patch.object(SelSync, "metrics", autospec=True, side_effect=SelSync.metrics) as metrics:
+        run.fit(model, train_loader())
+    return memory.rows, metrics.call_count
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "steps"),
+    [
+        ("automatic", {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
+        ("automatic", {"log_every_n_steps": 3, "accumulate_grad_batches": 2}, [2, 5, 8, 11]),
+        ("manual", {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
+        ("automatic", {"log_every_n_steps": 0}, []),
+    ],
+)
+def test_every_row_has_the_metrics(kind: str, kwargs: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+    """3 epochs of 8 batches; on other batches than those that are logged, and the epochs' last, nothing is measured."""
+    for rows, measured in launch(partial(fit_logging, tmp_path, kind, **kwargs), 2, init=False):
+        assert [step for step, _ in rows] == steps
+        for _, names in rows:
+            assert {"loss", "selsync/lssr", "selsync/mib_sent", "selsync/exposed_seconds"} <= names
+        last = {(8 * (epoch + 1)) // kwargs.get("accumulate_grad_batches", 1) - 1 for epoch in range(3)}
+        assert measured == len(last | set(steps))
+
+
+class Fetching(Classifier):
+    """It takes its batches from the loader itself."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        (indices, x, y), _, _ = next(dataloader_iter)
+        self.seen.append(indices.tolist())
+        return nn.functional.cross_entropy(self.model(x), y)
+
+
+def fit_fetching(directory: Path, settings: dict[str, Any]) -> tuple[Any, int, set[str], Tensor]:
+    model = Fetching()
+    run = trainer(SelSyncStrategy(**settings), 2, directory)
+    outcome = raised(lambda: run.fit(model, train_loader()))
+    return outcome, len(model.seen), set(run.callback_metrics), model.weights()
+
+
+def test_a_training_step_that_takes_the_iterator(tmp_path: Path) -> None:
+    """It trains and logs; data injection, which sees no batch there, is refused."""
+    outcomes = launch(fit_fetching, 2, tmp_path, {"delta": 0.1}, init=False)
+    for outcome, num_batches, metrics, weights in outcomes:
+        assert outcome is None
+        assert num_batches == 16
+        assert "selsync/lssr" in metrics
+        assert torch.equal(weights, outcomes[0][3])
+    for outcome, num_batches, _, _ in launch(fit_fetching, 2, tmp_path, {"injection": (0.5, 0.5)}, init=False):
+        assert outcome is not None
+        assert outcome[0] == "ValueError"
+        assert "injection=(0.5, 0.5)" in outcome[1]
+        assert "dataloader_iter" in outcome[1]
+        assert num_batches == 0
+
+
+def test_metrics_are_logged(tmp_path: Path) -> None:
+    for outcome in fit_on(2, tmp_path, {"delta": 0.1}):
+        metrics = outcome["metrics"]
+        assert metrics["selsync/delta"] == pytest.approx(0.1)
+        assert 0 <= metrics["selsync/lssr"] <= 1
+        assert math.isfinite(metrics["selsync/relative_gradient_change"])
+        assert metrics["selsync/mib_sent"] > 0
+        assert metrics["selsync/exposed_seconds"] > 0
+        assert outcome["shown"] == ["selsync/lssr", "selsync/mib_sent", "selsync/relative_gradient_change"]

@@ -1,0 +1,32 @@
+"""Importing the package registers the strategies with both distributions, and changes nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+{imports}
+from lightning_utilities.core import rank_zero
+
+def found():
+    return rank_zero.log.name, rank_zero.rank_zero_deprecation_category
+
+before = found()
+import lightning_pipesync
+assert found() == before, (before, found())
+
+import lightning.pytorch, pytorch_lightning
+for package in (lightning.pytorch, pytorch_lightning):
+    strategy = package.Trainer(strategy="selsync", accelerator="cpu", devices=1, logger=False).strategy
+    assert strategy.name == "selsync"
+    assert isinstance(strategy, package.strategies.DDPStrategy)
+"""
+
+
+@pytest.mark.parametrize("imports", ["import lightning.pytorch", "import lightning.pytorch, pytorch_lightning"])
+def test_importing(imports: str) -> None:
+    result = subprocess.run([sys.executable, "-c", SCRIPT.format(imports=imports)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
