@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint clean
 
 # One virtual environment for everything, built once and again when what is to be installed changes.
 $(READY): pyproject.toml constraints.txt

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.core import gloo
+from lightning_pipesync.core import pairwise
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.shards import shard_of
 from lightning_pipesync.core.transport import Transport
@@ -62,7 +62,7 @@ def test_all_reduce_sums_in_rank_order(world_size: int) -> None:
 
 
 def all_reduce_with_a_small_window() -> bool:
-    gloo.WINDOW = 1
+    pairwise.WINDOW = 1
     return all(all_reduce_all_kinds().values())
 
 

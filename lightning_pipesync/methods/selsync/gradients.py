@@ -64,10 +64,8 @@ class GradientAggregation:
     def _add_missing(self) -> None:
         """Adds zeros where this rank has no gradient and another one has."""
         parameters = [parameter for bucket in self._parameters for parameter in bucket]
-        num_ranks = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        num_ranks = num_ranks.to(self._transport.device)
-        self._transport.all_reduce(num_ranks).wait()
-        for parameter, present in zip(parameters, num_ranks.tolist(), strict=True):
+        somewhere = self._transport.union([parameter.grad is not None for parameter in parameters]).wait()
+        for parameter, present in zip(parameters, somewhere, strict=True):
             if present and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
