@@ -13,7 +13,8 @@ def naming_lost_peer(rank: int, what: str, timeout: timedelta) -> Iterator[None]
     try:
         yield
     except RuntimeError as error:
-        cause = str(error).partition("\n")[0].rpartition("] ")[2]  # without the place in the backend's source
+        # Without the place in the backend's source, and without its advice.
+        cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
         raise RuntimeError(
             f"Rank {rank} waited in vain for {what}. That process has died, hangs, or was slower than "
             f"timeout_s={timeout.total_seconds():g} seconds ({cause})."
