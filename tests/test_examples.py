@@ -74,6 +74,19 @@ def test_pydoc_transformer(launcher: list[str], strategy: str) -> None:
     assert float(numbers["MiB sent by rank 0"]) > 0
 
 
+@pytest.mark.parametrize(
+    ("script", "options", "word"),
+    [
+        ("benchmark_selsync.py", ["--steps", 2, "--batch-size", 1, "--sequence", 4], "tracker"),
+        ("benchmark_codecs.py", ["--mib", 1, "--rounds", 2], "truncate16"),
+    ],
+)
+def test_benchmarks(script: str, options: list[object], word: str) -> None:
+    result = run(PLAIN, script, *options)
+    assert result.returncode == 0, result.stderr
+    assert word in result.stdout
+
+
 def test_failed_run_fails_the_script(tmp_path: Path) -> None:
     result = run(PLAIN, "digits.py", "--batch-size", 0, "--output", tmp_path)
     assert result.returncode != 0
