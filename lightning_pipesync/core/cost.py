@@ -1,0 +1,141 @@
+"""What communication costs, and how short a training step can be: the models of the papers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """The alpha-beta model of a network (DeAR, Section II-D): what the collectives of a ring cost on it.
+
+    Attributes:
+        alpha: seconds that a message costs whatever its size.
+        beta: seconds that a byte costs.
+        alpha_error: standard error of alpha, if it was fitted.
+        beta_error: standard error of beta, if it was fitted.
+    """
+
+    alpha: float
+    beta: float
+    alpha_error: float = math.nan
+    beta_error: float = math.nan
+
+    @classmethod
+    def fit(cls, num_bytes: Sequence[float], seconds: Sequence[float], world_size: int, halves: int = 2) -> LinkCost:
+        """Fits the model to measurements, by least squares of the relative errors; neither comes out negative.
+
+        Args:
+            num_bytes: sizes of the whole buffer, two or more different ones.
+            seconds: what the operation took, for each of them.
+            world_size: number of ranks, at least 2.
+            halves: 2 for an all-reduce (Eq. 5), 1 for a reduce-scatter (Eq. 3) or an all-gather (Eq. 4).
+
+        Raises:
+            ValueError: there are not two different sizes, or fewer than two ranks.
+        """
+        if world_size < 2 or len(set(num_bytes)) < 2:
+            raise ValueError(f"A fit needs 2 ranks and 2 sizes, got {world_size} and {sorted(set(num_bytes))}.")
+        messages = halves * (world_size - 1)
+        columns = np.stack([np.full(len(num_bytes), float(messages)), messages / world_size * np.asarray(num_bytes)], 1)
+        weighted = columns / np.asarray(seconds)[:, None]
+        target = np.ones(len(seconds))
+        (alpha, beta), *_ = np.linalg.lstsq(weighted, target, rcond=None)
+        if alpha < 0:  # a straight line through the origin
+            alpha, beta = 0.0, float(weighted[:, 1] @ target / (weighted[:, 1] @ weighted[:, 1]))
+        residuals = target - weighted @ np.array([alpha, beta])
+        freedom = max(1, len(seconds) - 2)
+        covariance = np.linalg.inv(weighted.T @ weighted) * (residuals @ residuals) / freedom
+        return cls(float(alpha), float(beta), *(float(error) for error in np.sqrt(np.diag(covariance))))
+
+    def reduce_scatter(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of a reduce-scatter (Eq. 3)."""
+        return (world_size - 1) * (self.alpha + num_bytes / world_size * self.beta)
+
+    def all_gather(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of an all-gather (Eq. 4)."""
+        return self.reduce_scatter(num_bytes, world_size)
+
+    def all_reduce(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of an all-reduce (Eq. 5)."""
+        return self.reduce_scatter(num_bytes, world_size) + self.all_gather(num_bytes, world_size)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The parts of a training step, in seconds, and what it takes if all that can overlap does.
+
+    Attributes:
+        forward: t_ff.
+        backward: t_bp.
+        update: of the optimizer, which overlaps with nothing.
+        reduce_scatter: t_rs of the whole gradient.
+        all_gather: t_ag.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    reduce_scatter: float
+    all_gather: float
+
+    @property
+    def compute(self) -> float:
+        """A step without communication."""
+        return self.forward + self.backward + self.update
+
+    @property
+    def all_reduce(self) -> float:
+        """t_ar."""
+        return self.reduce_scatter + self.all_gather
+
+    @property
+    def ratio(self) -> float:
+        """Communication over computation."""
+        return self.all_reduce / (self.forward + self.backward)
+
+    @property
+    def serial(self) -> float:
+        """The all-reduce after the update, hidden under nothing: a synchronised step that averages parameters."""
+        return self.compute + self.all_reduce
+
+    @property
+    def baseline(self) -> float:
+        """The all-reduce hidden under backward: DDP at its best (DeAR, Eq. 8)."""
+        return self.forward + max(self.backward, self.all_reduce) + self.update
+
+    @property
+    def dear(self) -> float:
+        """The two halves hidden under backward and forward: DeAR at its best (Eq. 7)."""
+        return max(self.forward, self.all_gather) + max(self.backward, self.reduce_scatter) + self.update
+
+    @property
+    def pipe_sgd(self) -> float:
+        """The all-reduce hidden under the whole next step (Pipe-SGD, timing model with limited resources)."""
+        return max(self.compute, self.all_reduce)
+
+    def max_speedup(self, world_size: int) -> float:
+        """S_max of DeAR on so many ranks over one (Eq. 6), where the update takes no time."""
+        compute = self.forward + self.backward
+        hidden = min(self.reduce_scatter, self.backward) + min(self.all_gather, self.forward)
+        return world_size * compute / (compute + self.all_reduce - hidden)
+
+
+def end_of_pipeline(ready: Sequence[float], durations: Sequence[float]) -> float:
+    """Returns when the last of several operations ends that run one after the other, none before it is ready.
+
+    With the times in backward at which DDP's buckets are ready, and what the all-reduce of each takes, it is when the
+    gradients are there: Eq. 8 with buckets that are neither infinitely small nor free.
+
+    Args:
+        ready: when each operation may start, in seconds, in the order in which they are issued.
+        durations: how long each takes.
+    """
+    end = 0.0
+    for start, duration in zip(ready, durations, strict=True):
+        end = max(end, start) + duration
+    return end

@@ -1,0 +1,75 @@
+"""The cost models, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
+
+
+def test_collectives() -> None:
+    """4 ranks, 1 ms a message, 8 ns a byte (1 Gbit/s), 4 MB: three messages of 1 MB in each half."""
+    link = LinkCost(alpha=1e-3, beta=8e-9)
+    assert link.reduce_scatter(4e6, 4) == pytest.approx(3 * (1e-3 + 8e-3))
+    assert link.all_gather(4e6, 4) == pytest.approx(27e-3)
+    assert link.all_reduce(4e6, 4) == pytest.approx(54e-3)
+    assert link.all_reduce(4e6, 1) == 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_fit(halves: int, world_size: int) -> None:
+    """It finds what the measurements were made with, and says how sure it is."""
+    draw = random.Random(0)
+    true = LinkCost(alpha=2e-4, beta=8e-9)
+    sizes = [2.0**exponent for exponent in range(10, 27)] * 5
+    exact = [halves * true.reduce_scatter(size, world_size) for size in sizes]
+    fitted = LinkCost.fit(sizes, exact, world_size, halves)
+    assert (fitted.alpha, fitted.beta) == (pytest.approx(2e-4), pytest.approx(8e-9))
+    assert fitted.alpha_error < 1e-12
+
+    noisy = LinkCost.fit(sizes, [time * draw.uniform(0.9, 1.1) for time in exact], world_size, halves)
+    assert abs(noisy.alpha - 2e-4) < 4 * noisy.alpha_error < 0.2 * 2e-4
+    assert abs(noisy.beta - 8e-9) < 4 * noisy.beta_error < 0.2 * 8e-9
+
+
+def test_a_fit_is_never_negative() -> None:
+    fitted = LinkCost.fit([1e6, 2e6], [1e-3, 2.1e-3], world_size=2)
+    assert fitted.alpha == 0.0
+    assert fitted.beta > 0
+
+
+@pytest.mark.parametrize(("sizes", "world_size"), [([1e6, 1e6], 2), ([1e6, 2e6], 1)])
+def test_what_cannot_be_fitted(sizes: list[float], world_size: int) -> None:
+    with pytest.raises(ValueError, match="2 ranks and 2 sizes"):
+        LinkCost.fit(sizes, [1.0, 1.0], world_size)
+
+
+@pytest.mark.parametrize(
+    ("halves", "saved"),
+    [(0.5, 0.0), (1.5, 0.5), (5.0, 1.0)],
+    ids=["t_ag <= t_ff", "t_ff < t_ag <= 2 t_ff", "otherwise"],
+)
+def test_what_dear_saves(halves: float, saved: float) -> None:
+    """Eq. 9, with t_bp = 2 t_ff and t_ff = 1."""
+    step = StepCost(forward=1.0, backward=2.0, update=0.25, reduce_scatter=halves, all_gather=halves)
+    assert step.baseline - step.dear == pytest.approx(saved)
+    assert step.compute == 3.25
+    assert step.serial == 3.25 + 2 * halves
+    assert step.ratio == pytest.approx(2 * halves / 3)
+    assert step.pipe_sgd == max(3.25, 2 * halves)
+
+
+def test_max_speedup() -> None:
+    """Eq. 6: linear while all is hidden; 64 ranks reach 25.5 of it if 1.51 compute times remain."""
+    assert StepCost(1.0, 2.0, 0.0, 2.0, 1.0).max_speedup(64) == 64
+    assert StepCost(1.0, 2.0, 0.0, 4.0, 4.0).max_speedup(64) == pytest.approx(64 * 3 / (3 + 8 - 2 - 1))
+
+
+def test_pipeline() -> None:
+    """The second waits for the first, the third for its gradient."""
+    assert end_of_pipeline([1.0, 1.5, 9.0], [2.0, 2.0, 0.5]) == 9.5
+    assert end_of_pipeline([1.0, 1.5], [2.0, 2.0]) == 5.0
+    assert end_of_pipeline([], []) == 0.0
