@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # One virtual environment for everything, built once and again when what is to be installed changes.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,examples]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,examples,bench]'
 	touch $@
 
 demo: $(READY)

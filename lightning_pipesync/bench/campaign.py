@@ -1,0 +1,67 @@
+"""Runs a benchmark on several numbers of hosts, and shows how far it is and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_pipesync.bench.job import Hosts, launched, run_job
+from lightning_pipesync.bench.results import environment, write_results
+
+
+def several(counts: list[int], rate: str | None, racks: int, uplink: str | None) -> list[Hosts]:
+    """Returns what to run on, for each number of hosts.
+
+    Raises:
+        ValueError: there are fewer than 2 hosts, or a network's setting is given and no rate.
+    """
+    if rate is None and (racks != 1 or uplink is not None):
+        raise ValueError(f"racks={racks} and uplink={uplink!r} describe an emulated network: give its rate, too.")
+    for count in counts:
+        if count < 2:
+            raise ValueError(f"hosts={counts!r}: a benchmark of communication needs at least 2.")
+    return [Hosts(count, rate, racks, uplink) for count in counts]
+
+
+def run(kind: str, settings: Any, all_hosts: list[Hosts], num_measurements: int) -> list[dict[str, Any]]:
+    """Runs the benchmark for each number of hosts; a progress bar shows how many measurements are done.
+
+    Returns:
+        The results, with what they were measured on; none on the ranks of a launcher but the first.
+    """
+    results = []
+    for hosts in all_hosts[:1] if launched() else all_hosts:
+        with _progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:
+            result = run_job(kind, settings, hosts, advance)
+        if result is not None:
+            rate = None if launched() else hosts.rate
+            results.append({**result, "rate": rate, "environment": environment()})
+    return results
+
+
+def finish(kind: str, results: list[dict[str, Any]], output: Path, markdown: str) -> None:
+    """Writes the results to the folder ``output``, and shows the tables."""
+    write_results(output, kind, {"kind": kind, "results": results}, markdown)
+    console = Console()
+    console.print(Markdown(markdown))
+    console.print(f"Results and pictures: {output}")
+
+
+@contextmanager
+def _progress_bar(name: str, total: int) -> Iterator[Callable[[str], object]]:
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda text: progress.update(task, advance=1, description=text)

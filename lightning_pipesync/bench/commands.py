@@ -1,0 +1,81 @@
+"""``pipesync bench collectives`` and ``pipesync bench step``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def collectives(
+    hosts: list[int] = [2],  # noqa: B006 - never changed; shown in the help
+    rate: str | None = None,
+    racks: int = 1,
+    uplink: str | None = None,
+    sizes_mib: list[float] = [0.00390625, 0.0625, 0.25, 1, 4, 16],  # noqa: B006
+    codecs: list[str] = ["bf16", "int8"],  # noqa: B006
+    rounds: int = 7,
+    output: Path = Path("outputs/bench"),
+) -> None:
+    """Times all-reduce, reduce-scatter and all-gather, beside the backend's own and the limit.
+
+    Args:
+        hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
+        rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
+        racks: Number of racks in the emulated network.
+        uplink: Rate of each rack's link to the others, e.g. 200mbit.
+        sizes_mib: Sizes of the whole buffer, in MiB of fp32.
+        codecs: Codecs of our all-reduce, besides none.
+        rounds: How often each operation is timed, all in turns.
+        output: Folder for collectives.json, collectives.md and collectives.png.
+    """
+    from lightning_pipesync.bench import campaign, collectives_report
+    from lightning_pipesync.bench.collectives import CollectivesSettings
+
+    settings = CollectivesSettings(tuple(sizes_mib), tuple(codecs), rounds)
+    results = campaign.run("collectives", settings, campaign.several(hosts, rate, racks, uplink), len(sizes_mib))
+    if results:
+        campaign.finish("collectives", results, output, collectives_report.as_markdown(results))
+        collectives_report.draw(results, output / "collectives.png")
+
+
+def step(
+    hosts: list[int] = [2],  # noqa: B006
+    rate: str | None = None,
+    racks: int = 1,
+    uplink: str | None = None,
+    model: str = "emulated-resnet50",
+    scale: float = 0.1,
+    ratio: list[float] | None = None,
+    ddp_bucket_mb: list[float] = [0.5, 2, 25],  # noqa: B006
+    steps: int = 3,
+    rounds: int = 5,
+    output: Path = Path("outputs/bench"),
+) -> None:
+    """Times a training step by method, beside DDP, FSDP2, ZeRO and the limits of the papers.
+
+    Args:
+        hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
+        rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
+        racks: Number of racks in the emulated network.
+        uplink: Rate of each rack's link to the others, e.g. 200mbit.
+        model: transformer, cnn, resnet50 or bert-base; or emulated-resnet50, emulated-densenet201,
+            emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
+        scale: Number of values in each tensor of an emulated model over the true number.
+        ratio: Communication time over computation time of an emulated model; 1 if not given.
+        ddp_bucket_mb: Bucket sizes of DDP in MiB; the best one is what others are compared to.
+        steps: Steps of one measurement.
+        rounds: How often each contestant is measured, all in turns.
+        output: Folder for step.json, step.md and the pictures.
+    """
+    from lightning_pipesync.bench import campaign, step_pictures, step_report
+    from lightning_pipesync.bench.step import StepSettings
+
+    emulated = model.startswith("emulated-")
+    if not emulated and ratio is not None:
+        raise ValueError(f"ratio={ratio!r} is a setting of emulated models: {model} takes its own time.")
+    ratios = tuple(ratio or [1.0]) if emulated else ()
+    settings = StepSettings(model, scale, ratios, tuple(ddp_bucket_mb), steps, rounds)
+    num_measurements = max(1, len(ratios)) * (rounds + 1) * (len(ddp_bucket_mb) + 5)
+    results = campaign.run("step", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
+    if results:
+        campaign.finish("step", results, output, step_report.as_markdown(results))
+        step_pictures.draw(results, output)

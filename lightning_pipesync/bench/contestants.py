@@ -1,0 +1,128 @@
+"""What is compared in a training step: our methods, and what a user would pick instead."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from lightning_pipesync.bench.models import BenchModel
+from lightning_pipesync.methods.selsync import SelSync
+
+#: Every contestant trains with SGD, learning rate and momentum.
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9
+
+
+class Contestant(ABC):
+    """One way to train a model of its own; on all ranks alike.
+
+    Attributes:
+        name: in tables.
+        model: what it trains.
+        limit: the property of :class:`StepCost` that it cannot be faster than.
+    """
+
+    limit = "compute"
+
+    def __init__(self, name: str, model: BenchModel) -> None:
+        self.name, self.model = name, model
+        self.batch = model.make_batch(dist.get_rank())
+
+    @abstractmethod
+    def step(self) -> None:
+        """Takes one training step."""
+
+    def drain(self) -> None:  # noqa: B027 - most have nothing in flight between two steps
+        """Waits for what a step has left in flight."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what is left running."""
+
+
+class Wrapped(Contestant):
+    """A module that communicates in backward, and an optimizer: DDP, FSDP2, ZeRO, or nothing at all."""
+
+    def __init__(self, name: str, model: BenchModel, module: nn.Module, optimizer: Optimizer, limit: str) -> None:
+        super().__init__(name, model)
+        self.module, self.optimizer, self.limit = module, optimizer, limit
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.loss(self.module, self.batch).backward()
+        self.optimizer.step()
+
+
+class WithSelSync(Contestant):
+    """SelSync with a delta at which every step is synchronised, or none."""
+
+    def __init__(self, name: str, model: BenchModel, limit: str, **settings: Any) -> None:
+        super().__init__(name, model)
+        self.limit = limit
+        self.optimizer = sgd(model.module)
+        self.sync = SelSync(model.module, self.optimizer, **settings)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.loss(self.model.module, self.batch).backward()
+        self.sync.step()
+
+    def close(self) -> None:
+        self.sync.detach()
+
+
+def ddp_name(bucket_mb: float) -> str:
+    return f"DDP, {bucket_mb:g} MiB"
+
+
+def sgd(module: nn.Module) -> Optimizer:
+    return SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def without_communication(model: BenchModel) -> Wrapped:
+    """Each rank by itself: what computation alone takes."""
+    return Wrapped("no communication", model, model.module, sgd(model.module), "compute")
+
+
+def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
+    """``DistributedDataParallel`` as its documentation tells to use it for speed."""
+    module = DistributedDataParallel(
+        model.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
+    )
+    return Wrapped(ddp_name(bucket_mb), model, module, sgd(module), "baseline")
+
+
+def fsdp2(model: BenchModel) -> Wrapped:
+    """FSDP2 without resharding after forward: reduce-scatter and all-gather, as in DeAR."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
+    return Wrapped("FSDP2", model, model.module, sgd(model.module), "dear")
+
+
+def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
+    """DDP with ``ZeroRedundancyOptimizer``: each rank updates its part, and broadcasts it."""
+    module = DistributedDataParallel(
+        model.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
+    )
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
+    return Wrapped("DDP + ZeRO-1", model, module, optimizer, "baseline")
+
+
+def contestants(build: Callable[[], BenchModel], ddp_bucket_mb: tuple[float, ...]) -> list[Contestant]:
+    """Returns all that communicate, each with a model of its own; a collective call."""
+    return [
+        *(ddp(build(), bucket_mb) for bucket_mb in ddp_bucket_mb),
+        fsdp2(build()),
+        zero(build(), ddp_bucket_mb[0]),
+        WithSelSync("SelSync, synchronised step", build(), "serial", delta=0.0),
+        WithSelSync("SelSync, local step", build(), "compute", delta=1e9),
+    ]

@@ -1,0 +1,118 @@
+"""Runs a benchmark on ranks: those that a launcher has started, hosts of an emulated network, or plain processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lightning_pipesync import netlab
+from lightning_pipesync.bench.worker import PROGRESS, run_rank
+from lightning_pipesync.netlab import Network
+
+#: Lines of output that an error message quotes.
+QUOTED = 20
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What a benchmark runs on.
+
+    Attributes:
+        count: number of hosts, with one rank each.
+        rate: of each host's link, as ``tc`` writes it ("1gbit"); None for processes on this machine, over loopback.
+        racks: into how many racks the hosts are divided.
+        uplink: rate of each rack's link to the others.
+    """
+
+    count: int
+    rate: str | None = None
+    racks: int = 1
+    uplink: str | None = None
+
+
+def launched() -> bool:
+    """Returns whether a launcher (torchrun, Slurm, ``pipesync netlab``) has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_job(kind: str, settings: Any, hosts: Hosts, progress: Callable[[str], object]) -> dict[str, Any] | None:
+    """Runs a benchmark and returns its result.
+
+    Args:
+        kind: a name that :func:`worker.measure` knows.
+        settings: its settings, a dataclass.
+        hosts: where to run; not used if a launcher has started this process.
+        progress: called with what was just done.
+
+    Returns:
+        The result of rank 0, and None on the other ranks that a launcher has started.
+
+    Raises:
+        RuntimeError: a rank has failed (the message quotes its last lines), or the machine cannot emulate a network.
+        ValueError: the settings of the network make no sense.
+    """
+    if launched():
+        return run_rank(kind, asdict(settings), progress)
+    with TemporaryDirectory() as directory:
+        result = Path(directory) / "result.json"
+        worker = [sys.executable, "-m", "lightning_pipesync.bench.worker"]
+        command = [*worker, kind, json.dumps(asdict(settings)), str(result)]
+        last: deque[str] = deque(maxlen=QUOTED)
+
+        def on_line(rank: int, line: str) -> None:
+            if line.startswith(PROGRESS):
+                progress(line.removeprefix(PROGRESS).strip())
+            else:
+                last.append(f"rank {rank}: {line.rstrip()}")
+
+        if hosts.rate is None:
+            status = _run_here(command, hosts.count, on_line)
+        else:
+            with Network(hosts.count, hosts.rate, hosts.racks, hosts.uplink) as network:
+                status = netlab.run_job(network, command, output=on_line)
+        if status or not result.exists():
+            raise RuntimeError("\n".join([f"The benchmark ended with exit status {status}.", *last]))
+        measured: dict[str, Any] = json.loads(result.read_text())
+        return measured
+
+
+def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
+    """Runs ``command`` as so many ranks of one job on this machine; returns the first exit status that is not 0."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+
+    def read(rank: int) -> None:
+        for line in ranks[rank].stdout or ():
+            on_line(rank, line)
+
+    readers = [threading.Thread(target=read, args=(rank,)) for rank in range(num_ranks)]
+    try:
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return next((status for process in ranks if (status := process.wait())), 0)
+    finally:
+        for process in ranks:
+            process.kill()

@@ -1,0 +1,118 @@
+"""The tensors of a network and the work of its layers: all that an emulation has to know of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter tensor.
+
+    Attributes:
+        name: its name in its layer, without dots: ``weight`` or ``bias``.
+        shape: its sizes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of its values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A learnable layer, as DeAR Table I counts them: a module that holds parameters itself.
+
+    Attributes:
+        name: the module's name in the network.
+        block: the name of the block that it belongs to, that a user would wrap as one unit: a residual block, an
+            encoder layer. The layers of a block follow each other.
+        tensors: in the order of registration.
+        forward_flops: floating-point operations of the forward pass for one sample, an estimate: twice the weights
+            times the output positions (convolution) or tokens (linear layer); two for each output value of a norm and
+            one for each of an embedding. Layers without parameters (pooling, activations, the product of queries and
+            keys) are left out.
+    """
+
+    name: str
+    block: str
+    tensors: tuple[TensorSpec, ...]
+    forward_flops: int
+
+    @property
+    def numel(self) -> int:
+        """The number of values in its tensors."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """All layers of a network.
+
+    Attributes:
+        name: what the network is called.
+        layers: in the order of registration, which is nearly that of execution.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of parameter tensors (DeAR Table I, "# Tensors")."""
+        return sum(len(layer.tensors) for layer in self.layers)
+
+    @property
+    def numel(self) -> int:
+        """The number of values in all tensors (DeAR Table I, "# Param.")."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def forward_flops(self) -> int:
+        """The estimate of a forward pass's floating-point operations for one sample."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+
+class TableBuilder:
+    """Collects the layers of a network, in the order of its registration.
+
+    Attributes:
+        block: the block that the next layers belong to; their names begin with it.
+        layers: those so far.
+    """
+
+    def __init__(self) -> None:
+        self.block = ""
+        self.layers: list[LayerSpec] = []
+
+    def add(self, name: str, forward_flops: int, **shapes: tuple[int, ...]) -> None:
+        """Adds a layer with a tensor for each of ``shapes``; ``name`` is its name in its block, may be empty."""
+        tensors = tuple(TensorSpec(tensor, shape) for tensor, shape in shapes.items())
+        full_name = ".".join(part for part in (self.block, name) if part)
+        self.layers.append(LayerSpec(full_name, self.block, tensors, forward_flops))
+
+    def conv(self, name: str, inputs: int, outputs: int, kernel: tuple[int, int], size: int) -> None:
+        """Adds a convolution without bias from ``inputs`` to ``outputs`` channels; its output is ``size x size``."""
+        weight = (outputs, inputs, *kernel)
+        self.add(name, 2 * math.prod(weight) * size**2, weight=weight)
+
+    def norm(self, name: str, channels: int, positions: int) -> None:
+        """Adds a batch or layer norm of ``channels`` values at each of ``positions`` pixels or tokens."""
+        self.add(name, 2 * channels * positions, weight=(channels,), bias=(channels,))
+
+    def linear(self, name: str, inputs: int, outputs: int, positions: int = 1) -> None:
+        """Adds a linear layer with bias, applied to ``positions`` tokens."""
+        self.add(name, 2 * outputs * inputs * positions, weight=(outputs, inputs), bias=(outputs,))
+
+    def embedding(self, name: str, entries: int, hidden: int, tokens: int) -> None:
+        """Adds a table of ``entries`` vectors of ``hidden`` values, of which ``tokens`` are looked up."""
+        self.add(name, hidden * tokens, weight=(entries, hidden))
+
+    def build(self, name: str) -> ModelTable:
+        """Returns the table of all layers added."""
+        return ModelTable(name, tuple(self.layers))

@@ -1,0 +1,55 @@
+"""What a benchmark leaves behind: JSON with all that was measured and where, Markdown, pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, host and git commit of this moment."""
+    packages = ("lightning-pipesync", "torch", "lightning", "numpy")
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "commit": _git_commit(),
+    }
+
+
+def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: str) -> None:
+    """Writes ``KIND.json`` and ``KIND.md`` to ``folder``, which is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (folder / f"{kind}.md").write_text(markdown)
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """Returns a Markdown table, the first column to the left and the others to the right."""
+    lines = [headings, ["---", *(["---:"] * (len(headings) - 1))], *rows]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of the source that runs, with a plus if there are changes; None outside a repository."""
+    folder = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip()

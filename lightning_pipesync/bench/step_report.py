@@ -1,0 +1,95 @@
+"""Tables of the time of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipesync.bench.interleaved import median_and_quartiles
+from lightning_pipesync.bench.results import table
+from lightning_pipesync.core.cost import StepCost
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one run.
+
+    Attributes:
+        name: of the contestant.
+        seconds: of a step, the median.
+        quartiles: below and above it.
+        over_ddp: DDP's time with its best bucket size over this one's.
+        of_limit: the limit of this kind of method over its time.
+        exposed: seconds of communication that computation does not hide.
+        prediction_error: of the cost model, relative, where it predicts.
+    """
+
+    name: str
+    seconds: float
+    quartiles: tuple[float, float]
+    over_ddp: float
+    of_limit: float
+    exposed: float
+    prediction_error: float | None
+
+
+def rows_of(run: dict[str, Any]) -> list[Row]:
+    """Returns a row for each contestant of one ratio, beside DDP with the best of its bucket sizes."""
+    cost = StepCost(**run["cost"])
+    timed = {one["name"]: median_and_quartiles(one["seconds"]) for one in run["contestants"]}
+    best_ddp = min(median for name, (median, _, _) in timed.items() if name.startswith("DDP, "))
+    rows = []
+    for one in run["contestants"]:
+        median, low, high = timed[one["name"]]
+        error = None if one["predicted"] is None else one["predicted"] / median - 1
+        rows.append(
+            Row(
+                name=one["name"],
+                seconds=median,
+                quartiles=(low, high),
+                over_ddp=best_ddp / median,
+                of_limit=one["limit"] / median,
+                exposed=max(0.0, median - cost.compute),
+                prediction_error=error,
+            )
+        )
+    return rows
+
+
+def as_markdown(results: list[dict[str, Any]]) -> str:
+    """Returns a table for each number of hosts and each ratio."""
+    headings = ["", "ms a step", "quartiles", "over DDP", "of its limit", "exposed ms", "predicted"]
+    parts = []
+    for result in results:
+        for run in result["runs"]:
+            parts += [_heading(result, run), table(headings, [_cells(row) for row in rows_of(run)])]
+    return "\n".join(parts)
+
+
+def _heading(result: dict[str, Any], run: dict[str, Any]) -> str:
+    world_size, cost = result["world_size"], StepCost(**run["cost"])
+    model, mib, mbit = result["settings"]["model"], run["num_bytes"] / 2**20, result["bandwidth"] * 8 / 1e6
+    return f"""### {world_size} hosts, communication {cost.ratio:.2g} times computation
+
+{model}, {mib:.1f} MiB of gradients; plain TCP reaches {mbit:.0f} Mbit/s.
+Computation: forward {_ms(cost.forward)}, backward {_ms(cost.backward)}, update {_ms(cost.update)} ms.
+An all-reduce takes at least {_ms(cost.all_reduce)} ms. So a step takes at least {_ms(cost.baseline)} ms with the
+all-reduce under backward (Eq. 8), {_ms(cost.dear)} with DeAR (Eq. 7), {_ms(cost.pipe_sgd)} with Pipe-SGD.
+The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
+"""
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.name,
+        _ms(row.seconds),
+        f"{_ms(row.quartiles[0])} to {_ms(row.quartiles[1])}",
+        f"{row.over_ddp:.2f}",
+        f"{row.of_limit:.0%}",
+        _ms(row.exposed),
+        "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}"

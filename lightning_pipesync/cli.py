@@ -1,0 +1,79 @@
+"""The command ``pipesync``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lightning_pipesync.bench.commands import collectives, step
+from lightning_pipesync.netlab.command import netlab
+
+#: A function a subcommand, or a dictionary of further ones with ``_help``. Options and help come from the function's
+#: signature and docstring; it returns the exit status, or None for 0. What is slow to import, it imports itself.
+SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
+    "netlab": netlab,
+    "bench": {
+        "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
+        "collectives": collectives,
+        "step": step,
+    },
+}
+
+
+#: Options of ``pipesync bench`` that take several values.
+LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "ddp_bucket_mb")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``pipesync ARGUMENTS`` and returns the exit status; 2 for what the user got wrong."""
+    try:
+        from jsonargparse import auto_cli
+    except ImportError:
+        return _fail("jsonargparse is missing: pip install 'lightning-pipesync[bench]'.")
+    words = _for_parser(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        return auto_cli(SUBCOMMANDS, args=words, as_positional=False, prog="pipesync", allow_abbrev=False) or 0
+    except (ValueError, RuntimeError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output is gone. Python would complain again when it flushes the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _for_parser(words: list[str]) -> list[str]:
+    """Writes the command after ``--``, and options that may be given again, as the parser takes them."""
+    options, command = words, None
+    if "--" in words:
+        cut = words.index("--")
+        options, command = words[:cut], words[cut + 1 :]
+    if options[:1] == ["bench"]:
+        options = list(_with_lists(options))
+    options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]
+    return options if command is None else [*options, "--command", json.dumps(command)]
+
+
+def _with_lists(options: list[str]) -> Iterator[str]:
+    """Writes ``--hosts 2 4`` as ``--hosts [2,4]``."""
+    for name, values in _by_option(options):
+        if name.removeprefix("--") in LIST_OPTIONS and values and not values[0].startswith("["):
+            values = [f"[{','.join(values)}]"]
+        yield from [name, *values]
+
+
+def _by_option(options: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each word that is not a value, and the values behind it."""
+    starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(options)], strict=True):
+        yield options[start], options[start + 1 : end]
+
+
+def _fail(message: str) -> int:
+    print(f"pipesync: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,87 @@
+"""Named network namespaces that tell whose they are, so that left-overs can be found.
+
+A name is ``pipesync-PID.START-SERIAL-WHAT``: the owner's process id, when that process started (ids are used again), a
+number for each network of that process, and the host or the switch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyroute2
+from pyroute2 import netns
+
+from lightning_pipesync.netlab.processes import NAMESPACES, kill
+
+_NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
+# pyroute2 creates a namespace in a process of its own; 2 seconds are too few for that on a machine that is busy.
+pyroute2.config.default_communicate_timeout = 30
+
+
+def name_prefix(serial: int) -> str:
+    """Returns how all names of a network begin; ``serial`` tells the networks of this process apart."""
+    return f"pipesync-{os.getpid()}.{_start_of(os.getpid())}-{serial}-"
+
+
+def create(name: str) -> None:
+    """Creates a namespace with its loopback up.
+
+    Raises:
+        RuntimeError: the system does not allow it.
+    """
+    try:
+        netns.create(name)
+        with inside(name), pyroute2.IPRoute() as route:
+            route.link("set", index=1, state="up")
+            # After a pause between two steps, TCP would start slowly again, which long-lived fast links do not show.
+            Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")
+    except OSError as error:
+        raise RuntimeError(f"Cannot create the network namespace {name}: {error.strerror or error}.") from error
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """Moves this thread into a namespace while the block runs: sockets that it opens there stay there."""
+    netns.pushns(name)
+    try:
+        yield
+    finally:
+        netns.popns()
+
+
+def remove(prefix: str) -> None:
+    """Kills all processes in the namespaces whose names begin with ``prefix``, and removes them with their links."""
+    names = _names(prefix)
+    kill(*names)
+    for name in names:
+        try:
+            netns.remove(name)
+        except FileNotFoundError:  # Another run removes the same left-overs.
+            continue
+
+
+def remove_leftovers() -> None:
+    """Removes what runs whose process has died have left behind."""
+    for name in _names("pipesync-"):
+        match = _NAME.fullmatch(name)
+        if match and _start_of(int(match[1])) != int(match[2]):
+            remove(name)
+
+
+def _names(prefix: str) -> list[str]:
+    return sorted(path.name for path in NAMESPACES.glob(f"{prefix}*"))
+
+
+def _start_of(process: int) -> int | None:
+    """Returns when a process started, in clock ticks since the machine did; None if there is none."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in brackets, and may hold anything.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])

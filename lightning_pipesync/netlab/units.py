@@ -1,0 +1,56 @@
+"""Rates, durations and shares as a user writes them."""
+
+from __future__ import annotations
+
+import re
+
+_BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
+#: What the kernel's token bucket can keep to, in bits per second: slower, the time of one burst does not fit its 32
+#: bits; faster, the bytes per second do not.
+SLOWEST, FASTEST = 100 * 10**3, 32 * 10**9
+
+
+def parse_rate(text: str) -> int:
+    """Returns the bits per second of a rate such as ``"200mbit"`` or ``"2.5gbit"``; units are decimal.
+
+    Raises:
+        ValueError: this is not a rate, or one that the kernel cannot emulate.
+    """
+    number, unit = _split(text)
+    if unit not in _BITS:
+        raise ValueError(f"{text!r} is not a rate: write a number and kbit, mbit or gbit (per second), as in 200mbit.")
+    rate = round(number * _BITS[unit])
+    if not SLOWEST <= rate <= FASTEST:
+        raise ValueError(f"The rate {text!r} is out of range: 100kbit to 32gbit can be emulated.")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Returns the seconds of a duration such as ``"10s"``, ``"500ms"``, ``"2min"`` or ``"10"``.
+
+    Raises:
+        ValueError: this is not a duration.
+    """
+    number, unit = _split(text)
+    if unit not in _SECONDS:
+        raise ValueError(f"{text!r} is not a duration: write a number and ms, s or min, as in 10s.")
+    return number * _SECONDS[unit]
+
+
+def parse_share(text: str) -> float:
+    """Returns the fraction of a share such as ``"50%"``.
+
+    Raises:
+        ValueError: this is not a share of more than 0% and less than 100%.
+    """
+    number, unit = _split(text)
+    if unit != "%" or not 0 < number < 100:
+        raise ValueError(f"{text!r} is not a share: write more than 0% and less than 100%, as in 50%.")
+    return number / 100
+
+
+def _split(text: str) -> tuple[float, str]:
+    """Returns the number and the unit in lower case; a unit that no caller knows when there is no number."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([a-z%]*)", text.strip().lower())
+    return (float(match[1]), match[2]) if match else (0.0, "no number")

@@ -1,0 +1,164 @@
+"""The benchmarks' own arithmetic, and that they run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_pipesync.bench import collectives_report, step_report
+from lightning_pipesync.bench.bandwidth import MIB, measure_bandwidth
+from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives
+from lightning_pipesync.bench.interleaved import median_and_quartiles, time_in_turns
+from lightning_pipesync.bench.step import Profile, predict_ddp
+from lightning_pipesync.cli import main
+from lightning_pipesync.core.cost import LinkCost
+from tests.harness import launch
+
+
+def turns() -> tuple[list[str], dict[str, list[float]]]:
+    calls: list[str] = []
+    rank = dist.get_rank()
+    operations = {
+        "slow on rank 1": lambda: (calls.append("a"), time.sleep(0.05 * rank)),
+        "quick": lambda: calls.append("b"),
+    }
+    timed = time_in_turns(operations, 2, before=lambda name: calls.append(f"before {name[0]}"))
+    return calls, timed
+
+
+def test_operations_take_turns_and_the_slowest_rank_counts() -> None:
+    for calls, timed in launch(turns, 2):
+        assert calls == ["before s", "a", "before q", "b"] * 3, "one round is not counted"
+        assert len(timed["quick"]) == 2
+        assert min(timed["slow on rank 1"]) >= 0.05
+
+
+def test_quartiles() -> None:
+    assert median_and_quartiles([3.0, 1.0, 2.0, 4.0, 5.0]) == (3.0, 2.0, 4.0)
+    assert median_and_quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def collectives() -> tuple[float, dict[str, Any]]:
+    settings = CollectivesSettings(sizes_mib=(0.01, 0.1, 1.0), codecs=("bf16",), rounds=2)
+    progress: list[str] = []
+    result = measure_collectives(settings, progress.append)
+    assert progress == ["0.01 MiB", "0.1 MiB", "1 MiB"]
+    return measure_bandwidth(MIB, rounds=1), result
+
+
+def test_collectives() -> None:
+    for bandwidth, result in launch(collectives, 2):
+        assert bandwidth > 0
+        assert len(result["rows"]) == 3 * 8
+        whole = {row["operation"] for row in result["rows"] if row["limit"] > 1.5 * result["rows"][-2]["limit"]}
+        assert result["rows"][-2]["operation"] == "all_gather"
+        assert whole >= {"all_reduce", "reduce_scatter + all_gather"} or len(whole) == 0
+        limits = {row["operation"]: row["limit"] for row in result["rows"][-8:]}
+        assert limits["all_reduce"] == pytest.approx(2 * limits["all_gather"])
+        assert limits["all_gather"] == pytest.approx(MIB / 2 / result["bandwidth"], rel=0.01)
+        assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in result["rows"])
+        assert {(fit["implementation"], fit["operation"]) for fit in result["fits"]} >= {
+            ("ours", "all_reduce"),
+            ("gloo", "all_reduce"),
+        }
+        text = collectives_report.as_markdown([result])
+        assert "ours: reduce_scatter + all_gather" in text
+        assert "ours: all_reduce, bf16" in text
+
+
+def test_ddp_is_predicted_bucket_by_bucket() -> None:
+    """Two buckets of 2 MiB: the first is ready after 2 of 3 gradients, the second with the last one."""
+    profile = Profile(forward=1.0, backward=3.0, update=0.5, ready=[1.0, 2.0, 3.0], num_bytes=[MIB, MIB, 2 * MIB])
+    link = LinkCost(alpha=0.25, beta=1.0 / MIB)  # an all-reduce of n MiB on 2 ranks takes 0.5 + n seconds
+    assert predict_ddp(profile, link, 2, bucket_mb=2.0) == pytest.approx(1.0 + (2.0 + 2.5 + 2.5) + 0.5)
+    assert predict_ddp(profile, link, 2, bucket_mb=100.0) == pytest.approx(1.0 + (3.0 + 4.5) + 0.5)
+    assert predict_ddp(profile, LinkCost(0.0, 0.0), 2, bucket_mb=2.0) == pytest.approx(4.5)
+
+
+def step_result() -> dict[str, Any]:
+    cost = {"forward": 0.1, "backward": 0.2, "update": 0.0, "reduce_scatter": 0.15, "all_gather": 0.15}
+    names = {"no communication": 0.3, "DDP, 1 MiB": 0.5, "DDP, 25 MiB": 0.4, "quick": 0.32}
+    contestants = [
+        {"name": name, "seconds": [seconds] * 3, "limit": 0.3, "predicted": 0.44 if "25" in name else None}
+        for name, seconds in names.items()
+    ]
+    settings = {"model": "emulated-resnet50"}
+    run = {"num_bytes": MIB, "cost": cost, "contestants": contestants}
+    return {"settings": settings, "world_size": 2, "bandwidth": 1e8, "runs": [run]}
+
+
+def test_rows_of_the_step_table() -> None:
+    rows = {row.name: row for row in step_report.rows_of(step_result()["runs"][0])}
+    assert rows["quick"].over_ddp == pytest.approx(0.4 / 0.32), "DDP with its best bucket size"
+    assert rows["quick"].of_limit == pytest.approx(0.3 / 0.32)
+    assert rows["DDP, 1 MiB"].exposed == pytest.approx(0.2)
+    assert rows["DDP, 25 MiB"].prediction_error == pytest.approx(0.1)
+    assert rows["quick"].prediction_error is None
+    text = step_report.as_markdown([step_result()])
+    assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 100 | +10% |" in text
+    assert "(Eq. 8), 350 with DeAR (Eq. 7)" in text
+    assert "at least 400 ms with the" in text
+
+
+def test_the_command_for_collectives(tmp_path: Path) -> None:
+    options = ["--hosts", "2", "--sizes_mib", "0.01", "0.1", "--codecs", "int8", "--rounds", "1"]
+    assert main(["bench", "collectives", *options, "--output", str(tmp_path)]) == 0
+    [result] = json.loads((tmp_path / "collectives.json").read_text())["results"]
+    assert result["world_size"] == 2
+    assert result["environment"]["versions"]["torch"]
+    assert "ours: all_reduce, int8" in (tmp_path / "collectives.md").read_text()
+    assert (tmp_path / "collectives.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("emulated-resnet50", ["--scale", "0.001", "--ratio", "0.5", "2"]), ("cnn", [])],
+    ids=["emulated", "real"],
+)
+def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -> None:
+    """Each contestant is there, DDP is predicted, and there are three pictures."""
+    settings = ["--hosts", "2", "--model", model, "--steps", "1", "--rounds", "1", "--ddp_bucket_mb", "1", "25"]
+    assert main(["bench", "step", *settings, *options, "--output", str(tmp_path)]) == 0
+    [result] = json.loads((tmp_path / "step.json").read_text())["results"]
+    assert len(result["runs"]) == (2 if options else 1)
+    for run in result["runs"]:
+        seconds = {one["name"]: one["seconds"] for one in run["contestants"]}
+        assert list(seconds) == [
+            "no communication",
+            "DDP, 1 MiB",
+            "DDP, 25 MiB",
+            "FSDP2",
+            "DDP + ZeRO-1",
+            "SelSync, synchronised step",
+            "SelSync, local step",
+        ]
+        assert all(len(values) == 1 and values[0] > 0 for values in seconds.values())
+        assert {one["name"] for one in run["contestants"] if one["predicted"]} == {"DDP, 1 MiB", "DDP, 25 MiB"}
+    for name in ("speedup", "scaling", "breakdown"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("step", ["--model", "nope"], ["model='nope'", "emulated-bert-large"]),
+        ("step", ["--model", "cnn", "--ratio", "1"], ["ratio=[1.0]", "cnn"]),
+        ("step", ["--ratio", "0"], ["ratio must be positive"]),
+        ("step", ["--hosts", "2", "1"], ["hosts=[2, 1]"]),
+        ("step", ["--racks", "2"], ["racks=2", "rate"]),
+        ("collectives", ["--codecs", "zip"], ["zip"]),
+        ("collectives", ["--sizes_mib", "0"], ["sizes_mib"]),
+        ("collectives", ["--rounds", "0"], ["rounds"]),
+    ],
+)
+def test_bad_input_is_named(
+    command: str, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", command, *options]) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
