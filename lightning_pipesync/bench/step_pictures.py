@@ -80,5 +80,6 @@ def draw_breakdown(results: list[dict[str, Any]], path: Path) -> None:
             left = [start + value * 1e3 for start, value in zip(left, values, strict=True)]
         panel.invert_yaxis()
         panel.set(xlabel="ms a step", title=f"{result['world_size']} hosts, ratio {cost.ratio:.2g}")
-    panels[0].legend(fontsize="small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small")
     figure.savefig(path, dpi=150)
