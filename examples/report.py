@@ -108,7 +108,7 @@ def print_table(runs: Sequence[Run], world_size: int) -> None:
             "one image more or less is 0.17. LSSR: share of the steps that stayed local. MiB sent: by rank 0. For "
             "SelSync the strategy counts them, with the initial weights, the flags and the averaging before each "
             "validation, which 1 / (1 - LSSR) leaves out. For DDP it is what a ring all-reduce sends: 2 (N - 1) / N of "
-            "the gradient at each step. Seconds: with validation; if all processes are on one machine, no network is slow."
+            "the gradient at each step. Seconds: with validation; on one machine alone no network is slow."
         ),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
