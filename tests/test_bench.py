@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,16 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
         assert {one["name"] for one in run["contestants"] if one["predicted"]} == {"DDP, 1 MiB", "DDP, 25 MiB"}
     for name in ("speedup", "scaling", "breakdown"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_under_a_launcher(tmp_path: Path) -> None:
+    """The ranks of torchrun are what is measured; only the first one shows and writes anything."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_pipesync"]
+    options = ["bench", "collectives", "--sizes_mib", "0.01", "0.1", "--rounds", "1", "--output", str(tmp_path)]
+    result = subprocess.run([*launcher, *options], text=True, capture_output=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Results and pictures") == 1
+    assert json.loads((tmp_path / "collectives.json").read_text())["results"][0]["world_size"] == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,7 @@ def _progress_bar(name: str, total: int) -> Iterator[Callable[[str], object]]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    on_first_rank = os.environ.get("RANK", "0") == "0"
+    with Progress(*columns, console=Console(stderr=True), disable=not on_first_rank) as progress:
         task = progress.add_task("", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
