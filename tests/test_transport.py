@@ -293,6 +293,17 @@ def test_bytes_are_counted() -> None:
         assert set(state["seconds_waited"]) == set(state["operations"]) == set(state["bytes_sent"])
 
 
+def open_and_close() -> bool:
+    for _ in range(20):
+        Transport(timeout_s=30).close()
+    return True
+
+
+def test_a_quick_rank_may_close_at_once() -> None:
+    """The others are still connecting then."""
+    assert launch(open_and_close, 4) == [True] * 4
+
+
 def misuse() -> list[tuple[str, str] | None]:
     transport = Transport(timeout_s=30)
     outcomes = [

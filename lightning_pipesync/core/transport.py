@@ -47,7 +47,7 @@ class Transport:
         backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices where it is there, else Gloo.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialised, or a rank did not connect in time.
         ValueError: ``timeout_s`` is not positive, or the backend does not fit the device.
     """
 
@@ -74,6 +74,9 @@ class Transport:
         self._exchange: GlooExchange | NcclExchange = self._gloo
         if backend == "nccl":
             self._exchange = NcclExchange(self._new_group("nccl"), self.device)
+        # A rank that is done early, and closes, must not break the connections that a slower one is still making.
+        with naming_lost_peer(self.rank, "all ranks to connect", self._timeout):
+            dist.barrier(self._control)
 
     def reduce_scatter(
         self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
