@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipesync.bench import collectives_report, step_report
-from lightning_pipesync.bench.bandwidth import MIB, measure_bandwidth
+from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives
 from lightning_pipesync.bench.interleaved import median_and_quartiles, time_in_turns
 from lightning_pipesync.bench.step import Profile, predict_ddp
 from lightning_pipesync.cli import main
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
 from tests.harness import launch
 

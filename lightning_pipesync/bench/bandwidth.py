@@ -10,7 +10,7 @@ import time
 
 import torch.distributed as dist
 
-MIB = 2**20
+from lightning_pipesync.core.buckets import MIB
 
 
 def measure_bandwidth(num_bytes: int = 8 * MIB, rounds: int = 5) -> float:

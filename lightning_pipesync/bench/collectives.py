@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.bench.bandwidth import MIB, measure_bandwidth
+from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.interleaved import time_in_turns
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.transport import Transport

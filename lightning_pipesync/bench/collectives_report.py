@@ -7,9 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lightning_pipesync.bench.bandwidth import MIB
 from lightning_pipesync.bench.interleaved import median_and_quartiles
 from lightning_pipesync.bench.results import table
+from lightning_pipesync.core.buckets import MIB
 
 
 def as_markdown(results: list[dict[str, Any]]) -> str:

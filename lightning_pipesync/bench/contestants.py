@@ -93,9 +93,7 @@ def without_communication(model: BenchModel) -> Wrapped:
 
 def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
     """``DistributedDataParallel`` as its documentation tells to use it for speed."""
-    module = DistributedDataParallel(
-        model.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
-    )
+    module = _in_ddp(model, bucket_mb)
     return Wrapped(ddp_name(bucket_mb), model, module, sgd(module), "baseline")
 
 
@@ -110,9 +108,7 @@ def fsdp2(model: BenchModel) -> Wrapped:
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
     """DDP with ``ZeroRedundancyOptimizer``: each rank updates its part, and broadcasts it."""
-    module = DistributedDataParallel(
-        model.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
-    )
+    module = _in_ddp(model, bucket_mb)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     return Wrapped("DDP + ZeRO-1", model, module, optimizer, "baseline")
 
@@ -126,3 +122,9 @@ def contestants(build: Callable[[], BenchModel], ddp_bucket_mb: tuple[float, ...
         WithSelSync("SelSync, synchronised step", build(), "serial", delta=0.0),
         WithSelSync("SelSync, local step", build(), "compute", delta=1e9),
     ]
+
+
+def _in_ddp(model: BenchModel, bucket_mb: float) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
+    )

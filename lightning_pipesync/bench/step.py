@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.bench.bandwidth import MIB, measure_bandwidth
+from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.contestants import Contestant, Wrapped, contestants, ddp_name, without_communication
 from lightning_pipesync.bench.interleaved import time_in_turns
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model, computation_seconds
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_pipesync.bench.interleaved import median_and_quartiles
 from lightning_pipesync.bench.results import table
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
 
 
@@ -68,7 +69,7 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
 
 def _heading(result: dict[str, Any], run: dict[str, Any]) -> str:
     world_size, cost = result["world_size"], StepCost(**run["cost"])
-    model, mib, mbit = result["settings"]["model"], run["num_bytes"] / 2**20, result["bandwidth"] * 8 / 1e6
+    model, mib, mbit = result["settings"]["model"], run["num_bytes"] / MIB, result["bandwidth"] * 8 / 1e6
     return f"""### {world_size} hosts, communication {cost.ratio:.2g} times computation
 
 {model}, {mib:.1f} MiB of gradients; plain TCP reaches {mbit:.0f} Mbit/s.
