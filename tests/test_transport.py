@@ -19,7 +19,7 @@ from lightning_pipesync.core.shards import shard_of
 from lightning_pipesync.core.transport import Transport
 from tests.harness import DIED, launch, raised
 
-SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 100_003]
+SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 40_003]  # larger ones take the ring on 3 ranks, which has its own tests
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
 LOSSY = ["bf16", "fp16", "truncate16", "int8", "topk"]
 
@@ -66,7 +66,7 @@ def all_reduce_with_a_small_window() -> bool:
     return all(all_reduce_all_kinds().values())
 
 
-def test_the_ring_gives_the_same_sums() -> None:
+def test_a_small_window_gives_the_same_sums() -> None:
     assert launch(all_reduce_with_a_small_window, 4) == [True] * 4
 
 

@@ -1,8 +1,7 @@
-"""Reduce-scatter and all-gather over Gloo, from messages between pairs of ranks."""
+"""Reduce-scatter and all-gather over Gloo, from messages between pairs of ranks: around a ring, or straight."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,30 +12,11 @@ from torch import Tensor
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.handle import Promise, Worker
+from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.pairwise import PairwiseExchange
+from lightning_pipesync.core.pool import BufferPool
+from lightning_pipesync.core.ring import RingExchange, worthwhile
 from lightning_pipesync.core.shards import accumulation_dtype, shard_of
-
-
-class BufferPool:
-    """Byte buffers that are used again, so that nothing is allocated after the first step."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> Tensor:
-        """Returns a uint8 tensor of ``num_bytes`` elements with undefined content."""
-        with self._lock:
-            free = self._free.get(num_bytes)
-            if free:
-                return free.pop()
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def give(self, buffers: list[Tensor]) -> None:
-        """Takes back what :meth:`take` returned."""
-        with self._lock:
-            for buffer in buffers:
-                self._free.setdefault(buffer.numel(), []).append(buffer)
 
 
 class GlooExchange:
@@ -60,9 +40,7 @@ class GlooExchange:
 
     def pairwise(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
         """Starts one small message to and from each peer, all at once."""
-        return PairwiseExchange(
-            self._group, self._next_tag(), self._timeout, outgoing, incoming, window=self._world_size
-        )
+        return PairwiseExchange(self._messages(self._next_tag()), outgoing, incoming, window=self._world_size)
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -84,19 +62,18 @@ class GlooExchange:
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
         """Does both halves, one after the other; returns what waits for ``flat``."""
-        promise: Promise[Tensor] = Promise()
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
-        tag = self._next_tag()  # drawn here, in the order of the calls: the worker's order is not the same on all ranks
+        gather_tag = self._next_tag()
+        gathering: Promise[Callable[[], Tensor]] = Promise()
+        promise: Promise[Tensor] = Promise()
 
-        def reduce_then_gather() -> None:
-            try:
-                reduce()
-                gather = self._start_all_gather(tag, flat, codec, feedback)
-                self._gathering.submit(lambda: promise.run(gather))
-            except BaseException as error:
-                promise.fail(error)
+        def reduce_and_start_to_gather() -> Callable[[], Tensor]:
+            reduce()
+            return self._start_all_gather(gather_tag, flat, codec, feedback)
 
-        self._reducing.submit(reduce_then_gather)
+        self._reducing.submit(lambda: gathering.run(reduce_and_start_to_gather))
+        # In the order of the calls, not in that in which this rank's sums happen to be ready: see ring.py.
+        self._gathering.submit(lambda: promise.run(lambda: gathering.wait()()))
         return promise.wait
 
     def close(self, timeout_s: float) -> None:
@@ -107,6 +84,10 @@ class GlooExchange:
     def _start_reduce_scatter(
         self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
+        if codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype:
+            slices = self._slices(flat)
+            if worthwhile(slices[0].nbytes, self._world_size):
+                return self._start_ring_reduce_scatter(tag, slices, mean)
         own, num_bytes = self._shard(flat), codec.wire_bytes(self._shard(flat).numel(), flat.dtype)
         received = {peer: self._pool.take(num_bytes) for peer in self._peers if num_bytes}
         if codec.lossless:  # the values themselves travel, without a copy
@@ -130,6 +111,16 @@ class GlooExchange:
             exchange.finish()
             self._pool.give([*received.values(), *encoded.values()])
             return own
+
+        return reduce
+
+    def _start_ring_reduce_scatter(self, tag: int, slices: list[Tensor], mean: bool) -> Callable[[], Tensor]:
+        own, first = slices[self._rank], (self._rank - 1) % self._world_size
+        exchange = RingExchange(self._messages(tag), slices, first, adding=self._pool)
+
+        def reduce() -> Tensor:
+            exchange.finish()
+            return own.div_(self._world_size) if mean else own
 
         return reduce
 
@@ -181,10 +172,9 @@ class GlooExchange:
     def _start_all_gather(
         self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        own = self._shard(flat)
-        slices = {peer: piece for peer in self._peers if (piece := self._shard(flat, peer)).numel()}
+        slices = self._slices(flat)
         if codec.lossless:
-            exchange = self._pairwise(tag, dict.fromkeys(self._peers, own), slices)
+            exchange = self._gather_slices(tag, slices)
 
             def gather() -> Tensor:
                 exchange.finish()
@@ -192,29 +182,46 @@ class GlooExchange:
 
             return gather
 
-        wire = self._pool.take(codec.wire_bytes(own.numel(), flat.dtype))
-        encode_with_feedback(codec, own, wire, None if feedback is None else feedback.shard[: own.numel()])
-        codec.decode(wire, own, flat.dtype)  # the owner, too, goes on with what the others will decode
-        wires = {p: self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for p, piece in slices.items()}
-        exchange = self._pairwise(tag, dict.fromkeys(self._peers, wire), wires)
+        own = slices[self._rank]
+        wires = [self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for piece in slices]
+        encode_with_feedback(codec, own, wires[self._rank], None if feedback is None else feedback.shard[: own.numel()])
+        codec.decode(wires[self._rank], own, flat.dtype)  # the owner, too, goes on with what the others will decode
+        encoded = self._gather_slices(tag, wires)
 
         def gather_and_decode() -> Tensor:
-            for peer, piece in slices.items():
-                exchange.wait_for(peer)
-                codec.decode(wires[peer], piece, flat.dtype)
-            exchange.finish()
-            self._pool.give([wire, *wires.values()])
+            for peer in self._peers:
+                encoded.wait_for(peer)
+                if slices[peer].numel():
+                    codec.decode(wires[peer], slices[peer], flat.dtype)
+            encoded.finish()
+            self._pool.give(wires)
             return flat
 
         return gather_and_decode
 
+    def _gather_slices(self, tag: int, slices: list[Tensor]) -> PairwiseExchange | RingExchange:
+        """Starts to send this rank's slice to all, and to fill in the others'."""
+        if worthwhile(slices[0].nbytes, self._world_size):
+            return RingExchange(self._messages(tag), slices, first=self._rank)
+        own = slices[self._rank]
+        return self._pairwise(
+            tag, dict.fromkeys(self._peers, own), {p: slices[p] for p in self._peers if slices[p].numel()}
+        )
+
     def _pairwise(self, tag: int, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
         filled = {peer: message for peer, message in outgoing.items() if message.numel()}
-        return PairwiseExchange(self._group, tag, self._timeout, filled, incoming)
+        return PairwiseExchange(self._messages(tag), filled, incoming)
+
+    def _messages(self, tag: int) -> Messages:
+        return Messages(self._group, tag, self._timeout)
 
     @property
     def _peers(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if rank != self._rank]
+        """The other ranks, in the order in which their slices arrive."""
+        return [(self._rank - step) % self._world_size for step in range(1, self._world_size)]
+
+    def _slices(self, flat: Tensor) -> list[Tensor]:
+        return [shard_of(flat, rank, self._world_size) for rank in range(self._world_size)]
 
     def _shard(self, flat: Tensor, rank: int | None = None) -> Tensor:
         return shard_of(flat, self._rank if rank is None else rank, self._world_size)

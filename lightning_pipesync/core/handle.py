@@ -45,11 +45,6 @@ class Promise(Generic[T]):
             self._error = error
         self._done.set()
 
-    def fail(self, error: BaseException) -> None:
-        """Keeps ``error`` as the outcome."""
-        self._error = error
-        self._done.set()
-
     def wait(self) -> T:
         """Blocks until there is an outcome; returns the result or raises the error."""
         self._done.wait()

@@ -235,7 +235,7 @@ class Transport:
         return sum(codec.wire_bytes(shard_of(flat, rank, self.world_size).numel(), flat.dtype) for rank in peers)
 
     def _gather_bytes(self, flat: Tensor, codec: Codec) -> int:
-        """What a rank sends in an all-gather: to each other rank its own slice."""
+        """What a rank sends in an all-gather: its own slice to each other rank; or, around a ring, others' as large."""
         return codec.wire_bytes(self.shard(flat).numel(), flat.dtype) * (self.world_size - 1)
 
     def _staged(self, flat: Tensor) -> bool:

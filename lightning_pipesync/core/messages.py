@@ -1,0 +1,61 @@
+"""Single messages between two ranks of a Gloo process group."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.failure import naming_lost_peer
+
+
+class Messages:
+    """Sends to and receives from peers, by rank in the group. Between two ranks messages keep their order.
+
+    Every method raises RuntimeError, with the peer's rank, if that process has died or does not answer in time.
+
+    Attributes:
+        rank: of this process in the group.
+        world_size: number of ranks in the group.
+
+    Args:
+        group: the process group.
+        tag: tells these messages from others in flight.
+        timeout: how long to wait for one message.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, timeout: timedelta) -> None:
+        self._group, self._tag, self._timeout = group, tag, timeout
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def start_receiving(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Posts a receive into the contiguous ``tensor``."""
+        with self._receiving(peer):
+            return cast(dist.Work, dist.irecv(tensor, self._global(peer), self._group, self._tag))
+
+    def start_sending(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Posts a send of the contiguous ``tensor``, which must not change until it has been delivered."""
+        with self._sending(peer):
+            return cast(dist.Work, dist.isend(tensor, self._global(peer), self._group, self._tag))
+
+    def wait_received(self, work: dist.Work, peer: int) -> None:
+        """Blocks until what :meth:`start_receiving` has posted is there."""
+        with self._receiving(peer):
+            work.wait(self._timeout)
+
+    def wait_sent(self, work: dist.Work, peer: int) -> None:
+        """Blocks until what :meth:`start_sending` has posted may be changed again."""
+        with self._sending(peer):
+            work.wait(self._timeout)
+
+    def _receiving(self, peer: int) -> AbstractContextManager[None]:
+        return naming_lost_peer(self.rank, f"a message from rank {self._global(peer)}", self._timeout)
+
+    def _sending(self, peer: int) -> AbstractContextManager[None]:
+        return naming_lost_peer(self.rank, f"the delivery of a message to rank {self._global(peer)}", self._timeout)
+
+    def _global(self, peer: int) -> int:
+        return dist.get_global_rank(self._group, peer)

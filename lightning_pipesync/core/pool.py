@@ -1,0 +1,30 @@
+"""Memory that is used again."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+
+class BufferPool:
+    """Byte buffers that are used again, so that nothing is allocated after the first step."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns a uint8 tensor of ``num_bytes`` elements with undefined content."""
+        with self._lock:
+            free = self._free.get(num_bytes)
+            if free:
+                return free.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Takes back what :meth:`take` returned."""
+        with self._lock:
+            for buffer in buffers:
+                self._free.setdefault(buffer.numel(), []).append(buffer)
