@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_pipesync.bench.commands import collectives, step
+from lightning_pipesync.bench.commands import collectives, converge, step
 from lightning_pipesync.netlab.command import netlab
 
 #: A function a subcommand, or a dictionary of further ones with ``_help``. Options and help come from the function's
@@ -20,12 +20,13 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
         "collectives": collectives,
         "step": step,
+        "converge": converge,
     },
 }
 
 
 #: Options of ``pipesync bench`` that take several values.
-LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "ddp_bucket_mb")
+LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "ddp_bucket_mb", "methods", "seeds")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +64,8 @@ def _with_lists(options: list[str]) -> Iterator[str]:
     """Writes ``--hosts 2 4`` as ``--hosts [2,4]``."""
     for name, values in _by_option(options):
         if name.removeprefix("--") in LIST_OPTIONS and values and not values[0].startswith("["):
-            values = [f"[{','.join(values)}]"]
+            quoted = (json.dumps(value) if re.search("[,:]", value) else value for value in values)
+            values = [f"[{','.join(quoted)}]"]
         yield from [name, *values]
 
 

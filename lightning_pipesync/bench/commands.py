@@ -1,4 +1,4 @@
-"""``pipesync bench collectives`` and ``pipesync bench step``."""
+"""``pipesync bench collectives``, ``pipesync bench step`` and ``pipesync bench converge``."""
 
 from __future__ import annotations
 
@@ -79,3 +79,48 @@ def step(
     if results:
         campaign.finish("step", results, output, step_report.as_markdown(results))
         step_pictures.draw(results, output)
+
+
+def converge(
+    hosts: list[int] = [2],  # noqa: B006
+    rate: str | None = None,
+    racks: int = 1,
+    uplink: str | None = None,
+    task: str = "digits",
+    methods: list[str] = [  # noqa: B006
+        "ddp",
+        "fedavg:C=1,E=0.25",
+        "selsync:delta=0.1,smoothing=0.16",
+        "selsync:delta=0.3,smoothing=0.16",
+        "selsync:delta=1,smoothing=0.16",
+    ],
+    target: float | None = None,
+    seeds: list[int] = [0],  # noqa: B006
+    epochs: int | None = None,
+    evaluations: int = 24,
+    output: Path = Path("outputs/bench"),
+) -> None:
+    """Trains to a target with several methods: time, steps and bytes that each needs.
+
+    Args:
+        hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
+        rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
+        racks: Number of racks in the emulated network.
+        uplink: Rate of each rack's link to the others, e.g. 200mbit.
+        task: digits (scikit-learn's, accuracy) or topics (the text of Python's documentation, perplexity).
+        methods: ddp, fedavg or selsync, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
+        target: Quality to reach; the task's own if not given.
+        seeds: Each method trains once for each of these.
+        epochs: Of each training; the task's own if not given.
+        evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
+        output: Folder for converge.json, converge.md and converge.png.
+    """
+    from lightning_pipesync.bench import campaign, converge_report
+    from lightning_pipesync.bench.converge import ConvergeSettings
+
+    settings = ConvergeSettings(task, tuple(methods), target, tuple(seeds), epochs, evaluations)
+    num_measurements = len(methods) * len(seeds) * evaluations
+    results = campaign.run("converge", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
+    if results:
+        campaign.finish("converge", results, output, converge_report.as_markdown(results))
+        converge_report.draw(results, output / "converge.png")

@@ -92,8 +92,8 @@ def without_communication(model: BenchModel) -> Wrapped:
 
 
 def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
-    """``DistributedDataParallel`` as its documentation tells to use it for speed."""
-    module = _in_ddp(model, bucket_mb)
+    """``DistributedDataParallel``, which hides the all-reduce under backward."""
+    module = in_ddp(model.module, bucket_mb)
     return Wrapped(ddp_name(bucket_mb), model, module, sgd(module), "baseline")
 
 
@@ -108,7 +108,7 @@ def fsdp2(model: BenchModel) -> Wrapped:
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
     """DDP with ``ZeroRedundancyOptimizer``: each rank updates its part, and broadcasts it."""
-    module = _in_ddp(model, bucket_mb)
+    module = in_ddp(model.module, bucket_mb)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     return Wrapped("DDP + ZeRO-1", model, module, optimizer, "baseline")
 
@@ -124,7 +124,6 @@ def contestants(build: Callable[[], BenchModel], ddp_bucket_mb: tuple[float, ...
     ]
 
 
-def _in_ddp(model: BenchModel, bucket_mb: float) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        model.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
-    )
+def in_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:
+    """Returns the module in DDP, set as its documentation tells to for speed."""
+    return DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True)

@@ -29,6 +29,10 @@ def measure(kind: str, settings: dict[str, Any], progress: Callable[[str], objec
         from lightning_pipesync.bench.step import StepSettings, measure_step
 
         return measure_step(StepSettings(**settings), progress)
+    if kind == "converge":
+        from lightning_pipesync.bench.converge import ConvergeSettings, measure_converge
+
+        return measure_converge(ConvergeSettings(**settings), progress)
     raise ValueError(f"{kind!r} is not a benchmark that runs on ranks.")
 
 

@@ -21,21 +21,25 @@ class TransformerLM(nn.Module):
         hidden: width of the residual stream.
         depth: number of layers.
         heads: attention heads of each.
+        vocabulary: number of different tokens.
+        length: of a sequence at most.
     """
 
-    def __init__(self, hidden: int = 256, depth: int = 4, heads: int = 4) -> None:
+    def __init__(
+        self, hidden: int = 256, depth: int = 4, heads: int = 4, vocabulary: int = _VOCABULARY, length: int = _TOKENS
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(_VOCABULARY, hidden)
-        self.positions = nn.Embedding(_TOKENS, hidden)
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.positions = nn.Embedding(length, hidden)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, _VOCABULARY)
+        self.head = nn.Linear(hidden, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns logits (batch, length, vocabulary) for ``tokens`` (batch, length), length at most 64."""
+        """Returns logits (batch, length, vocabulary) for ``tokens`` (batch, length)."""
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         x = self.tokens(tokens) + self.positions.weight[:length]

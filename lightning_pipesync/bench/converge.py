@@ -1,0 +1,170 @@
+"""Time, steps and bytes to a quality, by method (SelSync, Table I)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sized
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
+from lightning_pipesync.bench.tasks import TASK_NAMES, Task, build_task
+from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithSelSync
+from lightning_pipesync.methods.selsync import SelSyncConfig
+
+#: What a method's name stands for, and the settings that may follow it.
+METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
+    "ddp": (WithDDP, DDPConfig),
+    "fedavg": (FedAvg, FedAvgConfig),
+    "selsync": (WithSelSync, SelSyncConfig),
+}
+
+
+@dataclass(frozen=True)
+class ConvergeSettings:
+    """What is measured.
+
+    Attributes:
+        task: a name that :func:`build_task` knows.
+        methods: names of ``METHODS``, each with its settings: ``selsync:delta=0.3,smoothing=0.16``.
+        target: the quality to reach; None means the task's own.
+        seeds: of the weights and the order of the data; each method trains once for each.
+        epochs: of each training; None means the task's own.
+        evaluations: how often the quality is measured in a training.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    task: str
+    methods: tuple[str, ...]
+    target: float | None
+    seeds: tuple[int, ...]
+    epochs: int | None
+    evaluations: int
+
+    def __post_init__(self) -> None:
+        if self.task not in TASK_NAMES:
+            raise ValueError(f"task={self.task!r} is not known; there are {', '.join(TASK_NAMES)}.")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods must be one or more different ones, got {self.methods!r}.")
+        for method in self.methods:
+            parse_method(method)
+        if not self.seeds:
+            raise ValueError("seeds must be one or more numbers.")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {self.epochs!r}.")
+        if self.evaluations < 1:
+            raise ValueError(f"evaluations must be at least 1, got {self.evaluations!r}.")
+
+
+def parse_method(text: str) -> Callable[[Task], Training]:
+    """Returns what begins a training with the method that ``text`` describes: ``NAME`` or ``NAME:SETTING=VALUE,...``.
+
+    Raises:
+        ValueError: the method or a setting is unknown, or a value out of its range.
+    """
+    name, _, rest = text.partition(":")
+    if name not in METHODS:
+        raise ValueError(f"methods: {name!r} is not known; there are {', '.join(METHODS)}.")
+    begin, config_type = METHODS[name]
+    known = config_type.__dataclass_fields__
+    settings = {}
+    for assignment in filter(None, rest.split(",")):
+        key, equals, value = assignment.partition("=")
+        if key not in known or not equals:
+            raise ValueError(f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.")
+        settings[key] = _value(value)
+    try:
+        config = config_type(**settings)
+    except TypeError as error:
+        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+    return lambda task: begin(task, config)
+
+
+def measure_converge(settings: ConvergeSettings, progress: Callable[[str], object]) -> dict[str, Any]:
+    """Trains with every method, seed by seed; a collective call.
+
+    Returns:
+        Settings; metric, target and whether higher is better; and ``runs``, what :func:`train` returns.
+    """
+    task = build_task(settings.task)
+    runs = [train(task, method, seed, settings, progress) for seed in settings.seeds for method in settings.methods]
+    return {
+        "settings": asdict(settings),
+        "world_size": dist.get_world_size(),
+        "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
+        "target": task.target if settings.target is None else settings.target,
+        "runs": runs,
+    }
+
+
+def train(
+    task: Task, method: str, seed: int, settings: ConvergeSettings, progress: Callable[[str], object]
+) -> dict[str, Any]:
+    """Trains once; a collective call.
+
+    Returns:
+        ``method``, ``seed``, ``lssr``, and ``points``: steps, seconds (with what brought the weights together, without
+        the evaluation), MiB that rank 0 has sent, and quality, at each evaluation.
+    """
+    torch.manual_seed(seed)  # the same weights for every method
+    training = parse_method(method)(task)
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    sampler = training.sampler(seed)
+    loader = DataLoader(task.train_set, task.batch_size, sampler=sampler)
+    epochs = settings.epochs or task.epochs
+    num_steps = epochs * len(loader)
+    scheduler = task.scheduler(training.optimizer, num_steps)
+    evaluated = {round((i + 1) * num_steps / settings.evaluations) for i in range(settings.evaluations)}
+    points: list[dict[str, float]] = []
+    steps, seconds = 0, 0.0
+    dist.barrier()
+    start = time.perf_counter()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            training.step(batch)
+            scheduler.step()
+            steps += 1
+            if steps in evaluated:
+                with training.consolidated() as module:
+                    seconds += time.perf_counter() - start
+                    quality = evaluate(task, module)
+                points.append({"steps": steps, "seconds": seconds, "mib": training.mib_sent, "quality": quality})
+                progress(f"{method}, seed {seed}: {quality:.2f}")
+                dist.barrier()
+                start = time.perf_counter()
+    result = {"method": method, "seed": seed, "lssr": training.lssr, "points": points}
+    training.close()
+    return result
+
+
+@torch.no_grad()
+def evaluate(task: Task, module: torch.nn.Module) -> float:
+    """Returns the quality on the test set, of which each rank looks at its share; a collective call."""
+    module.eval()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share: Dataset[Any] = Subset(task.test_set, range(rank, len(cast(Sized, task.test_set)), world_size))
+    total = torch.zeros(2, dtype=torch.float64)
+    for batch in DataLoader(share, batch_size=100):
+        score, number = task.score(module, batch)
+        total += torch.tensor([score.item(), number], dtype=torch.float64)
+    dist.all_reduce(total)
+    module.train()
+    return task.quality((total[0] / total[1]).item())
+
+
+def _value(text: str) -> Any:
+    """Returns the number that ``text`` writes, or the text itself."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -1,0 +1,64 @@
+"""Handwritten digits of 8 x 8 pixels, from scikit-learn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.optim.lr_scheduler import MultiStepLR
+from torch.utils.data import TensorDataset
+
+from lightning_pipesync.bench.tasks.task import Task
+
+
+def digits() -> Task:
+    """Returns the task to tell ten digits apart: 1,197 images to train on, 600 to test with.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images / 16, labels, test_size=600, stratify=labels, random_state=0)
+    train_images, test_images, train_labels, test_labels = map(torch.from_numpy, parts)
+    return Task(
+        name="digits",
+        build_module=_network,
+        train_set=TensorDataset(train_images.float().view(-1, 1, 8, 8), train_labels),
+        test_set=TensorDataset(test_images.float().view(-1, 1, 8, 8), test_labels),
+        batch_size=16,
+        epochs=12,
+        loss=lambda module, batch: cross_entropy(module(batch[0]), batch[1]),
+        score=_num_correct,
+        quality=lambda share: 100 * share,
+        metric="test accuracy %",
+        higher_is_better=True,
+        target=98.5,
+        optimizer=lambda module: SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4),
+        scheduler=lambda optimizer, steps: MultiStepLR(optimizer, [steps * 6 // 10, steps * 8 // 10]),
+    )
+
+
+def _network() -> nn.Module:
+    """Two convolutions and two dense layers, 550,000 values."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(64 * 4 * 4, 512),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(512, 10),
+    )
+
+
+def _num_correct(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    images, labels = batch
+    return (module(images).argmax(dim=1) == labels).sum(), len(labels)

@@ -1,0 +1,51 @@
+"""A model, its data, how it is trained, and what counts as good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything about a training but how the ranks communicate.
+
+    Attributes:
+        name: under which :func:`build_task` knows it.
+        build_module: builds the model; its weights come from torch's global generator.
+        train_set: what is trained on; a sampler divides it among the ranks.
+        test_set: what quality is measured on.
+        batch_size: samples of each rank in a step.
+        epochs: in which each rank has gone through its share of ``train_set``.
+        loss: computes the loss (0-dim) from a module, or a wrapper of it, and a batch.
+        score: of a module on a batch: what all batches' sum is divided by the number of, and that number.
+        quality: makes from the mean score what is shown, and compared to the target.
+        metric: the name of the quality.
+        higher_is_better: whether it is.
+        target: the quality to reach, by default.
+        optimizer: makes the optimizer of a module.
+        scheduler: makes its scheduler, stepped after every step, for so many steps.
+        max_norm: to which the gradient is clipped; None: it is not.
+    """
+
+    name: str
+    build_module: Callable[[], nn.Module]
+    train_set: Dataset[Any]
+    test_set: Dataset[Any]
+    batch_size: int
+    epochs: int
+    loss: Callable[[nn.Module, Any], Tensor]
+    score: Callable[[nn.Module, Any], tuple[Tensor, int]]
+    quality: Callable[[float], float]
+    metric: str
+    higher_is_better: bool
+    target: float
+    optimizer: Callable[[nn.Module], Optimizer]
+    scheduler: Callable[[Optimizer, int], LRScheduler]
+    max_norm: float | None = None

@@ -1,0 +1,155 @@
+"""Ways to train a task on all ranks: our methods, and what the papers compare them with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from lightning_pipesync.bench.contestants import in_ddp
+from lightning_pipesync.bench.tasks import Task
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.data import SelDPSampler
+from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+
+
+class Training(ABC):
+    """One way to train a task; on all ranks alike.
+
+    Attributes:
+        module: what is trained.
+        optimizer: of this rank.
+
+    Args:
+        task: what to train.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.module = task, task.build_module()
+        self.optimizer = task.optimizer(self.module)
+
+    def sampler(self, seed: int) -> DistributedSampler[Any]:
+        """Returns the order of the training data on this rank."""
+        return DistributedSampler(self.task.train_set, seed=seed)
+
+    def step(self, batch: Any) -> None:
+        """Takes one training step."""
+        self.optimizer.zero_grad()
+        self.task.loss(self.module, batch).backward()
+        self.update()
+
+    @abstractmethod
+    def update(self) -> None:
+        """Clips the gradient and updates the weights."""
+
+    @contextmanager
+    def consolidated(self) -> Iterator[nn.Module]:
+        """Yields the module with the weights that a user would keep; a collective call."""
+        yield self.module
+
+    @property
+    @abstractmethod
+    def mib_sent(self) -> float:
+        """MiB that this rank has sent so far."""
+
+    @property
+    def lssr(self) -> float | None:
+        """Share of the steps that stayed local (SelSync, Eq. 4); None if that means nothing here."""
+        return 0.0
+
+    def close(self) -> None:  # noqa: B027 - most have nothing running
+        """Ends what is left running."""
+
+    def _clip(self) -> None:
+        if self.task.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.task.max_norm)
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """Settings of DDP."""
+
+    bucket_mb: float = 25.0
+    """MiB of gradients that travel in one piece."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
+
+
+class WithDDP(Training):
+    """``DistributedDataParallel``: bulk-synchronous training (BSP)."""
+
+    def __init__(self, task: Task, config: DDPConfig) -> None:
+        super().__init__(task)
+        self._alone = self.module
+        self.module = in_ddp(self.module, config.bucket_mb)
+        self._num_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        self._steps = 0
+
+    def update(self) -> None:
+        self._clip()
+        self.optimizer.step()
+        self._steps += 1
+
+    @contextmanager
+    def consolidated(self) -> Iterator[nn.Module]:
+        yield self._alone  # the wrapper would exchange buffers
+
+    @property
+    def mib_sent(self) -> float:
+        """What a ring all-reduce, which sends the least possible, sends of every gradient: DDP does not count."""
+        world_size = dist.get_world_size()
+        return 2 * (world_size - 1) / world_size * self._num_bytes * self._steps / MIB
+
+
+class WithMethod(Training):
+    """One of our methods."""
+
+    def __init__(self, task: Task, method: type[SyncMethod], config: Any) -> None:
+        super().__init__(task)
+        self.method = method(self.module, self.optimizer, config)  # type: ignore[call-arg]
+
+    def update(self) -> None:
+        if self.task.max_norm is not None:
+            self.method.clip(self.task.max_norm)
+        self.method.step()
+
+    @contextmanager
+    def consolidated(self) -> Iterator[nn.Module]:
+        self.method.flush()
+        yield self.module
+        self.method.resume()
+
+    @property
+    def mib_sent(self) -> float:
+        return self.method.metrics()["mib_sent"]
+
+    @property
+    def lssr(self) -> float | None:
+        return self.method.metrics().get("lssr")
+
+    def close(self) -> None:
+        self.method.detach()
+
+
+class WithSelSync(WithMethod):
+    """SelSync, with its order of the data."""
+
+    def __init__(self, task: Task, config: SelSyncConfig) -> None:
+        if config.injection is not None:
+            raise ValueError(f"injection={config.injection!r}: the tasks of this benchmark have data that are IID.")
+        super().__init__(task, SelSync, config)
+        self._config = config
+
+    def sampler(self, seed: int) -> DistributedSampler[Any]:
+        if self._config.partition == "defdp":
+            return super().sampler(seed)
+        return SelDPSampler(self.task.train_set, seed=seed, full_pass=self._config.full_pass)

@@ -1,0 +1,207 @@
+"""`pipesync bench converge`: the methods it trains with, its arithmetic, and that it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipesync.bench import converge_report
+from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_method, train
+from lightning_pipesync.bench.fedavg import FedAvg
+from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
+from lightning_pipesync.bench.trainings import WithDDP, WithSelSync
+from lightning_pipesync.cli import main
+from tests.harness import launch
+
+
+@pytest.mark.parametrize("name", TASK_NAMES)
+def test_tasks_can_be_learnt(name: str) -> None:
+    """Some steps on one batch lower its loss."""
+    torch.manual_seed(0)
+    task = build_task(name)
+    module = task.build_module()
+    optimizer = task.optimizer(module)
+    scheduler = task.scheduler(optimizer, 100)
+    batch = torch.utils.data.default_collate([task.train_set[i] for i in range(task.batch_size)])
+    before = task.loss(module, batch).item()
+    for _ in range(100):
+        optimizer.zero_grad()
+        task.loss(module, batch).backward()
+        optimizer.step()
+        scheduler.step()
+    assert task.loss(module, batch).item() < before / 2
+
+
+def test_score_of_topics_is_the_loss() -> None:
+    task = build_task("topics")
+    torch.manual_seed(0)
+    module, batch = task.build_module(), [torch.stack([task.test_set[i][0] for i in range(3)])]
+    total, number = task.score(module, batch)
+    assert number == 3 * 64
+    assert total.item() / number == pytest.approx(task.loss(module, batch).item())
+    assert task.quality(math.log(7)) == pytest.approx(7)
+
+
+def fedavg(C: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], float | None, float]:
+    """Returns the weights after each of 6 steps, the last average, LSSR and MiB."""
+    torch.manual_seed(dist.get_rank())  # rank 0's weights must win
+    task = build_task("digits")
+    training = parse_method(f"fedavg:C={C},E=0.15")(task)  # 0.15 of an epoch of 19 steps: every 3
+    assert isinstance(training, FedAvg)
+    steps = []
+    for step in range(6):
+        images = torch.full((4, 1, 8, 8), 0.1 * step + 0.3 * dist.get_rank())
+        training.step([images, torch.arange(4)])
+        steps.append([parameter.detach().clone() for parameter in training.module.parameters()])
+    training.step([images, torch.arange(4)])
+    own = next(training.module.parameters()).detach().clone()
+    with training.consolidated() as module:
+        average = [parameter.detach().clone() for parameter in module.parameters()]
+    assert torch.equal(next(training.module.parameters()), own)
+    outcome = steps, average, training.lssr, training.mib_sent
+    training.close()
+    return outcome
+
+
+@pytest.mark.parametrize("C", [1.0, 0.5])
+def test_fedavg_averages_every_so_often(C: float) -> None:
+    outcomes = launch(fedavg, 4, C)
+    for step in range(6):
+        same = all(torch.equal(outcomes[0][0][step][0], outcome[0][step][0]) for outcome in outcomes[1:])
+        assert same == (step in (2, 5))
+    for rank, (steps, average, lssr, mib) in enumerate(outcomes):
+        assert all(torch.equal(a, b) for a, b in zip(average, steps[5], strict=True))
+        assert lssr == pytest.approx(5 / 7)
+        size = sum(parameter.numel() for parameter in average) * 4 / 2**20
+        initial = size if rank == 0 else 0
+        assert mib == pytest.approx(2 * 1.5 * size + initial, rel=0.01)
+
+
+def share_of_ones() -> float:
+    task = build_task("digits")
+    module = torch.nn.Flatten()  # of 64 values the largest is the answer
+    quality = evaluate(task, module)
+    images, labels = map(torch.stack, zip(*task.test_set, strict=True))
+    assert quality == pytest.approx(100 * (images.flatten(1).argmax(dim=1) == labels).float().mean().item())
+    assert module.training
+    return quality
+
+
+def test_all_ranks_evaluate_together() -> None:
+    first, second, third = launch(share_of_ones, 3)
+    assert first == second == third
+
+
+def one_training(method: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    settings = ConvergeSettings("digits", (method,), None, (0,), 1, 2)
+    progress: list[str] = []
+    result = train(build_task("digits"), method, 0, settings, progress.append)
+    assert len(progress) == 2
+    return result
+
+
+def test_delta_zero_with_gradients_is_ddp() -> None:
+    ddp = launch(one_training, 2, "ddp")[0]
+    selsync = launch(one_training, 2, "selsync:delta=0,aggregation=gradients,partition=defdp")[0]
+    assert [point["steps"] for point in ddp["points"]] == [19, 38]
+    assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in selsync["points"]]
+    size = ddp["points"][0]["mib"] / 19
+    assert selsync["points"][0]["mib"] == pytest.approx(20 * size, rel=0.01), "and the initial weights"
+
+
+def test_methods_are_parsed() -> None:
+    kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "selsync:delta=0.3,partition=defdp": WithSelSync}
+    assert set(kinds) == set(filter(parse_method, kinds))
+
+
+def result_of(points: dict[str, list[list[float]]], higher_is_better: bool, target: float) -> dict[str, Any]:
+    """Two evaluations, after 10 and 20 steps; one training for each list of qualities."""
+    runs = [
+        {
+            "method": method,
+            "seed": seed,
+            "lssr": 0.5,
+            "points": [
+                {
+                    "steps": 10 * (i + 1),
+                    "seconds": (i + 1) * (2.0 if method == "ddp" else 1.0),
+                    "mib": 5.0,
+                    "quality": q,
+                }
+                for i, q in enumerate(qualities)
+            ],
+        }
+        for method, seeds in points.items()
+        for seed, qualities in enumerate(seeds)
+    ]
+    settings = {"task": "digits", "seeds": [0, 1], "evaluations": 2}
+    shared = {"higher_is_better": higher_is_better, "target": target, "world_size": 2}
+    return {"settings": settings, "metric": "test accuracy %", "runs": runs, **shared}
+
+
+def test_rows_of_the_table() -> None:
+    qualities = {
+        "quick:x=1": [[99.0, 98.0], [99.0, 99.5]],
+        "ddp": [[90.0, 98.5], [98.0, 98.5]],
+        "lucky": [[99, 1], [1, 2]],
+    }
+    result = result_of(qualities, True, 98.5)
+    quick, ddp, lucky = converge_report.rows_of(result)
+    assert (quick.steps, quick.seconds, quick.num_reached, quick.speedup) == (10, 1.0, 2, 4.0)
+    assert (quick.quality, quick.difference) == (99.25, 0.75)
+    assert (ddp.steps, ddp.seconds, ddp.speedup, ddp.difference) == (20, 4.0, 1.0, 0.0)
+    assert (lucky.num_reached, lucky.steps, lucky.speedup) == (1, None, None)
+    text = converge_report.as_markdown([result])
+    assert "| quick: x=1 | 10 | 0.500 | 99.25 ± 0.35 | +0.75 | 2 of 2 | 5.0 | 1.0 | 4.00 |" in text
+    assert "at least 98.5" in text
+
+
+def test_a_lower_perplexity_is_better() -> None:
+    result = result_of({"ddp": [[7.0, 5.0], [7.0, 5.0]], "worse": [[6.0, 5.5], [6.0, 5.5]]}, False, 6.0)
+    ddp, worse = converge_report.rows_of(result)
+    assert (ddp.steps, ddp.quality) == (20, 5.0)
+    assert (worse.steps, worse.quality, worse.difference) == (10, 5.5, -0.5)
+    assert "at most 6" in converge_report.as_markdown([result])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    methods = ["--methods", "ddp", "selsync:delta=0.3,smoothing=0.16"]
+    options = ["--seeds", "0", "1", "--epochs", "1", "--evaluations", "3", "--target", "50"]
+    assert main(["bench", "converge", *methods, *options, "--output", str(tmp_path)]) == 0
+    [result] = json.loads((tmp_path / "converge.json").read_text())["results"]
+    assert [(run["method"], run["seed"]) for run in result["runs"]] == [(m, s) for s in (0, 1) for m in methods[1:]]
+    for run in result["runs"]:
+        for what in ("steps", "seconds", "mib"):
+            values = [point[what] for point in run["points"]]
+            assert len(values) == 3
+            assert values == sorted(values)
+    assert "selsync: delta=0.3, smoothing=0.16" in (tmp_path / "converge.md").read_text()
+    assert (tmp_path / "converge.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--task", "nope"], ["task='nope'", "digits, topics"]),
+        (["--methods", "nope"], ["'nope'", "ddp, fedavg, selsync"]),
+        (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
+        (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
+        (["--methods", "selsync:delta=x"], ["selsync:delta=x"]),
+        (["--methods", "fedavg:C=2"], ["C of FedAvg"]),
+        (["--methods", "ddp:bucket_mb=0"], ["bucket_mb"]),
+        (["--methods", "ddp", "ddp"], ["different"]),
+        (["--evaluations", "0"], ["evaluations"]),
+        (["--epochs", "0"], ["epochs"]),
+    ],
+)
+def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "converge", *options]) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
