@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch.distributed as dist
 from lightning_pipesync.bench import converge_report
 from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_method, train
 from lightning_pipesync.bench.fedavg import FedAvg
+from lightning_pipesync.bench.ssp import SSP, ParameterServer
 from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
 from lightning_pipesync.bench.trainings import WithDDP, WithSelSync
 from lightning_pipesync.cli import main
+from lightning_pipesync.core.buckets import Bucket
 from tests.harness import launch
 
 
@@ -83,6 +87,52 @@ def test_fedavg_averages_every_so_often(C: float) -> None:
         assert mib == pytest.approx(2 * 1.5 * size + initial, rel=0.01)
 
 
+def ssp(s: int) -> tuple[list[torch.Tensor], list[float], float]:
+    """Returns the weights in the end, when each step began, and MiB; rank 1 is slow."""
+    torch.manual_seed(dist.get_rank())
+    task = build_task("digits")
+    task = replace(task, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1.0), loss=sum_of_weights)
+    training = parse_method(f"ssp:s={s}")(task)
+    before = [parameter.detach().clone() for parameter in training.module.parameters()]
+    began = []
+    for _ in range(10):
+        time.sleep(0.05 if dist.get_rank() == 1 else 0.0)
+        began.append(time.monotonic())
+        training.step(None)
+    with training.consolidated() as module:
+        change = [(a - b).detach() for a, b in zip(module.parameters(), before, strict=True)]
+    outcome = change, began, training.mib_sent
+    training.close()
+    return outcome
+
+
+def sum_of_weights(module: torch.nn.Module, batch: None) -> torch.Tensor:
+    return torch.stack([parameter.sum() for parameter in module.parameters()]).sum() / 1024
+
+
+@pytest.mark.parametrize("s", [2, 100])
+def test_ssp_applies_every_gradient_and_keeps_the_ranks_together(s: int) -> None:
+    outcomes = launch(ssp, 3, s)
+    for change, _, _ in outcomes:
+        assert all(torch.allclose(part, torch.tensor(-30 / 1024), atol=1e-5) for part in change), "30 gradients of 1"
+    fast, slow = outcomes[2][1], outcomes[1][1]
+    ahead = [sum(moment > other for other in slow) for moment in fast]
+    if s == 2:
+        assert all(step - behind <= 3 for step, behind in enumerate(ahead))
+    else:
+        assert max(step - behind for step, behind in enumerate(ahead)) > 3
+    size = sum(part.numel() for part in outcomes[0][0]) * 4 / 2**20
+    assert outcomes[2][2] == pytest.approx(10 * size, rel=0.01), "a gradient a step"
+    assert outcomes[0][2] == pytest.approx((2 * 10 + 2) * size, rel=0.01), "the weights, to the two others"
+
+
+def test_ssp_lets_nobody_wait_for_who_has_left() -> None:
+    module = torch.nn.Linear(1, 1)
+    server = ParameterServer(module, torch.optim.SGD(module.parameters(), lr=0.1), staleness=0, world_size=2)
+    server.leave(1)
+    server.push_and_pull(0, torch.zeros(2), Bucket(list(module.parameters())))
+
+
 def share_of_ones() -> float:
     task = build_task("digits")
     module = torch.nn.Flatten()  # of 64 values the largest is the answer
@@ -117,7 +167,7 @@ def test_delta_zero_with_gradients_is_ddp() -> None:
 
 
 def test_methods_are_parsed() -> None:
-    kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "selsync:delta=0.3,partition=defdp": WithSelSync}
+    kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "ssp": SSP, "selsync:delta=0.3,partition=defdp": WithSelSync}
     assert set(kinds) == set(filter(parse_method, kinds))
 
 
@@ -190,11 +240,12 @@ def test_the_command(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--task", "nope"], ["task='nope'", "digits, topics"]),
-        (["--methods", "nope"], ["'nope'", "ddp, fedavg, selsync"]),
+        (["--methods", "nope"], ["'nope'", "ddp, fedavg, ssp, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
         (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
         (["--methods", "selsync:delta=x"], ["selsync:delta=x"]),
         (["--methods", "fedavg:C=2"], ["C of FedAvg"]),
+        (["--methods", "ssp:s=-1"], ["s of SSP"]),
         (["--methods", "ddp:bucket_mb=0"], ["bucket_mb"]),
         (["--methods", "ddp", "ddp"], ["different"]),
         (["--evaluations", "0"], ["evaluations"]),

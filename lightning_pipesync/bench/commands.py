@@ -90,6 +90,7 @@ def converge(
     methods: list[str] = [  # noqa: B006
         "ddp",
         "fedavg:C=1,E=0.25",
+        "ssp:s=100",
         "selsync:delta=0.1,smoothing=0.16",
         "selsync:delta=0.3,smoothing=0.16",
         "selsync:delta=1,smoothing=0.16",
@@ -108,7 +109,7 @@ def converge(
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         task: digits (scikit-learn's, accuracy) or topics (the text of Python's documentation, perplexity).
-        methods: ddp, fedavg or selsync, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
+        methods: ddp, fedavg, ssp or selsync, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.
         epochs: Of each training; the task's own if not given.

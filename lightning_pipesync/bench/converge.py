@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
+from lightning_pipesync.bench.ssp import SSP, SSPConfig
 from lightning_pipesync.bench.tasks import TASK_NAMES, Task, build_task
 from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithSelSync
 from lightning_pipesync.methods.selsync import SelSyncConfig
@@ -20,6 +21,7 @@ from lightning_pipesync.methods.selsync import SelSyncConfig
 METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
     "ddp": (WithDDP, DDPConfig),
     "fedavg": (FedAvg, FedAvgConfig),
+    "ssp": (SSP, SSPConfig),
     "selsync": (WithSelSync, SelSyncConfig),
 }
 

@@ -25,7 +25,7 @@ class Training(ABC):
 
     Attributes:
         module: what is trained.
-        optimizer: of this rank.
+        optimizer: whose learning rate the task's schedule changes.
 
     Args:
         task: what to train.
@@ -41,7 +41,7 @@ class Training(ABC):
 
     def step(self, batch: Any) -> None:
         """Takes one training step."""
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         self.task.loss(self.module, batch).backward()
         self.update()
 
