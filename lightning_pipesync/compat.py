@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict, defaultdict
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,21 @@ def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 def handles_unscaling(optimizer: Optimizer) -> bool:
     """Returns whether ``optimizer`` unscales gradients within its step, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> Optimizer:
+    """Returns an optimizer of the same class and attributes with parameter groups and state of its own.
+
+    The user's hooks on ``optimizer`` and what a scheduler has put around its ``step`` stay with the original.
+    """
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.param_groups = groups
+    twin.state = defaultdict(dict, state)
+    return twin
 
 
 def replace_sampler(loader: DataLoader, sampler: Any) -> DataLoader:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.core.transport import Transport
 
 
@@ -22,6 +23,27 @@ def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None
     for rank, text in enumerate(problems):
         if text is not None:
             raise ValueError(f"Rank {rank} cannot train: {text}")
+
+
+def agreed_parameters(
+    transport: Transport, settings: object, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[NamedParameter]:
+    """Returns :func:`collect_parameters`, the same on all ranks; a collective call.
+
+    Raises:
+        ValueError: on every rank: they cannot be trained, there are none, or the ranks differ.
+    """
+    parameters: list[NamedParameter] = []
+    problem: ValueError | None = None
+    try:
+        parameters = collect_parameters(module, optimizers)
+        if not any(parameter.group for parameter in parameters):
+            problem = ValueError("There is nothing to train: no optimizer has a parameter.")
+    except ValueError as error:
+        problem = error
+    raise_on_all_ranks(transport, problem)
+    check_agreement(transport, settings, parameters, module)
+    return parameters
 
 
 def check_agreement(

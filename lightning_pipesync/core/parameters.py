@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.compat import is_dtensor
 
@@ -70,6 +71,21 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(f"{name} has sparse=True; sparse gradients are not supported: set sparse=False.")
     return parameters
+
+
+def optimizer_of(members: Sequence[NamedParameter]) -> int:
+    """Returns the index of the optimizer that has these parameters, which must have one."""
+    group = members[0].group
+    assert group is not None
+    return group[0]
+
+
+def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Has ``hook`` called when a backward pass has accumulated the gradient; also of one that is frozen for now."""
+    requires_grad = parameter.requires_grad
+    handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(requires_grad)
+    return handle
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.transport import Transport
 
 T = TypeVar("T")
+Config = TypeVar("Config")
 
 
 class SyncMethod(ABC):
@@ -87,3 +89,19 @@ class SyncMethod(ABC):
     @abstractmethod
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the method's threads and process groups. The weights stay as they are."""
+
+
+def one_config(config_type: type[Config], config: Config | None, settings: dict[str, Any]) -> Config:
+    """Returns a method's settings, which were given as a whole or as keywords.
+
+    Raises:
+        ValueError: they were given in both ways, or one is out of its range.
+    """
+    if config is not None and settings:
+        raise ValueError(f"Give the settings as config or as keywords ({', '.join(settings)}), not both.")
+    return config or config_type(**settings)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Returns where the module's parameters are."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))

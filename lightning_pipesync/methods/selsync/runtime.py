@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.agreement import check_agreement, raise_on_all_ranks
+from lightning_pipesync.core.agreement import agreed_parameters
 from lightning_pipesync.core.buckets import MIB, buffer_reader
-from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
+from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.method import SyncMethod, device_of, one_config
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.tensors import exchange_fused
 from lightning_pipesync.methods.selsync.unit import Decision, OptimizerUnit
 from lightning_pipesync.methods.selsync.untrained import UntrainedTensors
 
@@ -73,14 +72,11 @@ class SelSync(SyncMethod):
         backend: str | None = None,
         **settings: Any,
     ) -> None:
-        if config is not None and settings:
-            raise ValueError(f"Give the settings as config or as keywords ({', '.join(settings)}), not both.")
-        self.config = config or SelSyncConfig(**settings)
+        self.config = one_config(SelSyncConfig, config, settings)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self.transport = Transport(device, timeout_s=self.config.timeout_s, backend=backend)
+        self.transport = Transport(device_of(module), timeout_s=self.config.timeout_s, backend=backend)
         try:
-            parameters = self._agreed_parameters(module, optimizers)
+            parameters = agreed_parameters(self.transport, self.config, module, optimizers)
         except ValueError:
             self.transport.close()
             raise
@@ -248,20 +244,6 @@ class SelSync(SyncMethod):
         for unit in self._units:
             unit.release()
         self.transport.close(timeout_s)
-
-    def _agreed_parameters(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[NamedParameter]:
-        """Returns all parameters, which are the same on all ranks, or raises on all of them."""
-        parameters: list[NamedParameter] = []
-        problem: ValueError | None = None
-        try:
-            parameters = collect_parameters(module, optimizers)
-            if not any(parameter.group for parameter in parameters):
-                problem = ValueError("There is nothing to train: no optimizer has a parameter.")
-        except ValueError as error:
-            problem = error
-        raise_on_all_ranks(self.transport, problem)
-        check_agreement(self.transport, self.config, parameters, module)
-        return parameters
 
     def _keep_average(self) -> None:
         for unit in self._units:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.compat import foreach_norm, version
+from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.selsync.tensors import can_be_averaged, differing, exchange_fused, to_cpu
+from lightning_pipesync.methods.selsync.tensors import can_be_averaged, differing, to_cpu
 
 
 class UntrainedTensors:

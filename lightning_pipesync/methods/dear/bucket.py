@@ -1,0 +1,150 @@
+"""Parameters that travel in one piece."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.compat import foreach_copy_
+from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.update import BucketUpdate, Piece
+
+
+class FusedBucket:
+    """Some parameters of one group of one optimizer, which become views of one buffer.
+
+    Attributes:
+        members: the parameters.
+        gradients: buffer of their gradients.
+        own_gradient: the shard of ``gradients`` that this rank knows the average of.
+        values: buffer of their values.
+        update: the optimizer's step on them.
+        present: for each of them whether it has a gradient in this step, on any rank once that is known.
+        num_awaited: how many of their gradients are not ready yet, in this backward pass.
+        launched: whether the gradients are on their way.
+        arrived: whether the weights are up to date.
+
+    Args:
+        members: the parameters.
+        optimizer: the user's own, which has them.
+        codec: what travels.
+        sharded: whether this rank updates its shard only.
+        transport: the way to the other ranks.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[NamedParameter],
+        optimizer: Optimizer,
+        codec: Codec,
+        sharded: bool,
+        transport: Transport,
+    ) -> None:
+        self.members, self._codec, self._sharded = list(members), codec, sharded
+        self._tensors = [member.tensor for member in members]
+        self.gradients, self.values = Bucket(self._tensors), Bucket(self._tensors)
+        self.values.pack(self._tensors)
+        for tensor, view in zip(self._tensors, self.values.views, strict=True):
+            tensor.data = view
+        self._feedback = None if codec.lossless else transport.feedback(self.gradients.flat)
+        # Weights that are rounded anew in every step would not move. What travels instead is their difference to what
+        # all ranks have, which makes good in the next step what the codec drops in this one.
+        self._difference = None if codec.lossless or not sharded else torch.empty_like(self.values.flat)
+        self.own_gradient = transport.shard(self.gradients.flat)
+        own = transport.shard(self.values.flat)
+        self._own, self._updated = own, own if self._difference is None else own.clone()
+        _, group = members[0].group or (0, 0)
+        pieces = self._pieces_of_shard() if sharded else self._whole_pieces()
+        self.update = BucketUpdate(optimizer, group, pieces)
+        self.present = [True] * len(self._tensors)
+        self.num_awaited = 0
+        self.launched = False
+        self.arrived = threading.Event()
+        self.arrived.set()
+
+    def expect_gradients(self) -> None:
+        """Gets ready for a backward pass."""
+        self.num_awaited = sum(tensor.requires_grad for tensor in self._tensors)
+        self.launched = False
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Copies the gradients into their buffer; one that is missing counts as zero."""
+        gradients = [tensor.grad for tensor in self._tensors]
+        self.present = [gradient is not None for gradient in gradients]
+        self.launched = True
+        if not all(self.present):
+            self.gradients.flat.zero_()
+        pairs = [(v, g) for v, g in zip(self.gradients.views, gradients, strict=True) if g is not None]
+        foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+
+    def start_reducing(self, transport: Transport) -> Handle[Tensor]:
+        """Starts the reduce-scatter."""
+        return transport.reduce_scatter(self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback)
+
+    @torch.no_grad()
+    def start_feeding(self, transport: Transport) -> Handle[Tensor]:
+        """Starts the all-gather: of the weights that this rank has updated, or of the averaged gradients."""
+        if not self._sharded:
+            return transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
+        self.update.apply(self.present)
+        if self._difference is None:
+            return transport.all_gather(self.values.flat, codec=self._codec)
+        torch.sub(self._updated, self._own, out=transport.shard(self._difference))
+        return transport.all_gather(self._difference, codec=self._codec)
+
+    @torch.no_grad()
+    def finish_feeding(self) -> None:
+        """Has the weights up to date when the all-gather is complete."""
+        if not self._sharded:
+            self.update.apply(self.present)
+        elif self._difference is not None:
+            self.values.flat.add_(self._difference)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's state, the weights that this rank has updated, and the codec's residuals."""
+        state: dict[str, Any] = {"optimizer": self.update.state_dict()}
+        if self._difference is not None:
+            state["updated"] = self._updated
+        if self._feedback is not None:
+            state["feedback"] = self._feedback.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned on this rank."""
+        self.update.load_state_dict(state["optimizer"])
+        if self._difference is not None:
+            self._updated.copy_(state["updated"])
+        if self._feedback is not None:
+            self._feedback.load_state_dict(state["feedback"])
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again."""
+        for tensor in self._tensors:
+            tensor.data = tensor.data.clone()
+
+    def _whole_pieces(self) -> list[Piece]:
+        triples = zip(self._tensors, self.values.views, self.gradients.views, strict=True)
+        return [Piece(i, tensor, value, gradient, None) for i, (tensor, value, gradient) in enumerate(triples)]
+
+    def _pieces_of_shard(self) -> list[Piece]:
+        """Returns the part of each tensor that lies in this rank's shard, unless there is none."""
+        first = self._own.storage_offset() - self.values.flat.storage_offset()
+        pieces, begin = [], 0
+        for i, tensor in enumerate(self._tensors):
+            start, end = max(begin, first), min(begin + tensor.numel(), first + self._own.numel())
+            if start < end:
+                here = slice(start - first, end - first)
+                place = slice(start - begin, end - begin)
+                pieces.append(Piece(i, tensor, self._updated[here], self.own_gradient[here], place))
+            begin += tensor.numel()
+        return pieces
