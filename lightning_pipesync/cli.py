@@ -26,7 +26,7 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
 
 
 #: Options of ``pipesync bench`` that take several values.
-LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "ddp_bucket_mb", "methods", "seeds")
+LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "bucket_mb", "methods", "seeds")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -125,7 +125,7 @@ def test_the_command_for_collectives(tmp_path: Path) -> None:
 )
 def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -> None:
     """Each contestant is there, DDP is predicted, and there are three pictures."""
-    settings = ["--hosts", "2", "--model", model, "--steps", "1", "--rounds", "1", "--ddp_bucket_mb", "1", "25"]
+    settings = ["--hosts", "2", "--model", model, "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "25"]
     assert main(["bench", "step", *settings, *options, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]
     assert len(result["runs"]) == (2 if options else 1)
@@ -137,6 +137,8 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
             "DDP, 25 MiB",
             "FSDP2",
             "DDP + ZeRO-1",
+            "DeAR, 1 MiB",
+            "DeAR, 25 MiB",
             "SelSync, synchronised step",
             "SelSync, local step",
         ]

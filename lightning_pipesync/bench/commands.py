@@ -45,7 +45,7 @@ def step(
     model: str = "emulated-resnet50",
     scale: float = 0.1,
     ratio: list[float] | None = None,
-    ddp_bucket_mb: list[float] = [0.5, 2, 25],  # noqa: B006
+    bucket_mb: list[float] = [0.5, 2, 25],  # noqa: B006
     steps: int = 3,
     rounds: int = 5,
     output: Path = Path("outputs/bench"),
@@ -61,7 +61,7 @@ def step(
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
-        ddp_bucket_mb: Bucket sizes of DDP in MiB; the best one is what others are compared to.
+        bucket_mb: Bucket sizes of DDP and DeAR in MiB; the best one of DDP is what others are compared to.
         steps: Steps of one measurement.
         rounds: How often each contestant is measured, all in turns.
         output: Folder for step.json, step.md and the pictures.
@@ -73,8 +73,8 @@ def step(
     if not emulated and ratio is not None:
         raise ValueError(f"ratio={ratio!r} is a setting of emulated models: {model} takes its own time.")
     ratios = tuple(ratio or [1.0]) if emulated else ()
-    settings = StepSettings(model, scale, ratios, tuple(ddp_bucket_mb), steps, rounds)
-    num_measurements = max(1, len(ratios)) * (rounds + 1) * (len(ddp_bucket_mb) + 5)
+    settings = StepSettings(model, scale, ratios, tuple(bucket_mb), steps, rounds)
+    num_measurements = max(1, len(ratios)) * (rounds + 1) * (2 * len(bucket_mb) + 5)
     results = campaign.run("step", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
     if results:
         campaign.finish("step", results, output, step_report.as_markdown(results))

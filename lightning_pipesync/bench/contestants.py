@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.bench.models import BenchModel
+from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.selsync import SelSync
 
 #: Every contestant trains with SGD, learning rate and momentum.
@@ -60,19 +61,23 @@ class Wrapped(Contestant):
         self.optimizer.step()
 
 
-class WithSelSync(Contestant):
-    """SelSync with a delta at which every step is synchronised, or none."""
+class WithMethod(Contestant):
+    """One of our methods."""
 
-    def __init__(self, name: str, model: BenchModel, limit: str, **settings: Any) -> None:
+    def __init__(self, name: str, model: BenchModel, limit: str, method: type[SelSync | DeAR], **settings: Any) -> None:
         super().__init__(name, model)
         self.limit = limit
         self.optimizer = sgd(model.module)
-        self.sync = SelSync(model.module, self.optimizer, **settings)
+        self.sync = method(model.module, self.optimizer, **settings)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model.loss(self.model.module, self.batch).backward()
         self.sync.step()
+
+    def drain(self) -> None:
+        self.sync.flush()
+        self.sync.resume()
 
     def close(self) -> None:
         self.sync.detach()
@@ -113,14 +118,20 @@ def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
     return Wrapped("DDP + ZeRO-1", model, module, optimizer, "baseline")
 
 
-def contestants(build: Callable[[], BenchModel], ddp_bucket_mb: tuple[float, ...]) -> list[Contestant]:
+def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
+    """DeAR-FB."""
+    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "dear", DeAR, buffer_mb=bucket_mb)
+
+
+def contestants(build: Callable[[], BenchModel], bucket_mb: tuple[float, ...]) -> list[Contestant]:
     """Returns all that communicate, each with a model of its own; a collective call."""
     return [
-        *(ddp(build(), bucket_mb) for bucket_mb in ddp_bucket_mb),
+        *(ddp(build(), size) for size in bucket_mb),
         fsdp2(build()),
-        zero(build(), ddp_bucket_mb[0]),
-        WithSelSync("SelSync, synchronised step", build(), "serial", delta=0.0),
-        WithSelSync("SelSync, local step", build(), "compute", delta=1e9),
+        zero(build(), bucket_mb[0]),
+        *(dear(build(), size) for size in bucket_mb),
+        WithMethod("SelSync, synchronised step", build(), "serial", SelSync, delta=0.0),
+        WithMethod("SelSync, local step", build(), "compute", SelSync, delta=1e9),
     ]
 
 

@@ -28,7 +28,7 @@ class StepSettings:
         model: a name that :func:`build_model` knows.
         scale: by which the tensors of an emulated model are scaled.
         ratios: communication time over computation time, of an emulated model; empty for a real one.
-        ddp_bucket_mb: bucket sizes of DDP, in MiB; the best one counts.
+        bucket_mb: bucket sizes of DDP and DeAR, in MiB; DDP's best one counts.
         steps: steps of one measurement.
         rounds: how often each contestant is measured.
 
@@ -39,7 +39,7 @@ class StepSettings:
     model: str
     scale: float
     ratios: tuple[float, ...]
-    ddp_bucket_mb: tuple[float, ...]
+    bucket_mb: tuple[float, ...]
     steps: int
     rounds: int
 
@@ -51,8 +51,8 @@ class StepSettings:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
         if not all(ratio > 0 for ratio in self.ratios):
             raise ValueError(f"ratio must be positive, got {self.ratios!r}.")
-        if not self.ddp_bucket_mb or not all(size > 0 for size in self.ddp_bucket_mb):
-            raise ValueError(f"ddp_bucket_mb must be one or more positive numbers of MiB, got {self.ddp_bucket_mb!r}.")
+        if not self.bucket_mb or not all(size > 0 for size in self.bucket_mb):
+            raise ValueError(f"bucket_mb must be one or more positive numbers of MiB, got {self.bucket_mb!r}.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def measure_run(
     """
     torch.manual_seed(0)  # the same weights on all ranks: not every contestant sees to that
     alone = without_communication(build())
-    field = [alone, *contestants(build, settings.ddp_bucket_mb)]
+    field = [alone, *contestants(build, settings.bucket_mb)]
     world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
     profile = profile_step(alone)
     half = (world_size - 1) / world_size * num_bytes / bandwidth
@@ -143,7 +143,7 @@ def measure_run(
     )
     for contestant in field:
         contestant.close()
-    predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in settings.ddp_bucket_mb}
+    predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in settings.bucket_mb}
     return {
         "num_bytes": num_bytes,
         "cost": asdict(cost),
