@@ -70,7 +70,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
                 lssr=fmean(lssr) if lssr else None,
                 quality=fmean(quality[name]),
                 quality_stdev=stdev(quality[name]) if len(runs) > 1 else 0.0,
-                difference=sign * (fmean(quality[name]) - fmean(quality[baseline])),
+                difference=sign * (fmean(quality[name]) - fmean(quality[baseline])) + 0.0,  # no -0.0
                 num_reached=len(reached[name]),
                 steps=to_target(name, "steps"),
                 seconds=seconds,
@@ -113,6 +113,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         _draw_quality(over_traffic, result, "mib")
         over_time.set(xlabel="seconds of training", ylabel=result["metric"], title=f"{result['world_size']} hosts")
         over_traffic.set(xlabel="MiB sent by rank 0", xscale="log")
+        over_time.set_ylim(*_range_of_interest(result))
         over_time.legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
@@ -125,6 +126,16 @@ def _draw_quality(panel: Axes, result: dict[str, Any], what: str) -> None:
         panel.plot(x, y, "-o", markersize=3, label=readable(name))
     panel.axhline(result["target"], color="black", linestyle=":", label="target")
     panel.grid(alpha=0.3)
+
+
+def _range_of_interest(result: dict[str, Any]) -> tuple[float, float]:
+    """Returns the range of the quality, without the first quarter of each training."""
+    qualities = [result["target"]]
+    for run in result["runs"]:
+        points = run["points"]
+        qualities += [point["quality"] for point in points[len(points) // 4 :]]
+    margin = 0.05 * (max(qualities) - min(qualities)) or 1.0
+    return min(qualities) - margin, max(qualities) + margin
 
 
 def _by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -42,7 +42,7 @@ def topics() -> Task:
         quality=math.exp,
         metric="perplexity per character",
         higher_is_better=False,
-        target=6.0,
+        target=5.0,
         optimizer=lambda module: AdamW(module.parameters(), lr=_LEARNING_RATE),
         scheduler=lambda optimizer, steps: OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps + 1, pct_start=0.1),
         max_norm=1.0,

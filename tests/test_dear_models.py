@@ -1,0 +1,327 @@
+"""DeAR against DDP on models and loops that are not plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipesync.methods.dear import DeAR
+from tests.harness import launch
+from tests.models import batch, state
+from tests.test_dear import assert_same_state
+
+STEPS = 8
+SMALL = {"buffer_mb": 1e-4}  # some 26 values: many buckets
+
+
+class Tied(nn.Module):
+    """Its first weight is used again at the end, by a module that shares it and by a plain function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.last(self.middle(torch.tanh(self.first(x))))
+        return self.head(torch.tanh(nn.functional.linear(hidden, self.first.weight)))
+
+
+class Twice(nn.Module):
+    """One layer runs twice, and another only on some ranks and steps; one never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.sometimes, self.never = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(torch.tanh(self.again(torch.tanh(self.first(x)))))
+        self.step += 1
+        if self.step % 3 == 0 and dist.get_rank() == 1:
+            x = x + self.sometimes(x)
+        return self.head(torch.tanh(x))
+
+
+class Backwards(nn.Module):
+    """Registered in another order than executed, with a parameter of the root, and one that is used as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.head, self.second, self.first = nn.Linear(6, 3), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.only_weight = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x * self.scale)))
+        x = nn.functional.linear(torch.tanh(x), self.only_weight.weight, self.only_weight.bias)
+        return self.head(torch.tanh(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        self.head, self.reentrant = nn.Linear(6, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()  # or a reentrant checkpoint has no gradients
+        return self.head(checkpoint(self.body, x, use_reentrant=self.reentrant))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Tied,
+    "twice": Twice,
+    "backwards": Backwards,
+    "checkpointed": lambda: Checkpointed(False),
+    "reentrant": lambda: Checkpointed(True),
+}
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step, dist.get_rank())
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def both(
+    build: Callable[[], nn.Module],
+    train: Callable[[nn.Module, nn.Module, Optimizer, DeAR | None], None],
+    optimizer_of: Callable[[nn.Module], Optimizer] = lambda model: AdamW(model.parameters(), lr=0.01),
+    **settings: Any,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Trains with DDP and with DeAR and returns both states; ``train`` gets what is called, model and optimizer."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = optimizer_of(model)
+    train(DistributedDataParallel(model, find_unused_parameters=True), model, optimizer, None)
+    expected = state(model)
+    torch.manual_seed(0)
+    model = build()
+    optimizer = optimizer_of(model)
+    sync = DeAR(model, optimizer, **{**SMALL, **settings})
+    train(model, model, optimizer, sync)
+    sync.flush()
+    sync.detach()
+    return expected, state(model)
+
+
+def check(outcomes: list[tuple[dict[str, Tensor], dict[str, Tensor]]], exact: bool = True) -> None:
+    for expected, actual in outcomes:
+        assert_same_state(actual, expected, exact)
+        assert_same_state(actual, outcomes[0][1])
+
+
+def plainly(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(called, step).backward()
+        (sync or optimizer).step()
+
+
+def train_model(name: str, update: str) -> Any:
+    return both(MODELS[name], plainly, update=update)
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "reentrant"])
+def test_models(name: str, update: str) -> None:
+    check(launch(train_model, 2, name, update))
+
+
+def train_reentrant() -> Any:
+    """DDP with find_unused_parameters refuses reentrant checkpoints: what is compared is the other kind."""
+    return both(MODELS["checkpointed"], plainly)[0], both(MODELS["reentrant"], plainly_with_dear_only)[1]
+
+
+def plainly_with_dear_only(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    if sync:
+        plainly(called, model, optimizer, sync)
+
+
+def test_reentrant_checkpoints() -> None:
+    check(launch(train_reentrant, 2))
+
+
+def accumulate(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with (sync or called).no_sync():
+            loss_of(called, 2 * step).backward()
+        loss_of(called, 2 * step + 1).backward()
+        (sync or optimizer).step()
+
+
+def accumulate_twice_reduced(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    """Without no_sync; DDP then averages the first gradient twice, which changes nothing but the rounding."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(called, 2 * step).backward()
+        loss_of(called, 2 * step + 1).backward()
+        (sync or optimizer).step()
+
+
+def train_accumulating(no_sync: bool) -> Any:
+    return both(Backwards, accumulate if no_sync else accumulate_twice_reduced)
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+def test_accumulation(no_sync: bool) -> None:
+    check(launch(train_accumulating, 2, no_sync), exact=no_sync)
+
+
+def clipped(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(called, step).backward()
+        norm = sync.clip(0.1) if sync else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0.1
+        (sync or optimizer).step()
+
+
+def train_clipped(update: str) -> Any:
+    return both(Backwards, clipped, update=update)
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_clipping(update: str) -> None:
+    check(launch(train_clipped, 3, update), exact=False)
+
+
+def in_groups(model: nn.Module) -> Optimizer:
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    biases = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return SGD([{"params": weights, "weight_decay": 0.1, "momentum": 0.9}, {"params": biases, "lr": 0.5}], lr=0.1)
+
+
+def scheduled(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(called, step).backward()
+        (sync or optimizer).step()
+        scheduler.step()
+
+
+def train_in_groups(update: str) -> Any:
+    return both(Backwards, scheduled, in_groups, update=update)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_groups_and_a_schedule(update: str) -> None:
+    check(launch(train_in_groups, 2, update))
+
+
+def thawing(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    for step in range(STEPS):
+        for parameter in model.get_submodule("first").parameters():
+            parameter.requires_grad_(step >= 4)
+        optimizer.zero_grad()
+        loss_of(called, step).backward()
+        (sync or optimizer).step()
+
+
+def train_thawing() -> Any:
+    """DDP has to be made anew when a parameter thaws: the reference averages by hand."""
+    _, actual = both(Backwards, lambda called, model, optimizer, sync: sync and thawing(called, model, optimizer, sync))
+    torch.manual_seed(0)
+    model = Backwards()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+
+    def average() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    optimizer.register_step_pre_hook(lambda *_: average())
+    thawing(model, model, optimizer, None)
+    return state(model), actual
+
+
+def test_frozen_parameters_may_thaw() -> None:
+    check(launch(train_thawing, 2))
+
+
+def two_optimizers(with_dear: bool) -> dict[str, Tensor]:
+    """As in a GAN: the generator's loss also gives the discriminator gradients, which are thrown away."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": nn.Linear(6, 1)})
+    generator, discriminator = model["generator"], model["discriminator"]
+    optimizers = [SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (generator, discriminator)]
+    sync = DeAR(model, optimizers, **SMALL) if with_dear else None
+    for step in range(STEPS):
+        x, _ = batch(step, dist.get_rank())
+        for i, sign in enumerate((1, -1)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            faked = generator(x) if i == 0 else generator(x).detach()
+            (sign * discriminator(faked)).mean().backward()
+            if sync:
+                sync.step(optimizer=optimizers[i])
+                continue
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+            optimizers[i].step()
+    if sync:
+        sync.flush()
+        sync.detach()
+    return state(model)
+
+
+def test_two_optimizers() -> None:
+    check(list(zip(launch(two_optimizers, 2, False), launch(two_optimizers, 2, True), strict=True)))
+
+
+def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Trains 2 * STEPS steps at once, and with a new DeAR in the middle."""
+
+    def run(sync: DeAR, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            sync.step()
+        sync.flush()
+
+    def begin() -> tuple[nn.Module, Optimizer, DeAR]:
+        torch.manual_seed(0)
+        model = Backwards()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        return model, optimizer, DeAR(model, optimizer, **{**SMALL, **settings})
+
+    model, optimizer, sync = begin()
+    run(sync, model, optimizer, range(2 * STEPS))
+    expected = state(model)
+    sync.detach()
+    model, optimizer, sync = begin()
+    run(sync, model, optimizer, range(STEPS))
+    weights, saved = state(model), sync.state_dict()
+    sync.detach()
+    model, optimizer, sync = begin()
+    model.load_state_dict(weights)
+    sync.load_state_dict(saved)
+    run(sync, model, optimizer, range(STEPS, 2 * STEPS))
+    sync.detach()
+    return expected, state(model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"update": "replicated"}, {"compression": "int8"}, {"update": "replicated", "compression": "int8"}],
+    ids=str,
+)
+def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
+    check(launch(stopped_and_resumed, 2, settings))
