@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,12 @@ def raised(function: Callable[[], Any]) -> tuple[str, str] | None:
     except Exception as error:
         return type(error).__name__, str(error)
     return None
+
+
+def kill_stopped_siblings() -> None:
+    """Kills the ranks of this launch that were sent SIGSTOP."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = status.read_text().rsplit(")", 1)[1].split()[:2]
+            if state == "T" and int(parent) == os.getppid():
+                os.kill(int(status.parent.name), signal.SIGKILL)

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync import SelSyncStrategy
+from lightning_pipesync import DeARStrategy, SelSyncStrategy
 from tests.harness import launch
 from tests.models import OPTIMIZERS, seeded_mlp
 
@@ -99,6 +99,12 @@ def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
 
 
+def make_strategy(settings: dict[str, Any]) -> Any:
+    """A strategy by its settings; ``name`` says which, by default SelSync's."""
+    settings = dict(settings)
+    return {"dear": DeARStrategy, "selsync": SelSyncStrategy}[settings.pop("name", "selsync")](**settings)
+
+
 def fit(
     directory: Path,
     strategy: dict[str, Any] | str,
@@ -108,7 +114,7 @@ def fit(
 ) -> dict[str, Any]:
     """Fits a Classifier in this rank and returns what it did."""
     model = Classifier(**(module or {}))
-    chosen = SelSyncStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
     run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, **kwargs)
     run.fit(model, train_loader(**(loader or {})), val_loader())
     return {

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import launch
+from tests.harness import DIED, kill_stopped_siblings, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 
 STEPS = 12
@@ -67,3 +71,183 @@ def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update:
     for outcome in outcomes:
         assert_same_state(outcome, expected, exact=world_size in (1, 2))
         assert_same_state(outcome, outcomes[0])
+
+
+def interchange(optimizer_name: str, world: str) -> dict[str, Any]:
+    """Trains half of the steps with DDP and half with DeAR, or the other way round, and all of them with DDP."""
+    rank = dist.get_rank()
+
+    def run(model: Any, optimizer: Any, step: Any, steps: range) -> None:
+        for i in steps:
+            optimizer.zero_grad()
+            loss(model, i, rank).backward()
+            step()
+
+    def begin() -> tuple[Any, Any]:
+        model = seeded_mlp()
+        return model, OPTIMIZERS[optimizer_name](model)
+
+    model, optimizer = begin()
+    run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS))
+    expected = {"model": state(model), "optimizer": optimizer.state_dict()}
+    model, optimizer = begin()
+    if world == "to ddp":
+        sync = DeAR(model, optimizer, buffer_mb=1e-4)
+        run(model, optimizer, sync.step, range(STEPS // 2))
+        sync.flush()
+        weights, saved = state(model), sync.optimizer_state_dict()
+        assert not optimizer.state, "the shards are all there is"
+        sync.detach()
+        model, optimizer = begin()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS // 2, STEPS))
+        return {"expected": expected, "model": state(model), "optimizer": optimizer.state_dict()}
+    run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS // 2))
+    sync = DeAR(model, optimizer, buffer_mb=1e-4)
+    run(model, optimizer, sync.step, range(STEPS // 2, STEPS))
+    sync.flush()
+    saved = sync.optimizer_state_dict()
+    sync.detach()
+    return {"expected": expected, "model": state(model), "optimizer": saved}
+
+
+@pytest.mark.parametrize("world", ["to ddp", "from ddp"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizer_state_is_that_of_ddp(optimizer: str, world: str) -> None:
+    for outcome in launch(interchange, 2, optimizer, world):
+        assert_same_state(outcome["model"], outcome["expected"]["model"])
+        expected, actual = outcome["expected"]["optimizer"], outcome["optimizer"]
+        assert actual["param_groups"] == expected["param_groups"]
+        assert actual["state"].keys() == expected["state"].keys()
+        for index, kept in expected["state"].items():
+            assert list(actual["state"][index]) == list(kept)
+            assert_same_state(actual["state"][index], kept)
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "truncate16", "int8", "topk"])
+def test_compression_keeps_the_ranks_together(codec: str, update: str) -> None:
+    expected = launch(train_ddp, 2, "sgd")[0]
+    outcomes = launch(train, 2, "sgd", {"update": update, "compression": codec, "buffer_mb": 1e-4})
+    for outcome in outcomes:
+        assert_same_state(outcome, outcomes[0])
+        if codec != "topk":
+            for name, value in expected.items():
+                torch.testing.assert_close(outcome[name], value, rtol=0.05, atol=0.02)
+
+
+def backward_begins(i: int, events: list[str], *_: Any) -> None:
+    time.sleep(0.05)  # the other thread's turn
+    events.append(f"backward {i}")
+
+
+def order_of_events() -> list[str]:
+    """Three layers of one bucket each, in three steps."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = DeAR(model, optimizer, fusion="layers", num_layers=1)
+    events: list[str] = []
+    transport = sync.transport
+    names = {}
+
+    def recording(kind: str, start: Any) -> Any:
+        def run(flat: Tensor, **settings: Any) -> Any:
+            events.append(f"{kind} {names.get(flat.untyped_storage().data_ptr())}")
+            return start(flat, **settings)
+
+        return run
+
+    transport.reduce_scatter = recording("reduce_scatter", transport.reduce_scatter)  # type: ignore[method-assign]
+    transport.all_gather = recording("all_gather", transport.all_gather)  # type: ignore[method-assign]
+    for step in range(3):
+        if step == 2:
+            sync.synchronize()
+            events.clear()
+            for i, layer in enumerate(model):
+                bucket = sync._buckets.with_parameter(layer.weight)
+                assert {id(member.tensor) for member in bucket.members} == {id(p) for p in layer.parameters()}
+                names[bucket.gradients.flat.untyped_storage().data_ptr()] = i
+                names[bucket.values.flat.untyped_storage().data_ptr()] = i
+                layer.register_full_backward_pre_hook(partial(backward_begins, i, events))
+        optimizer.zero_grad()
+        model(torch.ones(2, 64).requires_grad_()).sum().backward()
+        events.append("step")
+        sync.step()
+    sync.flush()
+    sync.detach()
+    return events
+
+
+def test_both_pipes() -> None:
+    """BackPipe reduces a layer under the backward pass of the one before it; FeedPipe gathers the first layer first."""
+    for events in launch(order_of_events, 2):
+        assert events.index("reduce_scatter 2") < events.index("backward 0")
+        assert [event for event in events if event.startswith("reduce")] == [f"reduce_scatter {i}" for i in (2, 1, 0)]
+        gathers = [event for event in events if event.startswith("all_gather")]
+        assert gathers == [f"all_gather {i}" for i in (0, 1, 2)]
+        assert events.index("reduce_scatter 0") < events.index("all_gather 0")
+        assert events.index("step") < events.index("all_gather 0")
+
+
+def lose_a_peer(how: str) -> tuple[str, str] | None:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = DeAR(model, optimizer, timeout_s=4, buffer_mb=1e-4)
+
+    def train_on() -> None:
+        for i in range(100):
+            if i == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+            optimizer.zero_grad()
+            loss(model, i, dist.get_rank()).backward()
+            sync.step()
+
+    outcome = raised(train_on)
+    sync.detach(timeout_s=0)
+    if how == "hangs":
+        kill_stopped_siblings()
+    return outcome
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_peer_raises_on_the_others(how: str) -> None:
+    outcomes = launch(lose_a_peer, 2, how, may_die=(1,), timeout_s=60)
+    assert outcomes[1] == DIED
+    assert outcomes[0] is not None
+    assert outcomes[0][0] == "RuntimeError"
+    assert "rank 1" in outcomes[0][1]
+
+
+def misuse() -> dict[str, tuple[str, str] | None]:
+    """Returns, by the word that the message must hold, what is raised."""
+    model = seeded_mlp()
+    sgd = OPTIMIZERS["sgd"](model)
+
+    class Normalised(torch.optim.SGD):
+        """Not element-wise, for all we know."""
+
+    outcomes = {
+        "update": raised(lambda: DeAR(model, sgd, update="half")),
+        "fusion": raised(lambda: DeAR(model, sgd, fusion="some")),
+        "buffer_mb": raised(lambda: DeAR(model, sgd, buffer_mb=0)),
+        "num_layers": raised(lambda: DeAR(model, sgd, fusion="layers", num_layers=0)),
+        "zip": raised(lambda: DeAR(model, sgd, compression="zip")),
+        "timeout_s": raised(lambda: DeAR(model, sgd, timeout_s=0)),
+        "LBFGS": raised(lambda: DeAR(model, torch.optim.LBFGS(model.parameters()))),
+        "'replicated'": raised(lambda: DeAR(model, Normalised(model.parameters()), update="sharded")),
+        "settings": raised(lambda: DeAR(model, sgd, buffer_mb=1.0 + dist.get_rank())),
+    }
+    sync = DeAR(model, Normalised(model.parameters()))
+    outcomes["SGD is not"] = raised(lambda: sync.step(optimizer=sgd))
+    sync.detach()
+    DeAR(model, Normalised(model.parameters()), update="sharded", elementwise=(Normalised,)).detach()
+    return outcomes
+
+
+def test_misuse_is_named_on_all_ranks() -> None:
+    for outcomes in launch(misuse, 2):
+        for word, outcome in outcomes.items():
+            assert outcome is not None, word
+            assert outcome[0] == "ValueError"
+            assert word in outcome[1]

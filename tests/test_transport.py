@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from lightning_pipesync.core import pairwise
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.shards import shard_of
 from lightning_pipesync.core.transport import Transport
-from tests.harness import DIED, launch, raised
+from tests.harness import DIED, kill_stopped_siblings, launch, raised
 
 SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 40_003]  # larger ones take the ring on 3 ranks, which has its own tests
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
@@ -346,16 +344,8 @@ def lose_a_peer(how: str, operation: str) -> tuple[str, str, float] | None:
     seconds = time.monotonic() - start
     transport.close(timeout_s=0)
     if transport.rank == 0 and how == "hangs":
-        _kill_stopped_siblings()
+        kill_stopped_siblings()
     return (*outcome, seconds) if outcome else None
-
-
-def _kill_stopped_siblings() -> None:
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = status.read_text().rsplit(")", 1)[1].split()[:2]
-            if state == "T" and int(parent) == os.getppid():
-                os.kill(int(status.parent.name), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

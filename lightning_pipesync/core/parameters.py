@@ -73,13 +73,6 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     return parameters
 
 
-def optimizer_of(members: Sequence[NamedParameter]) -> int:
-    """Returns the index of the optimizer that has these parameters, which must have one."""
-    group = members[0].group
-    assert group is not None
-    return group[0]
-
-
 def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Has ``hook`` called when a backward pass has accumulated the gradient; also of one that is frozen for now."""
     requires_grad = parameter.requires_grad

@@ -6,11 +6,18 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
+from lightning_pipesync.lightning.dear import DeARStrategyMixin
 from lightning_pipesync.lightning.selsync import SelSyncStrategyMixin
+from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 
 
 class PipeSyncCallback(PipeSyncCallbackMixin, Callback):
     __doc__ = PipeSyncCallbackMixin.__doc__
+
+
+class DeARStrategy(DeARStrategyMixin, DDPStrategy):
+    __doc__ = DeARStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
 
 
 class SelSyncStrategy(SelSyncStrategyMixin, DDPStrategy):
@@ -18,4 +25,4 @@ class SelSyncStrategy(SelSyncStrategyMixin, DDPStrategy):
     callback_class = PipeSyncCallback
 
 
-STRATEGIES = [SelSyncStrategy]
+STRATEGIES: list[type[PipeSyncStrategyMixin]] = [DeARStrategy, SelSyncStrategy]

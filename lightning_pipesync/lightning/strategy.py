@@ -38,6 +38,7 @@ class PipeSyncStrategyMixin(_Base):
         shown_metrics: names of the method's metrics that the progress bar shows.
         callback_class: the callback that is added to the Trainer.
         checkpoint_replicas: whether checkpoints hold each rank's own state.
+        needs_as_many_ranks: whether a run can only go on with as many ranks as before.
         method: what runs in the current ``fit``; None outside one.
     """
 
@@ -45,6 +46,7 @@ class PipeSyncStrategyMixin(_Base):
     shown_metrics: tuple[str, ...]
     callback_class: type[PipeSyncCallbackMixin]
     checkpoint_replicas: bool
+    needs_as_many_ranks = True
     method: SyncMethod | None = None
     _rng_states: dict[str, Tensor] | None = None
     _flushed_to_save = False
@@ -174,6 +176,8 @@ class PipeSyncStrategyMixin(_Base):
                 f"The checkpoint is of strategy={saved['strategy']!r}. Training goes on with {self.name!r} "
                 "from its consolidated weights; what that strategy kept for each rank is not used."
             )
+        elif saved["world_size"] != self.world_size and not self.needs_as_many_ranks:
+            return
         elif saved["world_size"] != self.world_size:
             raise ValueError(
                 f"The checkpoint holds the state of {saved['world_size']} ranks, and there are {self.world_size}. "

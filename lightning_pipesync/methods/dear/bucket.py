@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.compat import foreach_copy_
 from lightning_pipesync.core.buckets import Bucket
-from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.update import BucketUpdate, Piece
 
 
@@ -24,6 +26,8 @@ class FusedBucket:
 
     Attributes:
         members: the parameters.
+        sharded: whether this rank updates its shard only.
+        group: indices of their optimizer and of their parameter group there.
         gradients: buffer of their gradients.
         own_gradient: the shard of ``gradients`` that this rank knows the average of.
         values: buffer of their values.
@@ -35,21 +39,22 @@ class FusedBucket:
 
     Args:
         members: the parameters.
-        optimizer: the user's own, which has them.
-        codec: what travels.
-        sharded: whether this rank updates its shard only.
+        optimizers: the user's own, one of which has them.
+        config: the settings.
         transport: the way to the other ranks.
     """
 
     def __init__(
         self,
         members: Sequence[NamedParameter],
-        optimizer: Optimizer,
-        codec: Codec,
-        sharded: bool,
+        optimizers: Sequence[Optimizer],
+        config: DeARConfig,
         transport: Transport,
     ) -> None:
-        self.members, self._codec, self._sharded = list(members), codec, sharded
+        assert members[0].group is not None
+        self.members, self.group = list(members), members[0].group
+        optimizer, codec = optimizers[self.group[0]], get_codec(config.compression)
+        self._codec, self.sharded = codec, config.shards(optimizer)
         self._tensors = [member.tensor for member in members]
         self.gradients, self.values = Bucket(self._tensors), Bucket(self._tensors)
         self.values.pack(self._tensors)
@@ -58,13 +63,13 @@ class FusedBucket:
         self._feedback = None if codec.lossless else transport.feedback(self.gradients.flat)
         # Weights that are rounded anew in every step would not move. What travels instead is their difference to what
         # all ranks have, which makes good in the next step what the codec drops in this one.
-        self._difference = None if codec.lossless or not sharded else torch.empty_like(self.values.flat)
+        self._difference = None if codec.lossless or not self.sharded else torch.empty_like(self.values.flat)
         self.own_gradient = transport.shard(self.gradients.flat)
         own = transport.shard(self.values.flat)
         self._own, self._updated = own, own if self._difference is None else own.clone()
-        _, group = members[0].group or (0, 0)
-        pieces = self._pieces_of_shard() if sharded else self._whole_pieces()
-        self.update = BucketUpdate(optimizer, group, pieces)
+        pieces = self._pieces_of_shard() if self.sharded else self._whole_pieces()
+        self.update = BucketUpdate(optimizer, self.group[1], pieces)
+        self.update.forget_original_state()
         self.present = [True] * len(self._tensors)
         self.num_awaited = 0
         self.launched = False
@@ -94,7 +99,7 @@ class FusedBucket:
     @torch.no_grad()
     def start_feeding(self, transport: Transport) -> Handle[Tensor]:
         """Starts the all-gather: of the weights that this rank has updated, or of the averaged gradients."""
-        if not self._sharded:
+        if not self.sharded:
             return transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
         self.update.apply(self.present)
         if self._difference is None:
@@ -105,14 +110,14 @@ class FusedBucket:
     @torch.no_grad()
     def finish_feeding(self) -> None:
         """Has the weights up to date when the all-gather is complete."""
-        if not self._sharded:
+        if not self.sharded:
             self.update.apply(self.present)
         elif self._difference is not None:
             self.values.flat.add_(self._difference)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state, the weights that this rank has updated, and the codec's residuals."""
-        state: dict[str, Any] = {"optimizer": self.update.state_dict()}
+        """Returns what the codec needs besides the weights: nothing, if it is lossless."""
+        state: dict[str, Any] = {}
         if self._difference is not None:
             state["updated"] = self._updated
         if self._feedback is not None:
@@ -121,7 +126,6 @@ class FusedBucket:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank."""
-        self.update.load_state_dict(state["optimizer"])
         if self._difference is not None:
             self._updated.copy_(state["updated"])
         if self._feedback is not None:
@@ -138,13 +142,24 @@ class FusedBucket:
 
     def _pieces_of_shard(self) -> list[Piece]:
         """Returns the part of each tensor that lies in this rank's shard, unless there is none."""
+        begins = self._begins()
         first = self._own.storage_offset() - self.values.flat.storage_offset()
-        pieces, begin = [], 0
-        for i, tensor in enumerate(self._tensors):
-            start, end = max(begin, first), min(begin + tensor.numel(), first + self._own.numel())
-            if start < end:
-                here = slice(start - first, end - first)
-                place = slice(start - begin, end - begin)
-                pieces.append(Piece(i, tensor, self._updated[here], self.own_gradient[here], place))
-            begin += tensor.numel()
+        pieces = []
+        for i, place in self.places_in_shard():
+            in_parameter = slice(place.start + first - begins[i], place.stop + first - begins[i])
+            pieces.append(Piece(i, self._tensors[i], self._updated[place], self.own_gradient[place], in_parameter))
         return pieces
+
+    def places_in_shard(self) -> list[tuple[int, slice]]:
+        """Returns for each tensor that lies in this rank's shard, with a part at least, its index and where it is."""
+        first = self._own.storage_offset() - self.values.flat.storage_offset()
+        places = []
+        for i, (begin, tensor) in enumerate(zip(self._begins(), self._tensors, strict=True)):
+            start, stop = max(begin - first, 0), min(begin + tensor.numel() - first, self._own.numel())
+            if start < stop:
+                places.append((i, slice(start, stop)))
+        return places
+
+    def _begins(self) -> list[int]:
+        """Returns where each tensor begins in the buffer."""
+        return [0, *itertools.accumulate(tensor.numel() for tensor in self._tensors)][:-1]

@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+
+#: Optimizers that treat every value by itself: a shard can be updated without the rest.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 Update = Literal["sharded", "replicated"]
 FusionMethod = Literal["buffer", "layers", "none"]
@@ -60,6 +63,23 @@ class DeARConfig:
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)
+
+    def shards(self, optimizer: Optimizer) -> bool:
+        """Returns whether each rank updates its shard of this optimizer's weights only.
+
+        Raises:
+            ValueError: it should, by ``update``, and the optimizer may not treat every value by itself.
+        """
+        # A subclass of an optimizer that treats every value by itself may not do so.
+        known = type(optimizer) in (*ELEMENTWISE, *self.elementwise)
+        if self.update == "sharded" and not known:
+            names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+            raise ValueError(
+                f"update='sharded' divides tensors among the ranks, and {type(optimizer).__name__} is not known to "
+                f"treat every value by itself, as {names} do: use update='replicated', or name its class in "
+                "elementwise= if it does."
+            )
+        return known if self.update is None else self.update == "sharded"
 
     def plan(self) -> Fusion:
         """Returns how tensors are fused."""

@@ -2,62 +2,69 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 
 
 class ExecutionOrder:
-    """What the first step shows, as rank 0 saw it: ranks whose graphs differ, too, must communicate in one order.
+    """What the steps show, as rank 0 saw it: ranks whose graphs differ, too, must communicate in one order.
+
+    Attributes:
+        modules: those that register parameters.
 
     Args:
-        parameters: in the order of registration.
-        module: whose modules they belong to.
+        module: the model.
     """
 
-    def __init__(self, parameters: list[NamedParameter], module: nn.Module) -> None:
-        self._parameters = parameters
-        index_of = {id(parameter.tensor): index for index, parameter in enumerate(parameters)}
-        self.parameters_of: dict[nn.Module, list[int]] = {}
-        self._owners: list[list[nn.Module]] = [[] for _ in parameters]
-        for child in module.modules():
-            own = [index_of[id(p)] for p in child.parameters(recurse=False) if id(p) in index_of]
-            if own:
-                self.parameters_of[child] = own
-            for index in own:
-                self._owners[index].append(child)
-        self._ready: dict[int, None] = {}
-        self._needed: dict[int, None] = {}
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [child for child in module.modules() if any(True for _ in child.parameters(recurse=False))]
+        self._owners: dict[int, list[nn.Module]] = {}
+        for child in self.modules:
+            for parameter in child.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), []).append(child)
         self._running: set[nn.Module] = set()
-        #: Parameters with a gradient in a step in which no module that registers them has run before.
-        self.used_elsewhere: set[int] = set()
+        self._ready: dict[int, None] = {}  # ids of tensors, in the order of their gradients
+        self._needed: dict[int, None] = {}  # in the order of the forward pass
+        self._used_elsewhere: dict[int, Tensor] = {}
+
+    @property
+    def used_elsewhere(self) -> list[Tensor]:
+        """Parameters with a gradient in a step in which no module that registers them ran before."""
+        return list(self._used_elsewhere.values())
 
     def begin_step(self) -> None:
         """Forgets which modules have run."""
         self._running.clear()
 
     def runs(self, module: nn.Module) -> None:
-        """Notes that a module of ``parameters_of`` starts its forward pass."""
-        self._running.add(module)
-        self._needed.update(dict.fromkeys(self.parameters_of[module]))
+        """Notes that one of the ``modules`` starts its forward pass."""
+        if module not in self._running:
+            self._running.add(module)
+            self._needed.update((id(parameter), None) for parameter in module.parameters(recurse=False))
 
-    def is_ready(self, index: int) -> None:
+    def is_ready(self, parameter: Tensor) -> None:
         """Notes that a parameter's gradient is ready."""
-        self._ready[index] = None
-        if not any(owner in self._running for owner in self._owners[index]):
-            self.used_elsewhere.add(index)
+        self._ready[id(parameter)] = None
+        if self._running.isdisjoint(self._owners.get(id(parameter), ())):
+            self._used_elsewhere[id(parameter)] = parameter
 
-    def agree(self, transport: Transport) -> tuple[list[NamedParameter], dict[int, int]]:
+    def agree(
+        self, parameters: Sequence[NamedParameter], transport: Transport
+    ) -> tuple[list[NamedParameter], dict[int, int]]:
         """Returns what rank 0 saw; a collective call.
 
         Returns:
             The parameters in the order in which their gradients become ready, and for each, by ``id`` of the tensor,
             its position in the order in which their values are needed. Those not seen come last.
         """
-        ready, needed = transport.gather_objects((list(self._ready), list(self._needed)))[0]
-        count = len(self._parameters)
-        ready += sorted(set(range(count)).difference(ready), reverse=True)
-        needed += sorted(set(range(count)).difference(needed))
-        position = {id(self._parameters[index].tensor): place for place, index in enumerate(needed)}
-        return [self._parameters[index] for index in ready], position
+        index_of = {id(parameter.tensor): index for index, parameter in enumerate(parameters)}
+        seen = [[index_of[key] for key in keys if key in index_of] for keys in (self._ready, self._needed)]
+        ready, needed = transport.gather_objects(seen)[0]
+        ready += sorted(set(range(len(parameters))).difference(ready), reverse=True)
+        needed += sorted(set(range(len(parameters))).difference(needed))
+        position = {id(parameters[index].tensor): place for place, index in enumerate(needed)}
+        return [parameters[index] for index in ready], position

@@ -10,8 +10,10 @@ is needed first does not share it with all others.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,9 @@ IN_FLIGHT = 2
 class Pipeline:
     """BackPipe and FeedPipe: reduces the gradients of buckets, and brings their weights up to date.
 
+    Attributes:
+        exposed_seconds: how long the training thread has waited for communication.
+
     Args:
         transport: the way to the other ranks.
     """
@@ -37,6 +42,7 @@ class Pipeline:
         self._awaited: set[threading.Event] = set()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self.exposed_seconds = 0.0
 
     def reduce(self, bucket: FusedBucket) -> None:
         """Starts to average the bucket's gradients over the ranks; each rank gets its shard of them."""
@@ -81,6 +87,13 @@ class Pipeline:
             RuntimeError: a peer is lost.
         """
         self._wait(bucket.arrived)
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Counts the time within as exposed communication."""
+        start = time.perf_counter()
+        yield
+        self.exposed_seconds += time.perf_counter() - start
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, after what is under way or after ``timeout_s`` seconds."""
@@ -130,6 +143,8 @@ class Pipeline:
                 event.set()
 
     def _wait(self, event: threading.Event) -> None:
-        event.wait()
+        if not event.is_set():
+            with self.exposed():
+                event.wait()
         if self._error is not None:
             raise self._error

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer
 
 from lightning_pipesync.compat import twin_optimizer
-
-#: Optimizers that treat every value by itself: a shard can be updated without the rest.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 
 @dataclass(frozen=True)
@@ -68,22 +65,18 @@ class BucketUpdate:
             if name != "params":
                 self._copy.param_groups[0][name] = value.clone() if isinstance(value, Tensor) else value
 
+    def forget_original_state(self) -> None:
+        """Drops what the user's optimizer keeps for the parameters, of which the copy has its part."""
+        for piece in self._pieces:
+            self._optimizer.state.pop(piece.parameter, None)
+
+    def piece_states(self) -> dict[int, dict[str, Any]]:
+        """Returns what the copy keeps for each piece, by the parameter's index."""
+        return {p.index: dict(self._copy.state[p.values]) for p in self._pieces if p.values in self._copy.state}
+
     def apply(self, present: Sequence[bool]) -> None:
         """Updates the values by their gradients; those that are not ``present``, by index, stay as they are."""
         for piece in self._pieces:
             piece.values.grad = piece.gradient if present[piece.index] else None
         if self._pieces:
             self._copy.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the copy's state of its pieces."""
-        return self._copy.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned on this rank."""
-        self._copy.load_state_dict(state)
-
-
-def can_be_sharded(optimizer: Optimizer, declared: tuple[type[Optimizer], ...]) -> bool:
-    """Returns whether ``optimizer`` treats every value by itself, which a subclass of a known one may not do."""
-    return type(optimizer) in (*ELEMENTWISE, *declared)

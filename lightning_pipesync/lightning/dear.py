@@ -1,0 +1,145 @@
+"""``Trainer(strategy="dear")``."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.compat import mark_overflow
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.methods.dear import DeAR, DeARConfig
+from lightning_pipesync.methods.dear.config import FusionMethod, Update
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+
+class DeARStrategyMixin(PipeSyncStrategyMixin):
+    """DeAR: synchronous SGD, the all-reduce hidden under the backward pass and the next forward pass.
+
+    What is trained is what ``strategy="ddp"`` would train. Logs ``dear/mib_sent``, ``dear/exposed_seconds`` and
+    ``dear/buckets``. In ``on_before_optimizer_step``, ``p.grad`` is this rank's own gradient: the average of all is
+    never put together on one rank.
+
+    Args:
+        update: ``"sharded"``: each rank updates its shard of the weights, which are gathered; ``"replicated"``: the
+            gradients are gathered, and each rank updates all. None: sharded, if the optimizer allows it.
+        elementwise: further optimizers that treat every value by itself, so that they can be sharded.
+        fusion: what travels in one piece: ``"buffer"``: up to ``buffer_mb``; ``"layers"``: ``num_layers``; ``"none"``.
+        buffer_mb: MiB that travel in one piece, with ``fusion="buffer"``.
+        num_layers: layers that travel in one piece, with ``fusion="layers"``.
+        compression: codec of both halves: none, bf16, fp16, truncate16, int8 or topk.
+        timeout_s: seconds after which a rank that does not answer counts as lost.
+        accelerator: as in DDPStrategy.
+        parallel_devices: as in DDPStrategy.
+        cluster_environment: as in DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        precision_plugin: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors travel through the host.
+        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    name = "dear"
+    shown_metrics = ("mib_sent",)
+    checkpoint_replicas = True
+    method: DeAR | None = None
+
+    def __init__(
+        self,
+        update: Update | None = None,
+        elementwise: tuple[type[Optimizer], ...] = (),
+        fusion: FusionMethod = "buffer",
+        buffer_mb: float = 25.0,
+        num_layers: int = 4,
+        compression: str | Codec = "none",
+        timeout_s: float = 1800.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self.config = DeARConfig(
+            update=update,
+            elementwise=elementwise,
+            fusion=fusion,
+            buffer_mb=buffer_mb,
+            num_layers=num_layers,
+            compression=compression,
+            timeout_s=timeout_s,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+        )
+        # A codec's residuals are each rank's own; without any, a run may go on with another number of ranks.
+        self.needs_as_many_ranks = not get_codec(compression).lossless
+
+    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> DeAR:
+        return DeAR(module, optimizers, self.config, backend=self._traffic_backend)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.method is not None:
+            # The gradient to clip is not in p.grad, where the plugin would look for it.
+            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        super().teardown()
+
+    def after_backward(self, optimizer: Optimizer) -> None:
+        super().after_backward(optimizer)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and self.method is not None and self.method.unscale(1 / scaler.get_scale(), optimizer):
+            mark_overflow(scaler, optimizer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it gradients are accumulated, and nothing is communicated."""
+        with nullcontext() if self.method is None else self.method.no_sync():
+            yield
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole state, as DDP's optimizer would have it, on every rank."""
+        if self.method is None:
+            return super().optimizer_state(optimizer)
+        if self._interrupted:
+            rank_zero_warn(
+                "The checkpoint is saved after an error, when the other ranks may be gone. Each rank has but a part of "
+                "the optimizer's state, so it holds none: a run that goes on from it begins with a new optimizer state."
+            )
+            return super().optimizer_state(optimizer)
+        return self.method.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert self.method is not None
+        self.method.clip(clip_val, getattr(optimizer, "_optimizer", optimizer))
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert self.method is not None
+        self.method.clip_value(clip_val, getattr(optimizer, "_optimizer", optimizer))

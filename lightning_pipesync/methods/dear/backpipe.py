@@ -1,0 +1,102 @@
+"""BackPipe: gradients are reduced under the backward pass (DeAR, Section III-B)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.fused import FusedBuckets
+from lightning_pipesync.methods.dear.order import ExecutionOrder
+from lightning_pipesync.methods.dear.pipeline import Pipeline
+
+
+class BackPipe:
+    """Reduces all buckets once for each backward pass, in one order, whichever gradients this rank has.
+
+    Attributes:
+        reduced: whether the gradients of the last backward pass are averaged.
+
+    Args:
+        buckets: what travels together.
+        order: learns in which order gradients become ready.
+        pipeline: what drives the communication.
+        transport: the way to the other ranks.
+    """
+
+    def __init__(self, buckets: FusedBuckets, order: ExecutionOrder, pipeline: Pipeline, transport: Transport) -> None:
+        self._buckets, self._order, self._pipeline, self._transport = buckets, order, pipeline, transport
+        self._num_launched = 0
+        self._reducing = self.reduced = False
+        self._syncing = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, gradients are left alone."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def gradient_is_ready(self, parameter: Tensor) -> None:
+        """Starts the reduce-scatter of the bucket whose last gradient this is."""
+        if not self._syncing:
+            self.reduced = False
+            return
+        self._order.is_ready(parameter)
+        if not self._buckets:  # the first step only watches
+            return
+        bucket = self._buckets.with_parameter(parameter)
+        if self._reducing and bucket.launched:  # a further backward pass before the step: what it adds is reduced anew
+            self._launch(len(self._buckets))
+            self._reducing = False
+        if not self._reducing:
+            self._begin()
+        bucket.num_awaited -= 1
+        ready = itertools.takewhile(lambda bucket: bucket.num_awaited <= 0, self._buckets[self._num_launched :])
+        self._launch(self._num_launched + len(list(ready)))
+
+    def finish(self) -> None:
+        """Blocks until all gradients are averaged, also those of parameters that had none in this pass.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if not self._reducing:
+            self._begin()
+        self._launch(len(self._buckets))
+        if self._pipeline.finish_reducing(not all(all(bucket.present) for bucket in self._buckets)):
+            self._find_present()
+        self._reducing, self.reduced = False, True
+
+    def forget(self) -> None:
+        """Has :meth:`finish` reduce everything anew: the buckets have changed."""
+        self._pipeline.drain()
+        self._reducing = self.reduced = False
+
+    def _begin(self) -> None:
+        """Gets all buckets ready for the gradients of a backward pass."""
+        self._pipeline.drain()
+        for bucket in self._buckets:
+            self._pipeline.wait_for(bucket)
+            bucket.expect_gradients()
+        self._num_launched, self._reducing, self.reduced = 0, True, False
+
+    def _launch(self, end: int) -> None:
+        """Starts the reduce-scatters of the buckets up to ``end``."""
+        for bucket in self._buckets[self._num_launched : end]:
+            bucket.take_gradients()
+            self._pipeline.reduce(bucket)
+        self._num_launched = max(end, self._num_launched)
+
+    def _find_present(self) -> None:
+        """Finds out which parameters have a gradient on some rank; the others are not updated, as in DDP."""
+        flags = [present for bucket in self._buckets for present in bucket.present]
+        with self._pipeline.exposed():
+            somewhere = iter(self._transport.union(flags).wait())
+        for bucket in self._buckets:
+            bucket.present = [next(somewhere) for _ in bucket.present]

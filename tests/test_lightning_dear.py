@@ -1,0 +1,219 @@
+"""`Trainer(strategy="dear")` on real processes against `strategy="ddp"`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+
+from tests.harness import launch
+from tests.lightning_models import Classifier, fit, fit_on, make_strategy, scaling, train_loader, trainer, val_loader
+
+DEAR = {"name": "dear", "buffer_mb": 1e-4}
+
+
+def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]], exact: bool = True) -> None:
+    """The same weights on every rank, at every validation, and the same losses."""
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one["weights"], actual[0]["weights"])
+        assert one["steps"] == other["steps"]
+        assert one["seen"] == other["seen"]
+        for weights, reference in zip(
+            [*one["validated_with"], one["weights"]], [*other["validated_with"], other["weights"]], strict=True
+        ):
+            if exact:
+                assert torch.equal(weights, reference), (weights - reference).abs().max()
+            else:
+                torch.testing.assert_close(weights, reference)
+        assert one["metrics"]["val_loss"] == pytest.approx(other["metrics"]["val_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("module", "arguments", "exact"),
+    [
+        ({"optimizer": "sgd"}, {}, True),
+        ({"optimizer": "adamw", "scheduler": True, "dropout": 0.2}, {"val_check_interval": 0.5}, True),
+        ({"optimizer": "adamw"}, {"accumulate_grad_batches": 3}, True),
+        ({"optimizer": "sgd"}, {"gradient_clip_val": 0.1}, False),
+        ({"optimizer": "sgd"}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, True),
+        ({"optimizer": "adamw"}, {"precision": "bf16-mixed"}, True),
+        ({"optimizer": "adamw"}, {"precision": "bf16-true"}, False),
+    ],
+    ids=["sgd", "schedule", "accumulation", "clip norm", "clip value", "bf16-mixed", "bf16-true"],
+)
+def test_is_ddp(module: dict[str, Any], arguments: dict[str, Any], exact: bool, update: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = fit_on(2, tmp_path, "ddp", module, **arguments)
+    actual = fit_on(2, tmp_path, {**DEAR, "update": update}, module, **arguments)
+    assert_same(actual, expected, exact)
+    assert actual[0]["metrics"]["dear/mib_sent"] > 0
+    assert actual[0]["metrics"]["dear/buckets"] > 1
+
+
+def test_by_its_name(tmp_path: Path) -> None:
+    assert_same(fit_on(3, tmp_path, "dear"), fit_on(3, tmp_path, "ddp"), exact=False)
+
+
+def fit_scaled(strategy: Any, directory: Path) -> dict[str, Any]:
+    """With a scale that overflows at first."""
+    plugin = scaling()
+    assert plugin.scaler is not None
+    plugin.scaler._init_scale = 2.0**24
+    result = fit(directory, strategy, {"optimizer": "sgd"}, plugins=[plugin], gradient_clip_val=0.1)
+    return {**result, "scale": plugin.scaler.get_scale()}
+
+
+def test_loss_scaling(tmp_path: Path) -> None:
+    expected = launch(partial(fit_scaled, "ddp", tmp_path), 2, init=False)
+    actual = launch(partial(fit_scaled, DEAR, tmp_path), 2, init=False)
+    assert_same(actual, expected, exact=False)
+    assert [one["scale"] for one in actual] == [one["scale"] for one in expected]
+    assert actual[0]["scale"] < 2.0**24, "the test must see an overflow"
+
+
+def fit_averaged(strategy: Any, directory: Path) -> dict[str, Any]:
+    callback = EMAWeightAveraging(decay=0.5)
+    return fit(directory, strategy, {"optimizer": "adamw"}, callbacks=[callback])
+
+
+def test_running_average_of_the_weights(tmp_path: Path) -> None:
+    expected = launch(partial(fit_averaged, "ddp", tmp_path), 2, init=False)
+    assert_same(launch(partial(fit_averaged, DEAR, tmp_path), 2, init=False), expected)
+
+
+class Thaw(BaseFinetuning):
+    """The first layer joins in the second epoch, in a group of its own."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.model[0][0])
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model[0][0], optimizer, lr=0.02)
+
+
+class FineTuned(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
+
+
+class AverageGradients(pl.Callback):
+    """DDP does not know parameters that were frozen when it was made. To average the others again changes nothing."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2
+
+
+def fine_tune(strategy: Any, directory: Path) -> tuple[Tensor, list[Tensor]]:
+    model = FineTuned()
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    callbacks = [Thaw()] if isinstance(strategy, dict) else [Thaw(), AverageGradients()]
+    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, callbacks=callbacks, max_epochs=3)
+    run.fit(model, train_loader(), val_loader())
+    return model.weights(), model.validated_with
+
+
+def test_fine_tuning(tmp_path: Path) -> None:
+    expected = launch(partial(fine_tune, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
+    for actual, reference in zip(launch(partial(fine_tune, DEAR, tmp_path), 2, init=False), expected, strict=True):
+        assert torch.equal(actual[0], reference[0])
+        assert all(torch.equal(a, b) for a, b in zip(actual[1], reference[1], strict=True))
+
+
+def save(strategy: Any, world_size: int, directory: Path, steps: int) -> Path:
+    """Trains, and saves a checkpoint after so many steps."""
+    saver = ModelCheckpoint(directory, filename="saved", every_n_train_steps=steps, save_top_k=1, monitor=None)
+    arguments = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": steps}
+    fit_on(world_size, directory, strategy, {"optimizer": "adamw"}, **arguments)
+    path = directory / "saved.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert len(checkpoint["optimizer_states"][0]["state"]) == 6, "momenta of all parameters"
+    return path
+
+
+def go_on(strategy: Any, directory: Path, path: Path) -> dict[str, Any]:
+    model = Classifier(optimizer="adamw")
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory)
+    run.fit(model, train_loader(), val_loader(), ckpt_path=path)
+    return {"weights": model.weights(), "steps": run.global_step}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(DEAR, "ddp"), ("ddp", DEAR), (DEAR, DEAR)], ids=["to", "from", "resumed"]
+)
+@pytest.mark.parametrize("steps", [5, 8])
+def test_checkpoints(first: Any, second: Any, steps: int, tmp_path: Path) -> None:
+    """In mid-epoch and at the end of one: as DDP goes on from its own checkpoint."""
+    reference = save("ddp", 2, tmp_path / "reference", steps)
+    expected = launch(partial(go_on, "ddp", tmp_path, reference), 2, init=False)
+    path = save(first, 2, tmp_path / "saved", steps)
+    for one, other in zip(launch(partial(go_on, second, tmp_path, path), 2, init=False), expected, strict=True):
+        assert one["steps"] == other["steps"] == 16
+        assert torch.equal(one["weights"], other["weights"])
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    path = save(DEAR, 2, tmp_path, 8)
+    [expected] = launch(partial(go_on, "ddp", tmp_path, path), 1, init=False)
+    [one] = launch(partial(go_on, DEAR, tmp_path, path), 1, init=False)
+    assert one["steps"] == expected["steps"] > 8
+    assert torch.equal(one["weights"], expected["weights"])
+
+
+def fit_in_parallel(strategy: Any, directory: Path) -> dict[str, Any]:
+    return fit(directory, strategy, {"optimizer": "sgd", "batch_norm": True})
+
+
+def test_buffers_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    """DDP sends them before each forward pass; here it is done whenever the weights are read."""
+    expected = launch(partial(fit_in_parallel, "ddp", tmp_path), 2, init=False)
+    actual = launch(partial(fit_in_parallel, DEAR, tmp_path), 2, init=False)
+    assert torch.equal(actual[0]["weights"], expected[0]["weights"])
+    assert torch.equal(actual[1]["weights"], actual[0]["weights"])
+
+
+class TwoOptimizers(Classifier):
+    """As a GAN: manual optimisation, one optimizer after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.model[0], self.model[2])]
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        indices, x, y = batch
+        self.seen.append(indices.tolist())
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self.model(x), y))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+def fit_manually(strategy: Any, directory: Path) -> Tensor:
+    model = TwoOptimizers()
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    trainer(chosen, int(os.environ["WORLD_SIZE"]), directory).fit(model, train_loader(), val_loader())
+    return model.weights()
+
+
+def test_manual_optimisation(tmp_path: Path) -> None:
+    expected = launch(partial(fit_manually, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
+    for weights in launch(partial(fit_manually, DEAR, tmp_path), 2, init=False):
+        assert torch.equal(weights, expected[0])
