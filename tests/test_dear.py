@@ -137,6 +137,32 @@ def test_compression_keeps_the_ranks_together(codec: str, update: str) -> None:
                 torch.testing.assert_close(outcome[name], value, rtol=0.05, atol=0.02)
 
 
+def saved_without_waiting() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = DeAR(model, optimizer)
+    for i in range(3):
+        optimizer.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+    saved = dict(model.state_dict())
+    sync.synchronize()
+    flushed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert len({value.untyped_storage().data_ptr() for value in saved.values()}) == len(saved), (
+        "each has its own memory"
+    )
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
+    sync.detach()
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == len(saved)
+    assert not model._forward_pre_hooks
+    return saved, flushed
+
+
+def test_a_state_dict_is_up_to_date() -> None:
+    for saved, flushed in launch(saved_without_waiting, 2):
+        assert_same_state(saved, flushed)
+
+
 def backward_begins(i: int, events: list[str], *_: Any) -> None:
     time.sleep(0.05)  # the other thread's turn
     events.append(f"backward {i}")

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_pipesync import SelSyncConfig, SelSyncStrategy
 from tests.harness import DIED, launch, raised
-from tests.lightning_models import Classifier, dataset, train_loader, trainer
+from tests.lightning_models import Classifier, dataset, make_strategy, train_loader, trainer
 
 
 @pytest.mark.parametrize(
@@ -105,21 +105,23 @@ class Failing(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def fit_failing(directory: Path, how: str, timeout_s: int) -> tuple[tuple[str, str] | None, float]:
+def fit_failing(directory: Path, name: str, how: str, timeout_s: int) -> tuple[tuple[str, str] | None, float]:
     saving = ModelCheckpoint(directory, save_on_exception=True)
-    run = trainer(SelSyncStrategy(timeout_s=timeout_s), 2, directory, callbacks=[saving], enable_checkpointing=True)
+    strategy = make_strategy({"name": name, "timeout_s": timeout_s})
+    run = trainer(strategy, 2, directory, callbacks=[saving], enable_checkpointing=True)
     start = time.monotonic()
     outcome = raised(lambda: run.fit(Failing(how), train_loader()))
     return outcome, time.monotonic() - start
 
 
+@pytest.mark.parametrize("name", ["dear", "selsync"])
 @pytest.mark.parametrize(("how", "timeout_s"), [("dies", 100), ("raises", 100), ("hangs", 5)])
-def test_a_lost_rank_makes_the_others_raise(how: str, timeout_s: int, tmp_path: Path) -> None:
+def test_a_lost_rank_makes_the_others_raise(how: str, timeout_s: int, name: str, tmp_path: Path) -> None:
     """Before a rank that hangs wakes up, and long before the timeout if it is gone.
 
     Though Lightning saves a checkpoint on the exception; and no thread keeps the process alive.
     """
-    outcomes = launch(fit_failing, 2, tmp_path, how, timeout_s, init=False, may_die=(1,), timeout_s=100)
+    outcomes = launch(fit_failing, 2, tmp_path, name, how, timeout_s, init=False, may_die=(1,), timeout_s=100)
     (outcome, seconds) = outcomes[0]
     assert outcome is not None
     assert outcome[0] == "RuntimeError"
@@ -139,7 +141,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_pipesync
 
 if __name__ == "__main__":
-    trainer = Trainer(strategy="selsync", devices=2, accelerator="cpu", max_epochs=10**6, logger=False,
+    trainer = Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", max_epochs=10**6, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0)
     class Noisy(BoringModel):
         def on_train_epoch_end(self):
@@ -148,13 +150,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_interrupting_a_script_ends_all_its_processes(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [("selsync", signal.SIGINT), ("selsync", signal.SIGTERM), ("dear", signal.SIGINT)]
+)
+def test_interrupting_a_script_ends_all_its_processes(name: str, how: signal.Signals, tmp_path: Path) -> None:
     """The signal goes to the main process; nothing crashes on the way out, and nothing is left running."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), name],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -186,7 +190,7 @@ def _group_lives(group: int) -> bool:
     return True
 
 
-def fit_twin(directory: Path) -> tuple[str, bool, Tensor]:
+def fit_twin(directory: Path, name: str) -> tuple[str, set[str], Tensor]:
     import pytorch_lightning as twin
 
     class TwinModel(twin.LightningModule):
@@ -202,7 +206,7 @@ def fit_twin(directory: Path) -> tuple[str, bool, Tensor]:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     run = twin.Trainer(
-        strategy="selsync",
+        strategy=name,
         devices=2,
         accelerator="cpu",
         max_epochs=2,
@@ -215,21 +219,25 @@ def fit_twin(directory: Path) -> tuple[str, bool, Tensor]:
     run.fit(model, train_loader())
     return (
         type(run.train_dataloader.sampler).__name__,
-        "selsync/lssr" in run.callback_metrics,
+        set(run.callback_metrics),
         model.layer.weight.detach(),
     )
 
 
-def test_the_twin_distribution(tmp_path: Path) -> None:
-    outcomes = launch(fit_twin, 2, tmp_path, init=False)
-    for sampler, logged, weight in outcomes:
-        assert sampler == "SelDPSampler"
-        assert logged
+@pytest.mark.parametrize(
+    ("name", "sampler", "metric"),
+    [("selsync", "SelDPSampler", "selsync/lssr"), ("dear", "DistributedSampler", "dear/mib_sent")],
+)
+def test_the_twin_distribution(name: str, sampler: str, metric: str, tmp_path: Path) -> None:
+    outcomes = launch(fit_twin, 2, tmp_path, name, init=False)
+    for used, logged, weight in outcomes:
+        assert used == sampler
+        assert metric in logged
         assert torch.equal(weight, outcomes[0][2])
 
 
-def fit_twice(directory: Path) -> list[Any]:
-    run = trainer(SelSyncStrategy(delta=0.1), 2, directory, max_epochs=1)
+def fit_twice(directory: Path, name: str) -> list[Any]:
+    run = trainer(name, 2, directory, max_epochs=1)
     results = []
     for epochs in (1, 2):
         model = Classifier()
@@ -242,7 +250,8 @@ def fit_twice(directory: Path) -> list[Any]:
     return results
 
 
-def test_fitting_twice_leaves_nothing_behind(tmp_path: Path) -> None:
-    outcomes = launch(fit_twice, 2, tmp_path, init=False)
+@pytest.mark.parametrize("name", ["dear", "selsync"])
+def test_fitting_twice_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
+    outcomes = launch(fit_twice, 2, tmp_path, name, init=False)
     for mine, first in zip(outcomes[1], outcomes[0], strict=True):
         assert torch.equal(mine, first)

@@ -20,9 +20,10 @@ assert found() == before, (before, found())
 
 import lightning.pytorch, pytorch_lightning
 for package in (lightning.pytorch, pytorch_lightning):
-    strategy = package.Trainer(strategy="selsync", accelerator="cpu", devices=1, logger=False).strategy
-    assert strategy.name == "selsync"
-    assert isinstance(strategy, package.strategies.DDPStrategy)
+    for name in ("dear", "selsync"):
+        strategy = package.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
+        assert strategy.name == name
+        assert isinstance(strategy, package.strategies.DDPStrategy)
 """
 
 

@@ -98,6 +98,13 @@ class FusedBuckets:
             bucket.release()
         self._buckets = []
 
+    def copy_views(self, state: dict[str, Any]) -> None:
+        """Replaces tensors that are views of a bucket by copies: file formats do not like tensors that share memory."""
+        shared = {bucket.values.flat.untyped_storage().data_ptr() for bucket in self._buckets}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in shared:
+                state[name] = value.clone()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what travels together, and the state of each bucket on this rank."""
         index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}

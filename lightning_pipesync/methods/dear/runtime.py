@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.compat import after_state_dict
 from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
@@ -39,7 +40,7 @@ class DeAR(SyncMethod):
             optimizer.zero_grad()
             loss(model(x), y).backward()
             sync.step()                                 # in place of optimizer.step()
-        sync.synchronize()                              # before anything but a forward pass reads the weights
+        sync.synchronize()                              # before anything but a forward pass or a state_dict reads them
         validate(model)
         sync.detach()
 
@@ -91,6 +92,8 @@ class DeAR(SyncMethod):
         self._stepped: set[int] = set()  # optimizers that have used the gradients of this backward pass
         self._eager = False
         self._hooks = [child.register_forward_pre_hook(self._before_forward) for child in self._order.modules]
+        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
+        self._hooks.append(after_state_dict(module, self._buckets.copy_views))
         self._hooked: set[int] = set()
         self._take_over(parameters)
 
