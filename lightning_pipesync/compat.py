@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -50,11 +48,9 @@ def handles_unscaling(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def after_state_dict(module: nn.Module, hook: Callable[[dict[str, Any]], None]) -> RemovableHandle:
-    """Has ``hook`` see, and change in place, what ``module.state_dict()`` is about to return."""
-    register = getattr(module, "register_state_dict_post_hook", module._register_state_dict_hook)
-    handle: RemovableHandle = register(lambda _, state, *rest: hook(state))
-    return handle
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tells learning rate schedulers, which warn otherwise, that ``optimizer`` has taken a step."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> Optimizer:

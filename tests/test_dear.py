@@ -145,7 +145,7 @@ def saved_without_waiting() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         optimizer.zero_grad()
         loss(model, i, dist.get_rank()).backward()
         sync.step()
-    saved = dict(model.state_dict())
+    saved = sync.without_views(model.state_dict())
     sync.synchronize()
     flushed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert len({value.untyped_storage().data_ptr() for value in saved.values()}) == len(saved), (

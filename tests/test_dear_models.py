@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import launch
+from tests.harness import launch, raised
 from tests.models import batch, state
 from tests.test_dear import assert_same_state
 
@@ -217,7 +219,7 @@ def train_in_groups(update: str) -> Any:
     return both(Backwards, scheduled, in_groups, update=update)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_groups_and_a_schedule(update: str) -> None:
     check(launch(train_in_groups, 2, update))
@@ -326,3 +328,194 @@ def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], di
 )
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
     check(launch(stopped_and_resumed, 2, settings))
+
+
+def loss_by_scaler(with_dear: bool) -> dict[str, Tensor]:
+    """What a loss scaler sees is the sum that is to be divided, also in the first step and with an unused layer."""
+    torch.manual_seed(0)
+    model = Twice()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = DeAR(model, optimizer, **SMALL) if with_dear else None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (loss_of(model, step) * 1024).backward()
+        if sync:
+            assert not sync.unscale(1 / 1024)
+            sync.step()
+            continue
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size() * 1024
+        optimizer.step()
+    if sync:
+        sync.flush()
+        sync.detach()
+    return state(model)
+
+
+def test_unscaling() -> None:
+    check(list(zip(launch(loss_by_scaler, 2, False), launch(loss_by_scaler, 2, True), strict=True)))
+
+
+class Normed(nn.Module):
+    """Its hooks compute the weight from other parameters before each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.utils.weight_norm(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def train_normed() -> Any:
+    return both(Normed, plainly)
+
+
+def test_hooks_that_read_weights_see_the_new_ones() -> None:
+    check(launch(train_normed, 2))
+
+
+def twice_backward(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
+    """Two backward passes before a step, with a layer that only some ranks use."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        loss_of(model, step + 1).backward()
+        if sync:
+            sync.step()
+            continue
+        for parameter in model.parameters():
+            missing = torch.tensor(float(parameter.grad is None))
+            dist.all_reduce(missing)
+            if missing == dist.get_world_size():
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+
+
+def train_twice_backward() -> Any:
+    _, actual = both(
+        Twice, lambda called, model, optimizer, sync: sync and twice_backward(called, model, optimizer, sync)
+    )
+    torch.manual_seed(0)
+    model = Twice()
+    twice_backward(model, model, AdamW(model.parameters(), lr=0.01), None)
+    return state(model), actual
+
+
+def test_ranks_that_use_other_layers_reduce_as_often() -> None:
+    check(launch(train_twice_backward, 2))
+
+
+def one_step(sync: DeAR, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    sync.step()
+
+
+def written_from_outside(settings: dict[str, Any]) -> bool:
+    """Weights that the user writes, in place or by other memory, are those that training goes on from."""
+    model = Backwards()
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    sync = DeAR(model, optimizer, **{**SMALL, **settings})
+    for step in range(3):
+        one_step(sync, model, optimizer, step)
+    sync.synchronize()
+    kept = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    one_step(sync, model, optimizer, 3)
+    sync.flush()
+    kept.append(all(bool((parameter - 0.5).abs().max() < 1e-3) for parameter in model.parameters()))
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, 0.25)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    one_step(sync, model, optimizer, 4)
+    sync.flush()
+    kept.append(not torch.equal(model.head.bias, torch.full_like(model.head.bias, 0.25)))
+    kept.append(all(bool((parameter - 0.25).abs().max() < 0.2) for parameter in model.parameters()))
+    sync.detach()
+    return all(kept)
+
+
+@pytest.mark.parametrize("settings", [{}, {"compression": "bf16"}, {"update": "replicated"}], ids=str)
+def test_weights_may_be_written_from_outside(settings: dict[str, Any]) -> None:
+    assert launch(written_from_outside, 2, settings) == [True, True]
+
+
+def loaded_in_between() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Goes back to an earlier state of weights and optimizer, twice."""
+    torch.manual_seed(0)
+    model = Backwards()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    sync = DeAR(model, optimizer, **SMALL)
+    ends = []
+    for step in range(2):
+        one_step(sync, model, optimizer, step)
+    sync.flush()
+    weights, kept = state(model), sync.optimizer_state_dict()
+    for _ in range(2):
+        for step in range(2, 5):
+            one_step(sync, model, optimizer, step)
+        sync.flush()
+        ends.append(state(model))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(kept)
+    copied = deepcopy(model)
+    assert copied(torch.ones(1, 6)).shape == (1, 3)
+    torch.save(model, io.BytesIO())
+    sync.detach()
+    return ends[0], ends[1]
+
+
+def test_states_may_be_loaded_in_between() -> None:
+    check(launch(loaded_in_between, 2))
+
+
+class Wrapping(SGD):
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"], lr=0.1)
+        self.optimizer = inner
+
+
+class Counting(SGD):
+    """Keeps state in its parameter groups."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def with_odd_optimizers() -> list[tuple[str, str] | None]:
+    model = Backwards()
+    wrapping = Wrapping(SGD(model.parameters(), lr=0.1))
+    counting = Counting(model.parameters(), lr=0.1)
+    sync = DeAR(model, counting)
+
+    def two_steps() -> None:
+        one_step(sync, model, counting, 0)
+        one_step(sync, model, counting, 1)
+
+    outcomes = [raised(lambda: DeAR(model, wrapping)), raised(two_steps)]
+    sync.detach()
+    return outcomes
+
+
+def test_optimizers_that_cannot_be_copied_are_refused() -> None:
+    for wrapping, counting in launch(with_odd_optimizers, 2):
+        assert wrapping is not None
+        assert wrapping[0] == "ValueError"
+        assert "Wrapping wraps another optimizer" in wrapping[1]
+        assert counting is not None
+        assert counting[0] == "RuntimeError"
+        assert "'k'" in counting[1]

@@ -63,21 +63,22 @@ def test_by_its_name(tmp_path: Path) -> None:
     assert_same(fit_on(3, tmp_path, "dear"), fit_on(3, tmp_path, "ddp"), exact=False)
 
 
-def fit_scaled(strategy: Any, directory: Path) -> dict[str, Any]:
-    """With a scale that overflows at first."""
+def fit_scaled(strategy: Any, directory: Path, scale: float) -> dict[str, Any]:
     plugin = scaling()
     assert plugin.scaler is not None
-    plugin.scaler._init_scale = 2.0**24
+    plugin.scaler._init_scale = scale
     result = fit(directory, strategy, {"optimizer": "sgd"}, plugins=[plugin], gradient_clip_val=0.1)
     return {**result, "scale": plugin.scaler.get_scale()}
 
 
-def test_loss_scaling(tmp_path: Path) -> None:
-    expected = launch(partial(fit_scaled, "ddp", tmp_path), 2, init=False)
-    actual = launch(partial(fit_scaled, DEAR, tmp_path), 2, init=False)
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**24])
+def test_loss_scaling(scale: float, tmp_path: Path) -> None:
+    """The larger scale overflows at first."""
+    expected = launch(partial(fit_scaled, "ddp", tmp_path, scale), 2, init=False)
+    actual = launch(partial(fit_scaled, DEAR, tmp_path, scale), 2, init=False)
     assert_same(actual, expected, exact=False)
     assert [one["scale"] for one in actual] == [one["scale"] for one in expected]
-    assert actual[0]["scale"] < 2.0**24, "the test must see an overflow"
+    assert (actual[0]["scale"] < scale) == (scale == 2.0**24)
 
 
 def fit_averaged(strategy: Any, directory: Path) -> dict[str, Any]:
@@ -217,3 +218,49 @@ def test_manual_optimisation(tmp_path: Path) -> None:
     expected = launch(partial(fit_manually, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
     for weights in launch(partial(fit_manually, DEAR, tmp_path), 2, init=False):
         assert torch.equal(weights, expected[0])
+
+
+def save_after_training(strategy: Any, directory: Path) -> None:
+    model = Classifier(optimizer="adamw")
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory)
+    run.fit(model, train_loader(), val_loader())
+    run.save_checkpoint(directory / "after.ckpt")
+
+
+def test_a_checkpoint_after_the_training_is_whole(tmp_path: Path) -> None:
+    for name, strategy in (("ddp", "ddp"), ("dear", DEAR)):
+        launch(partial(save_after_training, strategy, tmp_path / name), 2, init=False)
+    expected, actual = (torch.load(tmp_path / name / "after.ckpt", weights_only=True) for name in ("ddp", "dear"))
+    for key, value in expected["state_dict"].items():
+        assert torch.equal(actual["state_dict"][key], value)
+    [kept], [saved] = expected["optimizer_states"], actual["optimizer_states"]
+    assert saved["state"].keys() == kept["state"].keys()
+    for index, of_parameter in kept["state"].items():
+        assert all(torch.equal(saved["state"][index][name], value) for name, value in of_parameter.items())
+
+
+def test_buffers_and_checkpoints_in_mid_epoch(tmp_path: Path) -> None:
+    """Saving after every step, with buffers to send, whether or not this rank's weights have arrived."""
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    arguments = {"callbacks": [saver], "enable_checkpointing": True}
+    outcomes = fit_on(2, tmp_path, DEAR, {"batch_norm": True}, **arguments)
+    assert torch.equal(outcomes[0]["weights"], outcomes[1]["weights"])
+    assert len(list(tmp_path.glob("*.ckpt"))) == 16
+
+
+def fine_tune_on(strategy: Any, directory: Path, path: Path | None) -> Tensor:
+    """To the end of the second epoch of three, or from there on."""
+    model, saver = FineTuned(), ModelCheckpoint(directory, filename="tuned-{epoch}", save_top_k=-1)
+    epochs = 2 if path is None else 3
+    arguments = {"callbacks": [Thaw(), saver], "enable_checkpointing": True, "max_epochs": epochs}
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **arguments)
+    run.fit(model, train_loader(), val_loader(), ckpt_path=path)
+    return model.weights()
+
+
+def test_fine_tuning_can_be_resumed(tmp_path: Path) -> None:
+    expected = launch(partial(fine_tune, DEAR, tmp_path), 2, init=False)
+    launch(partial(fine_tune_on, DEAR, tmp_path, None), 2, init=False)
+    for weights in launch(partial(fine_tune_on, DEAR, tmp_path, tmp_path / "tuned-epoch=1.ckpt"), 2, init=False):
+        assert torch.equal(weights, expected[0][0])

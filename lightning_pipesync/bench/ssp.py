@@ -133,10 +133,12 @@ class SSP(Training):
     def _serve(self, rank: int, server: ParameterServer) -> None:
         """Answers one rank until it leaves."""
         message, weights = torch.empty_like(self._message), Bucket(self._parameters)
-        while True:
-            self._transport.recv(message, rank).wait()
-            if message[-1]:
-                server.leave(rank)
-                return
-            server.push_and_pull(rank, message[:-1], weights)
-            self._transport.send(weights.flat, rank).wait()
+        try:
+            while True:
+                self._transport.recv(message, rank).wait()
+                if message[-1]:
+                    return
+                server.push_and_pull(rank, message[:-1], weights)
+                self._transport.send(weights.flat, rank).wait()
+        finally:
+            server.leave(rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ from lightning_pipesync.methods.dear.config import FusionMethod, Update
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
@@ -111,6 +111,31 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         super().teardown()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def compute_and_reduce() -> Any:
+            result = closure()
+            assert self.method is not None
+            self.method.after_backward(optimizer)  # before a loss scaler changes p.grad
+            return result
+
+        return super().optimizer_step(optimizer, compute_and_reduce, model, **kwargs)
+
+    def on_train_end(self) -> None:
+        """Has the optimizers keep their state, for a checkpoint that is saved after the training."""
+        super().on_train_end()
+        if self.method is not None and not self._interrupted:
+            self.method.return_optimizer_states()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        return state if self.method is None else self.method.without_views(state)
 
     def after_backward(self, optimizer: Optimizer) -> None:
         super().after_backward(optimizer)

@@ -13,6 +13,9 @@ from lightning_pipesync.methods.dear.fused import FusedBuckets
 from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.pipeline import Pipeline
 
+# The bits of a rank's flag: a parameter has no gradient; one has changed after its bucket was launched.
+MISSING, OUTDATED = 1, 2
+
 
 class BackPipe:
     """Reduces all buckets once for each backward pass, in one order, whichever gradients this rank has.
@@ -30,7 +33,7 @@ class BackPipe:
     def __init__(self, buckets: FusedBuckets, order: ExecutionOrder, pipeline: Pipeline, transport: Transport) -> None:
         self._buckets, self._order, self._pipeline, self._transport = buckets, order, pipeline, transport
         self._num_launched = 0
-        self._reducing = self.reduced = False
+        self._reducing = self.reduced = self._outdated = False
         self._syncing = True
 
     @contextmanager
@@ -51,11 +54,13 @@ class BackPipe:
         if not self._buckets:  # the first step only watches
             return
         bucket = self._buckets.with_parameter(parameter)
-        if self._reducing and bucket.launched:  # a further backward pass before the step: what it adds is reduced anew
-            self._launch(len(self._buckets))
-            self._reducing = False
+        if bucket is None:  # no optimizer has it any more
+            return
         if not self._reducing:
             self._begin()
+        if bucket.launched:  # a further backward pass before the step: what it adds has to be reduced, too
+            self._outdated = True
+            return
         bucket.num_awaited -= 1
         ready = itertools.takewhile(lambda bucket: bucket.num_awaited <= 0, self._buckets[self._num_launched :])
         self._launch(self._num_launched + len(list(ready)))
@@ -66,17 +71,26 @@ class BackPipe:
         Raises:
             RuntimeError: a peer is lost.
         """
-        if not self._reducing:
-            self._begin()
-        self._launch(len(self._buckets))
-        if self._pipeline.finish_reducing(not all(all(bucket.present) for bucket in self._buckets)):
+        flags = self._finish_round()
+        if flags & OUTDATED:  # on some rank, so all do it
+            self._reducing = False
+            flags = self._finish_round()
+        if flags & MISSING:
             self._find_present()
         self._reducing, self.reduced = False, True
 
     def forget(self) -> None:
-        """Has :meth:`finish` reduce everything anew: the buckets have changed."""
-        self._pipeline.drain()
+        """Has :meth:`finish` reduce everything anew: the buckets are about to change; a collective call."""
+        self._finish_round()  # ranks may have launched different numbers of buckets
         self._reducing = self.reduced = False
+
+    def _finish_round(self) -> int:
+        """Blocks until all buckets are reduced, and returns the union of all ranks' flags."""
+        if not self._reducing:
+            self._begin()
+        self._launch(len(self._buckets))
+        missing = not all(all(bucket.present) for bucket in self._buckets)
+        return self._pipeline.finish_reducing(MISSING * missing | OUTDATED * self._outdated)
 
     def _begin(self) -> None:
         """Gets all buckets ready for the gradients of a backward pass."""
@@ -84,7 +98,7 @@ class BackPipe:
         for bucket in self._buckets:
             self._pipeline.wait_for(bucket)
             bucket.expect_gradients()
-        self._num_launched, self._reducing, self.reduced = 0, True, False
+        self._num_launched, self._reducing, self.reduced, self._outdated = 0, True, False, False
 
     def _launch(self, end: int) -> None:
         """Starts the reduce-scatters of the buckets up to ``end``."""

@@ -62,14 +62,16 @@ class FusedBucket:
             tensor.data = view
         self._feedback = None if codec.lossless else transport.feedback(self.gradients.flat)
         # Weights that are rounded anew in every step would not move. What travels instead is their difference to what
-        # all ranks have, which makes good in the next step what the codec drops in this one.
+        # all ranks have, and what the codec drops of it is added to the weights before the next update.
         self._difference = None if codec.lossless or not self.sharded else torch.empty_like(self.values.flat)
         self.own_gradient = transport.shard(self.gradients.flat)
         own = transport.shard(self.values.flat)
         self._own, self._updated = own, own if self._difference is None else own.clone()
+        self._dropped = torch.zeros_like(own) if self._difference is not None else None
         pieces = self._pieces_of_shard() if self.sharded else self._whole_pieces()
         self.update = BucketUpdate(optimizer, self.group[1], pieces)
-        self.update.forget_original_state()
+        for tensor in self._tensors:
+            optimizer.state.pop(tensor, None)
         self.present = [True] * len(self._tensors)
         self.num_awaited = 0
         self.launched = False
@@ -86,6 +88,10 @@ class FusedBucket:
         """Copies the gradients into their buffer; one that is missing counts as zero."""
         gradients = [tensor.grad for tensor in self._tensors]
         self.present = [gradient is not None for gradient in gradients]
+        for tensor, view in zip(self._tensors, self.values.views, strict=True):
+            if tensor.data_ptr() != view.data_ptr():  # the user has given the parameter other memory
+                view.copy_(tensor)
+                tensor.data = view
         self.launched = True
         if not all(self.present):
             self.gradients.flat.zero_()
@@ -101,9 +107,11 @@ class FusedBucket:
         """Starts the all-gather: of the weights that this rank has updated, or of the averaged gradients."""
         if not self.sharded:
             return transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
-        self.update.apply(self.present)
-        if self._difference is None:
+        if self._difference is None or self._dropped is None:
+            self.update.apply(self.present)
             return transport.all_gather(self.values.flat, codec=self._codec)
+        torch.add(self._own, self._dropped, out=self._updated)
+        self.update.apply(self.present)
         torch.sub(self._updated, self._own, out=transport.shard(self._difference))
         return transport.all_gather(self._difference, codec=self._codec)
 
@@ -114,20 +122,21 @@ class FusedBucket:
             self.update.apply(self.present)
         elif self._difference is not None:
             self.values.flat.add_(self._difference)
+            torch.sub(self._updated, self._own, out=self._dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the codec needs besides the weights: nothing, if it is lossless."""
         state: dict[str, Any] = {}
-        if self._difference is not None:
-            state["updated"] = self._updated
+        if self._dropped is not None:
+            state["dropped"] = self._dropped
         if self._feedback is not None:
             state["feedback"] = self._feedback.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank."""
-        if self._difference is not None:
-            self._updated.copy_(state["updated"])
+        if self._dropped is not None:
+            self._dropped.copy_(state["dropped"])
         if self._feedback is not None:
             self._feedback.load_state_dict(state["feedback"])
 

@@ -53,9 +53,9 @@ class FusedBuckets:
     def __getitem__(self, position: slice) -> list[FusedBucket]:
         return self._buckets[position]
 
-    def with_parameter(self, parameter: Tensor) -> FusedBucket:
-        """Returns the bucket of a parameter."""
-        return self._bucket_of[id(parameter)]
+    def with_parameter(self, parameter: Tensor) -> FusedBucket | None:
+        """Returns the bucket of a parameter; None if no optimizer has it."""
+        return self._bucket_of.get(id(parameter))
 
     def needed_by(self, module: nn.Module) -> Sequence[FusedBucket]:
         """Returns the buckets of the parameters that the module itself registers."""
@@ -67,12 +67,7 @@ class FusedBuckets:
         return [bucket for bucket in buckets if bucket.group[0] == index]
 
     def begin_anew(self, parameters: Sequence[NamedParameter]) -> None:
-        """Gives up the buckets, if there are any, and takes ``parameters`` into the next ones; a collective call.
-
-        The optimizers get the state back that the buckets have kept.
-        """
-        for index, optimizer in enumerate(self._optimizers):
-            optimizer.state.update(self.optimizer_states(index))
+        """Gives up the buckets, if there are any, and takes ``parameters`` into the next ones."""
         self.release()
         self._parameters = parameters
 
@@ -82,6 +77,11 @@ class FusedBuckets:
         plan = plan_buckets(ready, self._config.plan())
         first_needed = [min(position[id(member.tensor)] for member in members) for members in plan]
         self._fuse(plan, sorted(range(len(plan)), key=first_needed.__getitem__))
+
+    def return_optimizer_states(self) -> None:
+        """Gives the optimizers the state back that the buckets keep; a collective call."""
+        for index, optimizer in enumerate(self._optimizers):
+            optimizer.state.update(self.optimizer_states(index))
 
     def optimizer_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
         """Returns what an optimizer would keep for its parameters without DeAR; a collective call."""
@@ -97,13 +97,13 @@ class FusedBuckets:
         for bucket in self._buckets:
             bucket.release()
         self._buckets = []
+        self._bucket_of = {}
+        self._buckets_of = {}
 
-    def copy_views(self, state: dict[str, Any]) -> None:
-        """Replaces tensors that are views of a bucket by copies: file formats do not like tensors that share memory."""
-        shared = {bucket.values.flat.untyped_storage().data_ptr() for bucket in self._buckets}
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in shared:
-                state[name] = value.clone()
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is a view of a bucket's values."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(bucket.values.flat.untyped_storage().data_ptr() == storage for bucket in self._buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what travels together, and the state of each bucket on this rank."""

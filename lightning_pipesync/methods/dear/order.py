@@ -27,14 +27,20 @@ class ExecutionOrder:
             for parameter in child.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), []).append(child)
         self._running: set[nn.Module] = set()
+        self._idle: dict[int, Tensor] = {}
+        for child in self.modules:
+            self._idle.update((id(parameter), parameter) for parameter in child.parameters(recurse=False))
         self._ready: dict[int, None] = {}  # ids of tensors, in the order of their gradients
         self._needed: dict[int, None] = {}  # in the order of the forward pass
         self._used_elsewhere: dict[int, Tensor] = {}
 
     @property
     def used_elsewhere(self) -> list[Tensor]:
-        """Parameters with a gradient in a step in which no module that registers them ran before."""
-        return list(self._used_elsewhere.values())
+        """Parameters that may be read where no module that registers them runs.
+
+        Those with a gradient in a step in which no such module ran before, and those of which none has ever run.
+        """
+        return [*self._used_elsewhere.values(), *self._idle.values()]
 
     def begin_step(self) -> None:
         """Forgets which modules have run."""
@@ -44,7 +50,9 @@ class ExecutionOrder:
         """Notes that one of the ``modules`` starts its forward pass."""
         if module not in self._running:
             self._running.add(module)
-            self._needed.update((id(parameter), None) for parameter in module.parameters(recurse=False))
+            for parameter in module.parameters(recurse=False):
+                self._needed[id(parameter)] = None
+                self._idle.pop(id(parameter), None)
 
     def is_ready(self, parameter: Tensor) -> None:
         """Notes that a parameter's gradient is ready."""

@@ -9,12 +9,13 @@ is needed first does not share it with all others.
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from lightning_pipesync.core.handle import Handle, Worker
@@ -48,8 +49,8 @@ class Pipeline:
         """Starts to average the bucket's gradients over the ranks; each rank gets its shard of them."""
         self._submit(lambda: self._start(bucket.start_reducing(self._transport), lambda _: None))
 
-    def finish_reducing(self, flag: bool) -> bool:
-        """Blocks until all gradients are averaged; returns whether any rank's ``flag`` is true.
+    def finish_reducing(self, flag: int) -> int:
+        """Blocks until all gradients are averaged; returns the union of the bits of all ranks' ``flag``.
 
         Raises:
             RuntimeError: a peer is lost.
@@ -57,7 +58,7 @@ class Pipeline:
         flags: list[int] = []
         self._submit(lambda: self._start(self._transport.exchange_flags(flag), flags.extend))
         self.drain()
-        return any(flags)
+        return functools.reduce(operator.or_, flags)
 
     def drain(self) -> None:
         """Blocks until nothing is under way.
@@ -77,7 +78,7 @@ class Pipeline:
             bucket.arrived.clear()
             self._expect(bucket.arrived)
         for bucket in buckets:
-            self._submit(partial(self._feed, bucket))
+            self._submit(functools.partial(self._feed, bucket))
         self._submit(self._land_all)
 
     def wait_for(self, bucket: FusedBucket) -> None:

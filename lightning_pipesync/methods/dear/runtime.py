@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import after_state_dict
+from lightning_pipesync.compat import mark_stepped
 from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
@@ -19,6 +19,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused import FusedBuckets
+from lightning_pipesync.methods.dear.hook import ModuleHook
 from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.pipeline import Pipeline
 from lightning_pipesync.methods.method import SyncMethod, device_of, one_config
@@ -91,9 +92,13 @@ class DeAR(SyncMethod):
         self._backpipe = BackPipe(self._buckets, self._order, self._pipeline, self.transport)
         self._stepped: set[int] = set()  # optimizers that have used the gradients of this backward pass
         self._eager = False
-        self._hooks = [child.register_forward_pre_hook(self._before_forward) for child in self._order.modules]
-        self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
-        self._hooks.append(after_state_dict(module, self._buckets.copy_views))
+        self.flushed = False
+        self._state_loaded = False
+        # Before the hooks of others, as of weight_norm, which read the weights.
+        before_forward, before_saving = ModuleHook(self._before_forward), ModuleHook(self._before_saving)
+        self._hooks = [child.register_forward_pre_hook(before_forward, prepend=True) for child in self._order.modules]
+        self._hooks += [child.register_state_dict_pre_hook(before_saving) for child in module.modules()]
+        self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self._optimizers]
         self._hooked: set[int] = set()
         self._take_over(parameters)
 
@@ -109,12 +114,15 @@ class DeAR(SyncMethod):
         """
         if self._backpipe.reduced and self._index(optimizer) not in self._stepped:
             return False
-        if self._groups != self._current_groups():  # as a callback does that thaws layers
+        if self._buckets and (self._state_loaded or self._groups != self._current_groups()):
             self._backpipe.forget()
             self.synchronize()
+            if not self._state_loaded:  # but further parameters, as a callback adds that thaws layers
+                self._buckets.return_optimizer_states()
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         if not self._buckets:
             self._buckets.plan()
+            self._state_loaded = False
         self._backpipe.finish()
         self._stepped.clear()
         return False
@@ -124,6 +132,7 @@ class DeAR(SyncMethod):
         self.after_backward(optimizer)
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
         squares = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32).square() for flat in gradients])
+        self._pipeline.drain()  # another optimizer's weights may be on their way
         with self._pipeline.exposed():
             norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -146,10 +155,13 @@ class DeAR(SyncMethod):
             for bucket in buckets:
                 bucket.update.keep_hyperparameters()
             self._pipeline.feed(buckets)
+        mark_stepped(self._optimizers[index])
+        self.flushed = False
         self._stepped.add(index)
         self._order.begin_step()
         for parameter in self._order.used_elsewhere:
-            self._pipeline.wait_for(self._buckets.with_parameter(parameter))
+            if (used := self._buckets.with_parameter(parameter)) is not None:
+                self._pipeline.wait_for(used)
         if self._eager:
             self.synchronize()
         return result
@@ -166,9 +178,10 @@ class DeAR(SyncMethod):
         """
         self.after_backward(optimizer)
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
-        finite = all(bool(torch.isfinite(flat.mul_(factor)).all()) for flat in gradients)
+        finite = [bool(torch.isfinite(flat.mul_(factor)).all()) for flat in gradients]
+        self._pipeline.drain()
         with self._pipeline.exposed():
-            return any(self.transport.exchange_flags(not finite).wait())
+            return any(self.transport.exchange_flags(not all(finite)).wait())
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
@@ -185,14 +198,10 @@ class DeAR(SyncMethod):
         """Has weights and buffers be those of synchronous training; buffers follow rank 0. A collective call."""
         self.synchronize()
         exchange_fused(self._read_buffers(), self.config.buffer_mb, self.transport.broadcast)
+        self.flushed = True
 
     def resume(self) -> None:
         """Does nothing: flushed weights are those that training goes on from."""
-
-    @property
-    def flushed(self) -> bool:  # type: ignore[override]
-        """Whether all weights are up to date."""
-        return all(bucket.arrived.is_set() for bucket in self._buckets)
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of buckets, MiB sent and seconds of exposed communication."""
@@ -205,8 +214,8 @@ class DeAR(SyncMethod):
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without DeAR, on every rank; a collective call.
 
-        The optimizer itself keeps no state while DeAR is attached: each rank has that of its shard. A state that is
-        loaded into it with ``optimizer.load_state_dict`` before the first step is taken over.
+        The optimizer itself keeps no state while DeAR is attached: each rank has that of its shard. What is loaded into
+        it with ``optimizer.load_state_dict``, on all ranks, is taken over.
         """
         self.synchronize()
         optimizer = self._optimizers[self._index(optimizer)]
@@ -231,7 +240,22 @@ class DeAR(SyncMethod):
         """
         if state["settings"] != self._shape_settings():
             raise ValueError(f"The state was saved with {state['settings']}, this run has {self._shape_settings()}.")
+        if self._groups != self._current_groups():
+            self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         self._buckets.load_state_dict(state)
+        self._state_loaded = False
+
+    def return_optimizer_states(self) -> None:
+        """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
+        self.synchronize()
+        self._buckets.return_optimizer_states()
+
+    def without_views(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a module's state with copies in place of views of a bucket, which some file formats refuse."""
+        return {
+            name: value.clone() if isinstance(value, Tensor) and self._buckets.shares_memory(value) else value
+            for name, value in state.items()
+        }
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the thread and the process groups; the weights stay as they are."""
@@ -248,11 +272,20 @@ class DeAR(SyncMethod):
         for bucket in self._buckets.needed_by(module):
             self._pipeline.wait_for(bucket)
 
+    def _before_saving(self, *_: Any) -> None:
+        """Has a state_dict hold the weights of the last step."""
+        self.synchronize()
+
+    def _after_loading(self, _: Optimizer) -> None:
+        """Has the next step begin with the state that was loaded into an optimizer."""
+        self._state_loaded = True
+
     def _take_over(self, parameters: Sequence[NamedParameter]) -> None:
         """Has all parameters that an optimizer has reduced and updated."""
         trained = [parameter for parameter in parameters if parameter.group]
         self._buckets.begin_anew(trained)
         self._groups = self._current_groups()
+        self._state_loaded = False
         for parameter in trained:
             if id(parameter.tensor) not in self._hooked:
                 self._hooked.add(id(parameter.tensor))
@@ -306,4 +339,9 @@ class DeAR(SyncMethod):
             self._shape_settings()
         except ValueError as error:
             return error
+        for optimizer in self._optimizers:
+            if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+                return ValueError(
+                    f"{type(optimizer).__name__} wraps another optimizer, which DeAR would not reach: pass that one."
+                )
         return None

@@ -65,18 +65,27 @@ class BucketUpdate:
             if name != "params":
                 self._copy.param_groups[0][name] = value.clone() if isinstance(value, Tensor) else value
 
-    def forget_original_state(self) -> None:
-        """Drops what the user's optimizer keeps for the parameters, of which the copy has its part."""
-        for piece in self._pieces:
-            self._optimizer.state.pop(piece.parameter, None)
-
     def piece_states(self) -> dict[int, dict[str, Any]]:
         """Returns what the copy keeps for each piece, by the parameter's index."""
         return {p.index: dict(self._copy.state[p.values]) for p in self._pieces if p.values in self._copy.state}
 
     def apply(self, present: Sequence[bool]) -> None:
-        """Updates the values by their gradients; those that are not ``present``, by index, stay as they are."""
+        """Updates the values by their gradients; those that are not ``present``, by index, stay as they are.
+
+        Raises:
+            RuntimeError: the optimizer keeps state in its parameter groups, which the copy cannot hand on.
+        """
+        before = self._hyperparameters()
         for piece in self._pieces:
             piece.values.grad = piece.gradient if present[piece.index] else None
         if self._pieces:
             self._copy.step()
+        for name, value in self._hyperparameters().items():
+            if value is not before.get(name) and value != before.get(name):
+                raise RuntimeError(
+                    f"{type(self._copy).__name__} changes {name!r} of its parameter groups in a step, as if it were a "
+                    "hyper-parameter: DeAR steps copies of it, one for each bucket, and cannot keep them together."
+                )
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        return {name: value for name, value in self._copy.param_groups[0].items() if name != "params"}
