@@ -252,15 +252,19 @@ def test_buffers_and_checkpoints_in_mid_epoch(tmp_path: Path) -> None:
 def fine_tune_on(strategy: Any, directory: Path, path: Path | None) -> Tensor:
     """To the end of the second epoch of three, or from there on."""
     model, saver = FineTuned(), ModelCheckpoint(directory, filename="tuned-{epoch}", save_top_k=-1)
+    callbacks = [Thaw(), saver] if isinstance(strategy, dict) else [Thaw(), saver, AverageGradients()]
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
     epochs = 2 if path is None else 3
-    arguments = {"callbacks": [Thaw(), saver], "enable_checkpointing": True, "max_epochs": epochs}
-    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **arguments)
+    arguments = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": epochs}
+    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, **arguments)
     run.fit(model, train_loader(), val_loader(), ckpt_path=path)
     return model.weights()
 
 
 def test_fine_tuning_can_be_resumed(tmp_path: Path) -> None:
-    expected = launch(partial(fine_tune, DEAR, tmp_path), 2, init=False)
+    """As with DDP, from the same checkpoint."""
     launch(partial(fine_tune_on, DEAR, tmp_path, None), 2, init=False)
-    for weights in launch(partial(fine_tune_on, DEAR, tmp_path, tmp_path / "tuned-epoch=1.ckpt"), 2, init=False):
-        assert torch.equal(weights, expected[0][0])
+    path = tmp_path / "tuned-epoch=1.ckpt"
+    expected = launch(partial(fine_tune_on, "ddp_find_unused_parameters_true", tmp_path / "ddp", path), 2, init=False)
+    for weights in launch(partial(fine_tune_on, DEAR, tmp_path / "dear", path), 2, init=False):
+        assert torch.equal(weights, expected[0])
