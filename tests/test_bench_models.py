@@ -93,20 +93,21 @@ def backward_once(model: BenchModel, rank: int = 0) -> torch.Tensor:
 
 
 def test_time_is_that_asked_for() -> None:
-    forward, backward, steps = 0.2, 0.4, 3
+    """Never less; and no more in the quickest of some steps, as a busy machine may hold up the others."""
+    forward, backward = 0.2, 0.4
     model = build_model("emulated-densenet201", scale=1e-3, forward_seconds=forward, backward_seconds=backward)
     backward_once(model)
-    batch, took = model.make_batch(0), [0.0, 0.0]
-    for _ in range(steps):
+    batch = model.make_batch(0)
+    took: list[tuple[float, float]] = []
+    for _ in range(5):
         model.module.zero_grad()
         begin = time.perf_counter()
         loss = model.loss(model.module, batch)
         between = time.perf_counter()
         loss.backward()
-        took[0] += between - begin
-        took[1] += time.perf_counter() - between
-    assert took[0] / (steps * forward) == pytest.approx(1, abs=0.25)
-    assert took[1] / (steps * backward) == pytest.approx(1, abs=0.25)
+        took.append((between - begin, time.perf_counter() - between))
+    for asked, seconds in zip((forward, backward), zip(*took, strict=True), strict=True):
+        assert 0.95 * asked < min(seconds) < 1.25 * asked
 
 
 class Clock:
