@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 
@@ -38,3 +40,28 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 def state(model: nn.Module) -> dict[str, Tensor]:
     """The model's state, detached from it."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train_ddp(optimizer_name: str, num_steps: int) -> dict[str, Tensor]:
+    """The state of a network that DDP has trained, on the batches of this rank."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS[optimizer_name](model)
+    wrapped = DistributedDataParallel(model)
+    for i in range(num_steps):
+        optimizer.zero_grad()
+        loss(wrapped, i, dist.get_rank()).backward()
+        optimizer.step()
+    return state(model)
+
+
+def average_gradients(model: nn.Module, scale: float = 1.0) -> None:
+    """Divides gradients by ``scale`` and averages them, as DDP would; one that no rank has stays None."""
+    for parameter in model.parameters():
+        has_gradient = torch.tensor(float(parameter.grad is not None))
+        dist.all_reduce(has_gradient)
+        if not has_gradient:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size() * scale

@@ -17,20 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import DIED, kill_stopped_siblings, launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state, train_ddp
 
 STEPS = 12
-
-
-def train_ddp(optimizer_name: str) -> dict[str, Tensor]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS[optimizer_name](model)
-    wrapped = DistributedDataParallel(model)
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        loss(wrapped, i, dist.get_rank()).backward()
-        optimizer.step()
-    return state(model)
 
 
 def train(optimizer_name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -66,7 +55,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], ex
 )
 def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update: str) -> None:
     """Bit for bit where dividing by the number of ranks is exact; DDP does it before the sum, DeAR after it."""
-    expected = launch(train_ddp, world_size, optimizer)[0]
+    expected = launch(train_ddp, world_size, optimizer, STEPS)[0]
     outcomes = launch(train, world_size, optimizer, {"update": update, **fusion})
     for outcome in outcomes:
         assert_same_state(outcome, expected, exact=world_size in (1, 2))
@@ -128,7 +117,7 @@ def test_optimizer_state_is_that_of_ddp(optimizer: str, world: str) -> None:
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "truncate16", "int8", "topk"])
 def test_compression_keeps_the_ranks_together(codec: str, update: str) -> None:
-    expected = launch(train_ddp, 2, "sgd")[0]
+    expected = launch(train_ddp, 2, "sgd", STEPS)[0]
     outcomes = launch(train, 2, "sgd", {"update": update, "compression": codec, "buffer_mb": 1e-4})
     for outcome in outcomes:
         assert_same_state(outcome, outcomes[0])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import launch
-from tests.models import batch, state
+from tests.models import average_gradients, batch, state
 from tests.test_dear import assert_same_state
 
 STEPS = 8
@@ -239,13 +239,7 @@ def train_thawing() -> Any:
     model = Backwards()
     optimizer = AdamW(model.parameters(), lr=0.01)
 
-    def average() -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-
-    optimizer.register_step_pre_hook(lambda *_: average())
+    optimizer.register_step_pre_hook(lambda *_: average_gradients(model))
     thawing(model, model, optimizer, None)
     return state(model), actual
 
@@ -271,10 +265,7 @@ def two_optimizers(with_dear: bool) -> dict[str, Tensor]:
             if sync:
                 sync.step(optimizer=optimizers[i])
                 continue
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= dist.get_world_size()
+            average_gradients(model)
             optimizers[i].step()
     if sync:
         sync.flush()
@@ -299,11 +290,7 @@ def loss_by_scaler(with_dear: bool) -> dict[str, Tensor]:
             assert not sync.unscale(1 / 1024)
             sync.step()
             continue
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size() * 1024
+        average_gradients(model, scale=1024)
         optimizer.step()
     if sync:
         sync.flush()
@@ -344,15 +331,7 @@ def twice_backward(called: nn.Module, model: nn.Module, optimizer: Optimizer, sy
         if sync:
             sync.step()
             continue
-        for parameter in model.parameters():
-            missing = torch.tensor(float(parameter.grad is None))
-            dist.all_reduce(missing)
-            if missing == dist.get_world_size():
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+        average_gradients(model)
         optimizer.step()
 
 
@@ -380,9 +359,8 @@ def one_backward_for_two(with_dear: bool) -> dict[str, Tensor]:
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss_of(model, step).backward()
-        for parameter in [] if sync else model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+        if sync is None:
+            average_gradients(model)
         for i, optimizer in zip((0, 2), optimizers, strict=True):
             if sync:
                 sync.clip(0.05, optimizer)

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.methods.selsync import SelSync
 from tests.harness import launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state, train_ddp
 from tests.reference_selsync import mean, simulate
 
 STEPS = 30
@@ -109,20 +108,9 @@ def test_window_and_smoothing(window: int, smoothing: float | None) -> None:
         assert outcome["changes"] == pytest.approx([change[rank] for change in changes], rel=1e-4, abs=1e-6)
 
 
-def train_ddp(optimizer_name: str) -> dict[str, Tensor]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS[optimizer_name](model)
-    wrapped = DistributedDataParallel(model)
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        loss(wrapped, i, dist.get_rank()).backward()
-        optimizer.step()
-    return state(model)
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_delta_zero_with_gradients_is_ddp(optimizer: str) -> None:
-    expected = launch(train_ddp, 2, optimizer)[0]
+    expected = launch(train_ddp, 2, optimizer, STEPS)[0]
     for outcome in launch(train, 2, optimizer, {"delta": 0.0, "aggregation": "gradients"}):
         assert all(outcome["synchronised"])
         assert_same_state(outcome["own"], expected)
@@ -130,7 +118,7 @@ def test_delta_zero_with_gradients_is_ddp(optimizer: str) -> None:
 
 def test_delta_zero_with_parameters_is_synchronous_sgd() -> None:
     """The average of the updated weights is the weights updated by the average, but for rounding."""
-    expected = launch(train_ddp, 2, "sgd")[0]
+    expected = launch(train_ddp, 2, "sgd", STEPS)[0]
     for outcome in launch(train, 2, "sgd", {"delta": 0.0}):
         for name, value in expected.items():
             torch.testing.assert_close(outcome["own"][name], value, rtol=2e-4, atol=2e-5)

@@ -84,18 +84,19 @@ class GlooExchange:
     def _start_reduce_scatter(
         self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        if codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype:
-            slices = self._slices(flat)
-            if worthwhile(slices[0].nbytes, self._world_size):
-                return self._start_ring_reduce_scatter(tag, slices, mean)
-        own, num_bytes = self._shard(flat), codec.wire_bytes(self._shard(flat).numel(), flat.dtype)
+        slices = self._slices(flat)
+        summed_as_they_are = codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype
+        if summed_as_they_are and worthwhile(slices[0].nbytes, self._world_size):
+            return self._start_ring_reduce_scatter(tag, slices, mean)
+        own = slices[self._rank]
+        num_bytes = codec.wire_bytes(own.numel(), flat.dtype)
         received = {peer: self._pool.take(num_bytes) for peer in self._peers if num_bytes}
         if codec.lossless:  # the values themselves travel, without a copy
             incoming = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
-            outgoing = {peer: self._shard(flat, peer) for peer in self._peers}
+            outgoing = {peer: slices[peer] for peer in self._peers}
             encoded: dict[int, Tensor] = {}
         else:
-            incoming, outgoing = received, self._encode_slices(flat, codec, feedback)
+            incoming, outgoing = received, self._encode_slices(slices, codec, feedback)
             encoded = outgoing.copy()
         own_wire = outgoing.pop(self._rank, own)
         exchange = self._pairwise(tag, outgoing, incoming)
@@ -104,7 +105,7 @@ class GlooExchange:
             contributions = {**incoming, self._rank: own_wire}
             divisor = self._world_size if mean else 1
             if own.numel():
-                if codec.lossless and accumulation_dtype(own.dtype) == own.dtype:
+                if summed_as_they_are:
                     self._sum_values(exchange, contributions, own, divisor)
                 else:
                     self._sum_wires(exchange, contributions, codec, own, divisor)
@@ -124,13 +125,12 @@ class GlooExchange:
 
         return reduce
 
-    def _encode_slices(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> dict[int, Tensor]:
+    def _encode_slices(self, slices: list[Tensor], codec: Codec, feedback: ErrorFeedback | None) -> dict[int, Tensor]:
         """Encodes every rank's slice, this rank's too: what is summed is what was encoded, whoever sums it."""
         wires = {}
-        for rank in range(self._world_size):
-            source = self._shard(flat, rank)
-            wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), flat.dtype))
-            residual = None if feedback is None else self._shard(feedback.contribution, rank)
+        for rank, source in enumerate(slices):
+            wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), source.dtype))
+            residual = None if feedback is None else shard_of(feedback.contribution, rank, self._world_size)
             encode_with_feedback(codec, source, wires[rank], residual)
         return wires
 
@@ -222,9 +222,6 @@ class GlooExchange:
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
         return [shard_of(flat, rank, self._world_size) for rank in range(self._world_size)]
-
-    def _shard(self, flat: Tensor, rank: int | None = None) -> Tensor:
-        return shard_of(flat, self._rank if rank is None else rank, self._world_size)
 
     def _next_tag(self) -> int:
         self._tag = (self._tag + 1) % 2**30

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -105,3 +105,17 @@ def one_config(config_type: type[Config], config: Config | None, settings: dict[
 def device_of(module: nn.Module) -> torch.device:
     """Returns where the module's parameters are."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def index_of(optimizer: Optimizer | None, optimizers: Sequence[Optimizer], method: str) -> int:
+    """Returns which of a method's optimizers is meant; None means the only one.
+
+    Raises:
+        ValueError: there are several and none is named, or ``method`` was not given this one.
+    """
+    if optimizer is None and len(optimizers) > 1:
+        raise ValueError(f"There are {len(optimizers)} optimizers: say whose step it is with optimizer=.")
+    for index, known in enumerate(optimizers):
+        if optimizer is None or known is optimizer:
+            return index
+    raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to {method}.")

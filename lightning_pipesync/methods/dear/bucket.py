@@ -151,8 +151,7 @@ class FusedBucket:
 
     def _pieces_of_shard(self) -> list[Piece]:
         """Returns the part of each tensor that lies in this rank's shard, unless there is none."""
-        begins = self._begins()
-        first = self._own.storage_offset() - self.values.flat.storage_offset()
+        begins, first = self._begins(), self._own.storage_offset()
         pieces = []
         for i, place in self.places_in_shard():
             in_parameter = slice(place.start + first - begins[i], place.stop + first - begins[i])
@@ -161,7 +160,7 @@ class FusedBucket:
 
     def places_in_shard(self) -> list[tuple[int, slice]]:
         """Returns for each tensor that lies in this rank's shard, with a part at least, its index and where it is."""
-        first = self._own.storage_offset() - self.values.flat.storage_offset()
+        first = self._own.storage_offset()
         places = []
         for i, (begin, tensor) in enumerate(zip(self._begins(), self._tensors, strict=True)):
             start, stop = max(begin - first, 0), min(begin + tensor.numel() - first, self._own.numel())

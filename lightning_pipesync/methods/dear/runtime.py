@@ -22,7 +22,7 @@ from lightning_pipesync.methods.dear.fused import FusedBuckets
 from lightning_pipesync.methods.dear.hook import ModuleHook
 from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.pipeline import Pipeline
-from lightning_pipesync.methods.method import SyncMethod, device_of, one_config
+from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config
 
 T = TypeVar("T")
 
@@ -122,7 +122,6 @@ class DeAR(SyncMethod):
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         if not self._buckets:
             self._buckets.plan()
-            self._state_loaded = False
         self._backpipe.finish()
         self._stepped.clear()
         return False
@@ -277,8 +276,8 @@ class DeAR(SyncMethod):
         self.synchronize()
 
     def _after_loading(self, _: Optimizer) -> None:
-        """Has the next step begin with the state that was loaded into an optimizer."""
-        self._state_loaded = True
+        """Has the next step begin with the state that was loaded, unless the first buckets are yet to take it."""
+        self._state_loaded = bool(self._buckets)
 
     def _take_over(self, parameters: Sequence[NamedParameter]) -> None:
         """Has all parameters that an optimizer has reduced and updated."""
@@ -321,12 +320,7 @@ class DeAR(SyncMethod):
         return stepped, result
 
     def _index(self, optimizer: Optimizer | None) -> int:
-        if optimizer is None and len(self._optimizers) > 1:
-            raise ValueError(f"There are {len(self._optimizers)} optimizers: say whose step it is with optimizer=.")
-        for index, known in enumerate(self._optimizers):
-            if optimizer is None or known is optimizer:
-                return index
-        raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to DeAR.")
+        return index_of(optimizer, self._optimizers, "DeAR")
 
     def _shape_settings(self) -> dict[str, Any]:
         """The settings that decide what :meth:`state_dict` looks like."""

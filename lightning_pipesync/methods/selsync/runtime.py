@@ -13,7 +13,7 @@ from lightning_pipesync.core.agreement import agreed_parameters
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.method import SyncMethod, device_of, one_config
+from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.unit import Decision, OptimizerUnit
 from lightning_pipesync.methods.selsync.untrained import UntrainedTensors
@@ -255,12 +255,7 @@ class SelSync(SyncMethod):
         return UntrainedTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)
 
     def _unit(self, optimizer: Optimizer | None) -> OptimizerUnit:
-        if optimizer is None and len(self._units) > 1:
-            raise ValueError(f"There are {len(self._units)} optimizers: say whose step it is with optimizer=.")
-        for unit in self._units:
-            if optimizer is None or unit.optimizer is optimizer:
-                return unit
-        raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to SelSync.")
+        return self._units[index_of(optimizer, [unit.optimizer for unit in self._units], "SelSync")]
 
     def _shape_settings(self) -> dict[str, Any]:
         """The settings that decide what :meth:`state_dict` looks like."""
