@@ -120,7 +120,7 @@ def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
 
 def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
     """DeAR-FB."""
-    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "dear", DeAR, buffer_mb=bucket_mb)
+    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "dear", DeAR, fusion="buffer", buffer_mb=bucket_mb)
 
 
 def contestants(build: Callable[[], BenchModel], bucket_mb: tuple[float, ...]) -> list[Contestant]:

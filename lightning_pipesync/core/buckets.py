@@ -16,17 +16,20 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Fusion:
-    """How tensors are fused: exactly one of the two may be set; with none, every tensor has a bucket of its own.
+    """How tensors are fused: by size or by layers; with neither, every tensor has a bucket of its own.
 
     Attributes:
-        bucket_mb: a bucket is full when it holds this many MiB (DeAR-FB). A larger tensor has one to itself.
-        num_layers: a bucket is full when it holds tensors of this many layers (DeAR-NL).
+        bucket_mb: a bucket holds up to this many MiB (DeAR-FB). A larger tensor has one to itself.
+        edge_mb: the first and the last bucket hold up to this many MiB, and those between up to twice as many as their
+            neighbour towards the end, until ``bucket_mb`` is reached; None: all are alike.
+        num_layers: a bucket holds the tensors of this many layers (DeAR-NL).
 
     Raises:
-        ValueError: both are set, or a value is not positive.
+        ValueError: both a size and a number of layers are set, or a value is out of its range.
     """
 
     bucket_mb: float | None = None
+    edge_mb: float | None = None
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
@@ -34,16 +37,37 @@ class Fusion:
             raise ValueError(f"Set bucket_mb={self.bucket_mb} or num_layers={self.num_layers}, not both.")
         if self.bucket_mb is not None and not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
+        if self.edge_mb is not None and not 0 < self.edge_mb <= (self.bucket_mb or 0):
+            raise ValueError(
+                f"edge_mb must be a positive number of MiB, bucket_mb={self.bucket_mb!r} at most, got {self.edge_mb!r}."
+            )
         if self.num_layers is not None and not self.num_layers >= 1:
             raise ValueError(f"num_layers must be at least 1, got {self.num_layers!r}.")
 
-    def is_full(self, bucket: Sequence[NamedParameter], following: NamedParameter) -> bool:
-        """Returns whether ``following`` has to go into a bucket after ``bucket``."""
-        if self.bucket_mb is not None:
-            return sum(num_bytes(parameter) for parameter in [*bucket, following]) > self.bucket_mb * MIB
-        if self.num_layers is not None:
-            return len({parameter.layer for parameter in [*bucket, following]}) > self.num_layers
-        return bool(bucket)
+    def divide(self, parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
+        """Cuts a sequence of parameters that may travel together into buckets."""
+        left = sum(num_bytes(parameter) for parameter in parameters)
+        buckets: list[list[NamedParameter]] = []
+        capacity, filled, passed = 0.0, 0, 0
+        for parameter in parameters:
+            size = num_bytes(parameter)
+            layers = {member.layer for member in buckets[-1]} | {parameter.layer} if buckets else set()
+            full = filled + size > capacity if self.num_layers is None else len(layers) > self.num_layers
+            if full or not buckets:
+                buckets.append([])
+                capacity, filled = self._capacity(passed, left), 0
+            buckets[-1].append(parameter)
+            filled, passed, left = filled + size, passed + size, left - size
+        return buckets
+
+    def _capacity(self, passed: int, left: int) -> float:
+        """Returns the bytes of a bucket before which, and from which on, there are so many bytes."""
+        if self.bucket_mb is None:
+            return 0
+        if self.edge_mb is None:
+            return self.bucket_mb * MIB
+        edge = self.edge_mb * MIB
+        return min(self.bucket_mb * MIB, passed + edge, max(edge, (left + edge) / 2))
 
 
 def num_bytes(parameter: NamedParameter) -> int:
@@ -62,17 +86,17 @@ def plan_buckets(parameters: Sequence[NamedParameter], fusion: Fusion) -> list[l
     Returns:
         The buckets in the order in which they become ready, that of their last members.
     """
-    open_buckets: dict[tuple[torch.dtype, torch.device, tuple[int, int] | None], list[int]] = {}
-    closed: list[list[int]] = []
-    for index, parameter in enumerate(parameters):
-        key = (parameter.tensor.dtype, parameter.tensor.device, parameter.group)
-        bucket = open_buckets.setdefault(key, [])
-        if bucket and fusion.is_full([parameters[member] for member in bucket], parameter):
-            closed.append(bucket)
-            bucket = open_buckets[key] = []
-        bucket.append(index)
-    closed += open_buckets.values()
-    return [[parameters[index] for index in bucket] for bucket in sorted(closed, key=lambda bucket: bucket[-1])]
+    position = {id(parameter): index for index, parameter in enumerate(parameters)}
+    plan = [bucket for kind in of_one_kind(parameters) for bucket in fusion.divide(kind)]
+    return sorted(plan, key=lambda bucket: position[id(bucket[-1])])
+
+
+def of_one_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
+    """Returns the parameters by what must not be mixed in a bucket: dtype, device, optimizer parameter group."""
+    kinds: dict[tuple[torch.dtype, torch.device, tuple[int, int] | None], list[NamedParameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.tensor.dtype, parameter.tensor.device, parameter.group), []).append(parameter)
+    return list(kinds.values())
 
 
 def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:

@@ -11,10 +11,15 @@ def shard_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
+def shard_slice(numel: int, rank: int, world_size: int) -> slice:
+    """Returns which of ``numel`` values ``rank`` owns."""
+    size = shard_numel(numel, world_size)
+    return slice(min(rank * size, numel), min((rank + 1) * size, numel))
+
+
 def shard_of(flat: Tensor, rank: int, world_size: int) -> Tensor:
     """Returns the slice of ``flat`` (1-D) that ``rank`` owns: a view."""
-    size = shard_numel(flat.numel(), world_size)
-    return flat[min(rank * size, flat.numel()) : min((rank + 1) * size, flat.numel())]
+    return flat[shard_slice(flat.numel(), rank, world_size)]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

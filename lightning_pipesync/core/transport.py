@@ -23,7 +23,7 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.gloo import GlooExchange
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.nccl import NcclExchange
-from lightning_pipesync.core.shards import shard_of
+from lightning_pipesync.core.shards import shard_of, shard_slice
 from lightning_pipesync.core.traffic import Traffic
 
 T = TypeVar("T")
@@ -195,7 +195,11 @@ class Transport:
 
     def shard(self, flat: Tensor) -> Tensor:
         """Returns the slice of ``flat`` that this rank owns: a view."""
-        return shard_of(flat, self.rank, self.world_size)
+        return flat[self.shard_slice(flat.numel(), self.rank)]
+
+    def shard_slice(self, numel: int, rank: int) -> slice:
+        """Returns which of a buffer's ``numel`` values ``rank`` owns."""
+        return shard_slice(numel, rank, self.world_size)
 
     def feedback(self, flat: Tensor) -> ErrorFeedback:
         """Returns new residuals for ``flat``, where its wire format is made."""

@@ -36,8 +36,15 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
         update: ``"sharded"``: each rank updates its shard of the weights, which are gathered; ``"replicated"``: the
             gradients are gathered, and each rank updates all. None: sharded, if the optimizer allows it.
         elementwise: further optimizers that treat every value by itself, so that they can be sharded.
-        fusion: what travels in one piece: ``"buffer"``: up to ``buffer_mb``; ``"layers"``: ``num_layers``; ``"none"``.
-        buffer_mb: MiB that travel in one piece, with ``fusion="buffer"``.
+        fusion: what travels in one piece: ``"bo"``: up to a size that Bayesian optimisation finds while the training
+            goes on (``"random"`` and ``"grid"`` search in other ways); ``"buffer"``: up to ``buffer_mb``; ``"layers"``:
+            ``num_layers``; ``"none"``: every tensor by itself.
+        buffer_mb: MiB that travel in one piece; in a search, what is tried first.
+        edge_mb: MiB of the first and the last piece, from which they double towards the middle; None: all are alike.
+        search_mb: smallest and largest size that a search tries, in MiB.
+        trial_steps: steps that a search measures with one size.
+        max_trials: sizes that a search tries at most.
+        tuning_file: JSON file from which a search starts, and in which it keeps what was measured.
         num_layers: layers that travel in one piece, with ``fusion="layers"``.
         compression: codec of both halves: none, bf16, fp16, truncate16, int8 or topk.
         timeout_s: seconds after which a rank that does not answer counts as lost.
@@ -62,8 +69,13 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
         self,
         update: Update | None = None,
         elementwise: tuple[type[Optimizer], ...] = (),
-        fusion: FusionMethod = "buffer",
+        fusion: FusionMethod = "bo",
         buffer_mb: float = 25.0,
+        edge_mb: float | None = None,
+        search_mb: tuple[float, float] = (1.0, 100.0),
+        trial_steps: int = 10,
+        max_trials: int = 20,
+        tuning_file: str | None = None,
         num_layers: int = 4,
         compression: str | Codec = "none",
         timeout_s: float = 1800.0,
@@ -80,6 +92,11 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
             elementwise=elementwise,
             fusion=fusion,
             buffer_mb=buffer_mb,
+            edge_mb=edge_mb,
+            search_mb=search_mb,
+            trial_steps=trial_steps,
+            max_trials=max_trials,
+            tuning_file=tuning_file,
             num_layers=num_layers,
             compression=compression,
             timeout_s=timeout_s,

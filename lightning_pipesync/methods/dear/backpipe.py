@@ -12,9 +12,11 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.fused import FusedBuckets
 from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.pipeline import Pipeline
+from lightning_pipesync.methods.dear.tuner import FusionTuner
 
-# The bits of a rank's flag: a parameter has no gradient; one has changed after its bucket was launched.
-MISSING, OUTDATED = 1, 2
+# The bits of a rank's flag: a parameter has no gradient; one has changed after its bucket was launched; rank 0 has seen
+# enough of this bucket size.
+MISSING, OUTDATED, END_OF_TRIAL = 1, 2, 4
 
 
 class BackPipe:
@@ -27,11 +29,20 @@ class BackPipe:
         buckets: what travels together.
         order: learns in which order gradients become ready.
         pipeline: what drives the communication.
+        tuner: may have other parameters travel together from a backward pass on.
         transport: the way to the other ranks.
     """
 
-    def __init__(self, buckets: FusedBuckets, order: ExecutionOrder, pipeline: Pipeline, transport: Transport) -> None:
-        self._buckets, self._order, self._pipeline, self._transport = buckets, order, pipeline, transport
+    def __init__(
+        self,
+        buckets: FusedBuckets,
+        order: ExecutionOrder,
+        pipeline: Pipeline,
+        tuner: FusionTuner,
+        transport: Transport,
+    ) -> None:
+        self._buckets, self._order, self._pipeline = buckets, order, pipeline
+        self._tuner, self._transport = tuner, transport
         self._num_launched = 0
         self._reducing = self.reduced = self._outdated = False
         self._syncing = True
@@ -53,11 +64,12 @@ class BackPipe:
         self._order.is_ready(parameter)
         if not self._buckets:  # the first step only watches
             return
-        bucket = self._buckets.with_parameter(parameter)
-        if bucket is None:  # no optimizer has it any more
+        if self._buckets.with_parameter(parameter) is None:  # no optimizer has it any more
             return
         if not self._reducing:
             self._begin()
+        bucket = self._buckets.with_parameter(parameter)
+        assert bucket is not None
         if bucket.launched:  # a further backward pass before the step: what it adds has to be reduced, too
             self._outdated = True
             return
@@ -90,13 +102,19 @@ class BackPipe:
             self._begin()
         self._launch(len(self._buckets))
         missing = not all(all(bucket.present) for bucket in self._buckets)
-        return self._pipeline.finish_reducing(MISSING * missing | OUTDATED * self._outdated)
+        flag = MISSING * missing | OUTDATED * self._outdated | END_OF_TRIAL * self._tuner.end_of_trial()
+        flags = self._pipeline.finish_reducing(flag)
+        if flags & END_OF_TRIAL:
+            self._tuner.agree_on_end()
+        return flags
 
     def _begin(self) -> None:
         """Gets all buckets ready for the gradients of a backward pass."""
         self._pipeline.drain()
         for bucket in self._buckets:
             self._pipeline.wait_for(bucket)
+        self._tuner.step_begins()
+        for bucket in self._buckets:
             bucket.expect_gradients()
         self._num_launched, self._reducing, self.reduced, self._outdated = 0, True, False, False
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.parts import parts_in
 from lightning_pipesync.methods.dear.update import BucketUpdate, Piece
 
 
@@ -52,7 +52,7 @@ class FusedBucket:
         transport: Transport,
     ) -> None:
         assert members[0].group is not None
-        self.members, self.group = list(members), members[0].group
+        self.members, self.group, self._transport = list(members), members[0].group, transport
         optimizer, codec = optimizers[self.group[0]], get_codec(config.compression)
         self._codec, self.sharded = codec, config.shards(optimizer)
         self._tensors = [member.tensor for member in members]
@@ -68,8 +68,7 @@ class FusedBucket:
         own = transport.shard(self.values.flat)
         self._own, self._updated = own, own if self._difference is None else own.clone()
         self._dropped = torch.zeros_like(own) if self._difference is not None else None
-        pieces = self._pieces_of_shard() if self.sharded else self._whole_pieces()
-        self.update = BucketUpdate(optimizer, self.group[1], pieces)
+        self.update = BucketUpdate(optimizer, self.group[1], self._pieces())
         for tensor in self._tensors:
             optimizer.state.pop(tensor, None)
         self.present = [True] * len(self._tensors)
@@ -98,22 +97,24 @@ class FusedBucket:
         pairs = [(v, g) for v, g in zip(self.gradients.views, gradients, strict=True) if g is not None]
         foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
 
-    def start_reducing(self, transport: Transport) -> Handle[Tensor]:
+    def start_reducing(self) -> Handle[Tensor]:
         """Starts the reduce-scatter."""
-        return transport.reduce_scatter(self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback)
+        return self._transport.reduce_scatter(
+            self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
+        )
 
     @torch.no_grad()
-    def start_feeding(self, transport: Transport) -> Handle[Tensor]:
+    def start_feeding(self) -> Handle[Tensor]:
         """Starts the all-gather: of the weights that this rank has updated, or of the averaged gradients."""
         if not self.sharded:
-            return transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
+            return self._transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
         if self._difference is None or self._dropped is None:
             self.update.apply(self.present)
-            return transport.all_gather(self.values.flat, codec=self._codec)
+            return self._transport.all_gather(self.values.flat, codec=self._codec)
         torch.add(self._own, self._dropped, out=self._updated)
         self.update.apply(self.present)
-        torch.sub(self._updated, self._own, out=transport.shard(self._difference))
-        return transport.all_gather(self._difference, codec=self._codec)
+        torch.sub(self._updated, self._own, out=self._transport.shard(self._difference))
+        return self._transport.all_gather(self._difference, codec=self._codec)
 
     @torch.no_grad()
     def finish_feeding(self) -> None:
@@ -140,34 +141,64 @@ class FusedBucket:
         if self._feedback is not None:
             self._feedback.load_state_dict(state["feedback"])
 
+    def residuals_of_shard(self) -> dict[str, dict[str, Tensor]]:
+        """Returns what the codec has dropped of this rank's shard, by parameter and kind: views."""
+        residuals: dict[str, dict[str, Tensor]] = {}
+        of_feedback = None if self._feedback is None else self._feedback.shard
+        for kind, shard in (("weights", self._dropped), ("feedback", of_feedback)):
+            for name, values in ({} if shard is None else self._in_shard(shard)).items():
+                residuals.setdefault(name, {})[kind] = values
+        return residuals
+
+    def residuals_of_gradients(self) -> dict[str, Tensor]:
+        """Returns what the codec has dropped of this rank's gradients, by parameter: views."""
+        if self._feedback is None:
+            return {}
+        sizes = [tensor.numel() for tensor in self._tensors]
+        return dict(zip(self.whole(), self._feedback.contribution.split(sizes), strict=True))
+
+    def take_residuals(self, of_shard: Mapping[str, Mapping[str, Tensor]], of_gradients: Mapping[str, Tensor]) -> None:
+        """Goes on from the residuals of the same parameters in other buckets."""
+        for name, kinds in self.residuals_of_shard().items():
+            for kind, values in kinds.items():
+                values.copy_(of_shard[name][kind])
+        for name, values in self.residuals_of_gradients().items():
+            values.copy_(of_gradients[name])
+
     def release(self) -> None:
         """Gives every parameter memory of its own again."""
         for tensor in self._tensors:
             tensor.data = tensor.data.clone()
 
-    def _whole_pieces(self) -> list[Piece]:
-        triples = zip(self._tensors, self.values.views, self.gradients.views, strict=True)
-        return [Piece(i, tensor, value, gradient, None) for i, (tensor, value, gradient) in enumerate(triples)]
+    def parts_to_update(self, rank: int) -> dict[str, slice]:
+        """Returns which parts of the parameters, by name, a rank updates: all of them, or those in its shard."""
+        return self.parts_in_shard(rank) if self.sharded else self.whole()
 
-    def _pieces_of_shard(self) -> list[Piece]:
-        """Returns the part of each tensor that lies in this rank's shard, unless there is none."""
-        begins, first = self._begins(), self._own.storage_offset()
-        pieces = []
-        for i, place in self.places_in_shard():
-            in_parameter = slice(place.start + first - begins[i], place.stop + first - begins[i])
-            pieces.append(Piece(i, self._tensors[i], self._updated[place], self.own_gradient[place], in_parameter))
-        return pieces
+    def parts_in_shard(self, rank: int) -> dict[str, slice]:
+        """Returns which parts of the parameters, by name, lie in a rank's shard."""
+        shard = self._transport.shard_slice(self.values.flat.numel(), rank)
+        return parts_in(shard, {name: part.stop for name, part in self.whole().items()})
 
-    def places_in_shard(self) -> list[tuple[int, slice]]:
-        """Returns for each tensor that lies in this rank's shard, with a part at least, its index and where it is."""
-        first = self._own.storage_offset()
-        places = []
-        for i, (begin, tensor) in enumerate(zip(self._begins(), self._tensors, strict=True)):
-            start, stop = max(begin - first, 0), min(begin + tensor.numel() - first, self._own.numel())
-            if start < stop:
-                places.append((i, slice(start, stop)))
-        return places
+    def whole(self) -> dict[str, slice]:
+        """Returns all of the parameters, by name."""
+        return {member.name: slice(0, member.tensor.numel()) for member in self.members}
 
-    def _begins(self) -> list[int]:
-        """Returns where each tensor begins in the buffer."""
-        return [0, *itertools.accumulate(tensor.numel() for tensor in self._tensors)][:-1]
+    def _in_shard(self, shard: Tensor) -> dict[str, Tensor]:
+        """Returns what belongs to each parameter, by name, of a tensor that is like this rank's shard."""
+        parts = self.parts_in_shard(self._transport.rank)
+        sizes = [part.stop - part.start for part in parts.values()]
+        return dict(zip(parts, shard[: self._own.numel()].split(sizes), strict=True))
+
+    def _pieces(self) -> list[Piece]:
+        """Returns what this rank updates."""
+        names, tensors = [member.name for member in self.members], self._tensors
+        if not self.sharded:
+            rows = zip(names, tensors, self.values.views, self.gradients.views, strict=True)
+            return [Piece(i, *row, None) for i, row in enumerate(rows)]
+        parts = self.parts_in_shard(self._transport.rank)
+        values, gradients = self._in_shard(self._updated), self._in_shard(self.own_gradient)
+        return [
+            Piece(i, name, tensor, values[name], gradients[name], parts[name])
+            for i, (name, tensor) in enumerate(zip(names, tensors, strict=True))
+            if name in parts
+        ]

@@ -15,7 +15,7 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 Update = Literal["sharded", "replicated"]
-FusionMethod = Literal["buffer", "layers", "none"]
+FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,30 @@ class DeARConfig:
     elementwise: tuple[type[Optimizer], ...] = ()
     """Further optimizers that treat every value by itself, so that they can be sharded."""
 
-    fusion: FusionMethod = "buffer"
-    """Which tensors travel in one piece (Section IV): ``buffer``: neighbours up to ``buffer_mb`` (DeAR-FB); ``layers``:
-    those of ``num_layers`` neighbouring layers (DeAR-NL); ``none``: every tensor by itself."""
+    fusion: FusionMethod = "bo"
+    """Which tensors travel in one piece (Section IV): ``bo``: neighbours up to a size that Bayesian optimisation finds
+    while the training goes on (DeAR-BO); ``buffer``: up to ``buffer_mb`` (DeAR-FB); ``layers``: those of ``num_layers``
+    neighbouring layers (DeAR-NL); ``none``: every tensor by itself. ``random`` and ``grid`` search in other ways."""
 
     buffer_mb: float = 25.0
-    """MiB that travel in one piece, with ``fusion="buffer"``."""
+    """MiB that travel in one piece; in a search, what is tried first."""
+
+    edge_mb: float | None = None
+    """MiB of the first and of the last piece, which cannot be hidden; they double towards the middle, up to
+    ``buffer_mb``. None: all pieces are alike. A search finds its own."""
+
+    search_mb: tuple[float, float] = (1.0, 100.0)
+    """Smallest and largest size that a search tries, in MiB, as far as the model is that large."""
+
+    trial_steps: int = 10
+    """Steps that a search measures with one size; fewer if it is clearly a bad one."""
+
+    max_trials: int = 20
+    """Sizes that a search tries at most; it ends before if it has converged."""
+
+    tuning_file: str | None = None
+    """JSON file from which a search starts, if it is there and of the same model and number of ranks, and in which rank
+    0 keeps what was measured."""
 
     num_layers: int = 4
     """Layers that travel in one piece, with ``fusion="layers"``."""
@@ -56,8 +74,18 @@ class DeARConfig:
             raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}.")
         if self.fusion not in get_args(FusionMethod):
             raise ValueError(f"fusion must be one of {get_args(FusionMethod)}, got {self.fusion!r}.")
-        if not self.buffer_mb > 0:
+        if not 0 < self.buffer_mb < math.inf:
             raise ValueError(f"buffer_mb must be a positive number of MiB, got {self.buffer_mb!r}.")
+        if self.edge_mb is not None and not 0 < self.edge_mb <= self.buffer_mb:
+            raise ValueError(
+                f"edge_mb must be a positive number of MiB, buffer_mb={self.buffer_mb!r} at most, got {self.edge_mb!r}."
+            )
+        if len(self.search_mb) != 2 or not 0 < self.search_mb[0] < self.search_mb[1] < math.inf:
+            raise ValueError(f"search_mb must be a smaller and a larger number of MiB, got {self.search_mb!r}.")
+        if self.trial_steps < 3 or self.trial_steps != int(self.trial_steps):
+            raise ValueError(f"trial_steps must be a whole number of at least 3, got {self.trial_steps!r}.")
+        if self.max_trials < 1 or self.max_trials != int(self.max_trials):
+            raise ValueError(f"max_trials must be a whole number of at least 1, got {self.max_trials!r}.")
         if self.num_layers < 1 or self.num_layers != int(self.num_layers):
             raise ValueError(f"num_layers must be a whole number of at least 1, got {self.num_layers!r}.")
         if not 0 < self.timeout_s < math.inf:
@@ -81,8 +109,8 @@ class DeARConfig:
             )
         return known if self.update is None else self.update == "sharded"
 
-    def plan(self) -> Fusion:
-        """Returns how tensors are fused."""
-        if self.fusion == "buffer":
-            return Fusion(bucket_mb=self.buffer_mb)
-        return Fusion(num_layers=self.num_layers) if self.fusion == "layers" else Fusion()
+    def first_fusion(self) -> Fusion:
+        """Returns how tensors are fused, at first if there is a search."""
+        if self.fusion in ("layers", "none"):
+            return Fusion(num_layers=self.num_layers if self.fusion == "layers" else None)
+        return Fusion(bucket_mb=self.buffer_mb, edge_mb=self.edge_mb)

@@ -62,17 +62,16 @@ class ExecutionOrder:
 
     def agree(
         self, parameters: Sequence[NamedParameter], transport: Transport
-    ) -> tuple[list[NamedParameter], dict[int, int]]:
+    ) -> tuple[list[NamedParameter], list[str]]:
         """Returns what rank 0 saw; a collective call.
 
         Returns:
-            The parameters in the order in which their gradients become ready, and for each, by ``id`` of the tensor,
-            its position in the order in which their values are needed. Those not seen come last.
+            The parameters in the order in which their gradients become ready, and their names in the order in which
+            their values are needed. Those not seen come last.
         """
         index_of = {id(parameter.tensor): index for index, parameter in enumerate(parameters)}
         seen = [[index_of[key] for key in keys if key in index_of] for keys in (self._ready, self._needed)]
         ready, needed = transport.gather_objects(seen)[0]
         ready += sorted(set(range(len(parameters))).difference(ready), reverse=True)
         needed += sorted(set(range(len(parameters))).difference(needed))
-        position = {id(parameters[index].tensor): place for place, index in enumerate(needed)}
-        return [parameters[index] for index in ready], position
+        return [parameters[index] for index in ready], [parameters[index].name for index in needed]

@@ -47,7 +47,7 @@ class Pipeline:
 
     def reduce(self, bucket: FusedBucket) -> None:
         """Starts to average the bucket's gradients over the ranks; each rank gets its shard of them."""
-        self._submit(lambda: self._start(bucket.start_reducing(self._transport), lambda _: None))
+        self._submit(lambda: self._start(bucket.start_reducing(), lambda _: None))
 
     def finish_reducing(self, flag: int) -> int:
         """Blocks until all gradients are averaged; returns the union of the bits of all ranks' ``flag``.
@@ -105,7 +105,7 @@ class Pipeline:
             bucket.finish_feeding()
             bucket.arrived.set()
 
-        self._start(bucket.start_feeding(self._transport), finish)
+        self._start(bucket.start_feeding(), finish)
 
     def _start(self, handle: Handle[Any], after: Callable[[Any], object]) -> None:
         self._in_flight.append((handle, after))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.compat import mark_stepped
 from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
-from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.buckets import MIB, Fusion, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.transport import Transport
@@ -22,6 +22,9 @@ from lightning_pipesync.methods.dear.fused import FusedBuckets
 from lightning_pipesync.methods.dear.hook import ModuleHook
 from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.pipeline import Pipeline
+from lightning_pipesync.methods.dear.search import Trial
+from lightning_pipesync.methods.dear.tuner import FusionTuner
+from lightning_pipesync.methods.dear.tuning_file import TuningFile
 from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config
 
 T = TypeVar("T")
@@ -77,6 +80,7 @@ class DeAR(SyncMethod):
         self.transport = Transport(device_of(module), timeout_s=self.config.timeout_s, backend=backend)
         try:
             parameters = agreed_parameters(self.transport, self.config, module, self._optimizers)
+            self._tuning_file: TuningFile | None = None
             raise_on_all_ranks(self.transport, self._problem())
         except ValueError:
             self.transport.close()
@@ -89,7 +93,8 @@ class DeAR(SyncMethod):
         self._order = ExecutionOrder(module)
         self._pipeline = Pipeline(self.transport)
         self._buckets = FusedBuckets(self._order, self._optimizers, self.config, self.transport)
-        self._backpipe = BackPipe(self._buckets, self._order, self._pipeline, self.transport)
+        self._tuner = FusionTuner(self.config, self._buckets, self.transport, self._tuning_file)
+        self._backpipe = BackPipe(self._buckets, self._order, self._pipeline, self._tuner, self.transport)
         self._stepped: set[int] = set()  # optimizers that have used the gradients of this backward pass
         self._eager = False
         self.flushed = False
@@ -101,6 +106,21 @@ class DeAR(SyncMethod):
         self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self._optimizers]
         self._hooked: set[int] = set()
         self._take_over(parameters)
+
+    @property
+    def fusion(self) -> Fusion:
+        """How tensors are fused now."""
+        return self._tuner.fusion
+
+    @property
+    def tuned(self) -> bool:
+        """Whether :attr:`fusion` is final: the search for it is over, or there is none."""
+        return self._tuner.finished
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """What the search for it has measured so far."""
+        return self._tuner.trials
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward passes add to this rank's gradients and communicate nothing."""
@@ -121,7 +141,7 @@ class DeAR(SyncMethod):
                 self._buckets.return_optimizer_states()
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         if not self._buckets:
-            self._buckets.plan()
+            self._buckets.plan(self._tuner.fusion)
         self._backpipe.finish()
         self._stepped.clear()
         return False
@@ -229,7 +249,8 @@ class DeAR(SyncMethod):
     def state_dict(self) -> dict[str, Any]:
         """Returns what travels together, and what the codec needs; see :meth:`optimizer_state_dict` for the rest."""
         self.synchronize()
-        return {"settings": self._shape_settings(), **self._buckets.state_dict()}
+        tuner = self._tuner.state_dict()
+        return {"settings": self._shape_settings(), "tuner": tuner, **self._buckets.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank, weights and optimizers being loaded already.
@@ -242,6 +263,7 @@ class DeAR(SyncMethod):
         if self._groups != self._current_groups():
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         self._buckets.load_state_dict(state)
+        self._tuner.load_state_dict(state["tuner"])
         self._state_loaded = False
 
     def return_optimizer_states(self) -> None:
@@ -283,6 +305,7 @@ class DeAR(SyncMethod):
         """Has all parameters that an optimizer has reduced and updated."""
         trained = [parameter for parameter in parameters if parameter.group]
         self._buckets.begin_anew(trained)
+        self._tuner.begin(trained)
         self._groups = self._current_groups()
         self._state_loaded = False
         for parameter in trained:
@@ -331,6 +354,8 @@ class DeAR(SyncMethod):
     def _problem(self) -> ValueError | None:
         try:
             self._shape_settings()
+            if self.config.tuning_file is not None and self.transport.rank == 0:
+                self._tuning_file = TuningFile(self.config.tuning_file)
         except ValueError as error:
             return error
         for optimizer in self._optimizers:

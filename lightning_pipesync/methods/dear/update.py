@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ class Piece:
 
     Attributes:
         index: of the parameter in its bucket.
+        name: of the parameter.
         parameter: the user's own.
         values: of this part.
         gradient: of this part.
@@ -25,6 +26,7 @@ class Piece:
     """
 
     index: int
+    name: str
     parameter: Tensor
     values: Tensor
     gradient: Tensor
@@ -65,9 +67,18 @@ class BucketUpdate:
             if name != "params":
                 self._copy.param_groups[0][name] = value.clone() if isinstance(value, Tensor) else value
 
-    def piece_states(self) -> dict[int, dict[str, Any]]:
-        """Returns what the copy keeps for each piece, by the parameter's index."""
-        return {p.index: dict(self._copy.state[p.values]) for p in self._pieces if p.values in self._copy.state}
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Returns what the copy keeps for each piece, by the parameter's name."""
+        return {p.name: dict(self._copy.state[p.values]) for p in self._pieces if p.values in self._copy.state}
+
+    def take_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Goes on from what was kept for the same pieces, as :meth:`states` returns it."""
+        for piece in self._pieces:
+            if piece.name in states:
+                self._copy.state[piece.values] = {
+                    kind: value.to(piece.values.device) if isinstance(value, Tensor) and value.dim() else value
+                    for kind, value in states[piece.name].items()
+                }
 
     def apply(self, present: Sequence[bool]) -> None:
         """Updates the values by their gradients; those that are not ``present``, by index, stay as they are.

@@ -1,0 +1,175 @@
+"""Which bucket size to try next (DeAR, Section IV-B)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_pipesync.core.buckets import Fusion
+
+if TYPE_CHECKING:
+    from bayes_opt import BayesianOptimization
+
+#: Expected improvement prefers exploration (Section IV-B); in percent of the throughput of the first trial.
+XI = 0.1
+
+#: The search has converged when so many trials in a row were not faster than the best by ``PROGRESS``.
+PATIENCE, PROGRESS = 5, 0.005
+
+#: The buckets at both ends are at most 2 to the power of this smaller than the others.
+MAX_HALVINGS = 4.0
+
+#: Of the variance of what was measured, how much is noise.
+NOISE = 0.05
+
+#: What is tried after the first size, before there is a curve to follow: where in the logarithmic range of sizes, and
+#: how many times the buckets at the ends are halved.
+STARTS = ((0.5, 2.0), (0.85, 3.0))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured.
+
+    Attributes:
+        fusion: how tensors were fused.
+        seconds: of a step.
+    """
+
+    fusion: Fusion
+    seconds: float
+
+
+class FusionSearch(ABC):
+    """Looks for the bucket size, and the size of the buckets at both ends, with which a step is shortest.
+
+    Args:
+        first: what to try first.
+        smallest_mb: the range of sizes, in MiB.
+        largest_mb: the range of sizes, in MiB.
+        max_trials: after so many the search is over.
+
+    Attributes:
+        trials: what was measured so far.
+    """
+
+    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
+        self._first, self._max_trials = first, max_trials
+        self._sizes = math.log2(smallest_mb), math.log2(largest_mb)
+        self.trials: list[Trial] = []
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the shortest step."""
+        return min(self.trials, key=lambda trial: trial.seconds, default=None)
+
+    @property
+    def converged(self) -> bool:
+        """Whether there is nothing more to try."""
+        return len(self.trials) >= self._max_trials
+
+    def register(self, trial: Trial) -> None:
+        """Learns what a trial has shown; also one that was not suggested."""
+        self.trials.append(trial)
+
+    def suggest(self) -> Fusion:
+        """Returns what to try next."""
+        return self._suggest() if self.trials else self._first
+
+    @abstractmethod
+    def _suggest(self) -> Fusion: ...
+
+
+class BayesianSearch(FusionSearch):
+    """Bayesian optimisation with a Gaussian process and expected improvement, over the logarithms of both sizes."""
+
+    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
+        super().__init__(first, smallest_mb, largest_mb, max_trials)
+        self._optimization: BayesianOptimization | None = None
+        self._learnt: set[tuple[float, float]] = set()
+
+    @property
+    def converged(self) -> bool:
+        if super().converged:
+            return True
+        if len(self.trials) <= PATIENCE:
+            return False
+        before, recent = self.trials[:-PATIENCE], self.trials[-PATIENCE:]
+        fastest = min(trial.seconds for trial in before)
+        return all(trial.seconds > fastest * (1 - PROGRESS) for trial in recent)
+
+    def _suggest(self) -> Fusion:
+        if len(self.trials) <= len(STARTS):
+            place, halvings = STARTS[len(self.trials) - 1]
+            return _fusion(self._sizes[0] + place * (self._sizes[1] - self._sizes[0]), halvings)
+        if self._optimization is None:
+            self._optimization = self._gaussian_process()
+        for trial in self.trials:
+            size, halvings = point = self._point(trial.fusion)
+            if point not in self._learnt:
+                self._learnt.add(point)
+                throughput = 100 * self.trials[0].seconds / trial.seconds
+                self._optimization.register({"size": size, "halvings": halvings}, throughput)
+        suggestion = self._optimization.suggest()
+        return _fusion(float(suggestion["size"]), float(suggestion["halvings"]))
+
+    def _gaussian_process(self) -> BayesianOptimization:
+        from bayes_opt import BayesianOptimization  # imports scikit-learn: a second that only a search should cost
+        from bayes_opt.acquisition import ExpectedImprovement
+
+        optimization = BayesianOptimization(
+            None,
+            {"size": self._sizes, "halvings": (0.0, MAX_HALVINGS)},
+            acquisition_function=ExpectedImprovement(xi=XI),
+            random_state=0,
+            verbose=0,
+        )
+        optimization.set_gp_params(alpha=NOISE)
+        return optimization
+
+    def _point(self, fusion: Fusion) -> tuple[float, float]:
+        """Returns the logarithms of both sizes, within their ranges."""
+        assert fusion.bucket_mb is not None
+        low, high = self._sizes
+        halvings = math.log2(fusion.bucket_mb / (fusion.edge_mb or fusion.bucket_mb))
+        return min(max(math.log2(fusion.bucket_mb), low), high), min(halvings, MAX_HALVINGS)
+
+
+class RandomSearch(FusionSearch):
+    """Sizes drawn evenly from the logarithmic ranges (Fig. 10)."""
+
+    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
+        super().__init__(first, smallest_mb, largest_mb, max_trials)
+        self._random = random.Random(0)
+
+    def _suggest(self) -> Fusion:
+        return _fusion(self._random.uniform(*self._sizes), self._random.uniform(0.0, MAX_HALVINGS))
+
+
+class GridSearch(FusionSearch):
+    """Sizes at even distances in the logarithmic ranges, from the smallest to the largest (Fig. 10)."""
+
+    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
+        super().__init__(first, smallest_mb, largest_mb, max_trials)
+        self._grid = self._lay_out(max(2, (max_trials - 1) // 3))
+
+    def _lay_out(self, num_sizes: int) -> Iterator[Fusion]:
+        low, high = self._sizes
+        sizes = [low + (high - low) * i / (num_sizes - 1) for i in range(num_sizes)]
+        halvings = (0.0, MAX_HALVINGS / 2, MAX_HALVINGS)
+        return itertools.starmap(_fusion, itertools.product(sizes, halvings))
+
+    def _suggest(self) -> Fusion:
+        return next(self._grid, self._first)
+
+
+SEARCHES: dict[str, type[FusionSearch]] = {"bo": BayesianSearch, "random": RandomSearch, "grid": GridSearch}
+
+
+def _fusion(size: float, halvings: float) -> Fusion:
+    return Fusion(bucket_mb=2.0**size, edge_mb=2.0 ** (size - halvings))

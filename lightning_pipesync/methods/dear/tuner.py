@@ -1,0 +1,169 @@
+"""Finds the best bucket size while the training goes on (DeAR, Section IV-B)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, of_one_kind
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.fused import FusedBuckets
+from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial
+from lightning_pipesync.methods.dear.tuning_file import TuningFile
+
+#: A trial ends after so few steps if they are longer than those of the best one by this factor.
+FEW_STEPS, CLEARLY_WORSE = 3, 1.1
+
+log = logging.getLogger(__name__)
+
+
+class FusionTuner:
+    """Tries bucket sizes, one after the other, and stays with the best.
+
+    What is measured is the time from one backward pass to the next, by the slowest rank. All ranks know all trials, and
+    change to another size in the same step, when nothing is under way.
+
+    Args:
+        config: the settings.
+        buckets: what is to be fused.
+        transport: the way to the other ranks.
+        file: where rank 0 starts from, and keeps what was measured; None on the other ranks.
+
+    Attributes:
+        fusion: how tensors are fused now.
+        finished: whether the search is over, or there is none.
+    """
+
+    def __init__(
+        self, config: DeARConfig, buckets: FusedBuckets, transport: Transport, file: TuningFile | None
+    ) -> None:
+        self._config, self._buckets, self._transport, self._file = config, buckets, transport, file
+        self.fusion = config.first_fusion()
+        self.finished = True
+        self._search: FusionSearch | None = None
+        self._model_bytes = 0
+        self._steps: list[float] = []
+        self._began: float | None = None
+        self._over = False
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """What was measured so far."""
+        return () if self._search is None else self._search.trials
+
+    def begin(self, parameters: Sequence[NamedParameter]) -> None:
+        """Starts a search for parameters that are to be fused, unless one of as many bytes has begun.
+
+        There is none if all fit into the smallest bucket, or if only deterministic algorithms are wanted: in which
+        order numbers are added depends on the buckets.
+        """
+        model_bytes = max(sum(map(num_bytes, kind)) for kind in of_one_kind(parameters))
+        if self._config.fusion not in SEARCHES or model_bytes == self._model_bytes:
+            return
+        self._model_bytes, self.fusion = model_bytes, self._config.first_fusion()
+        smallest, largest = self._config.search_mb[0], min(self._config.search_mb[1], model_bytes / MIB)
+        alone = self._transport.world_size == 1
+        self.finished = alone or largest <= smallest or torch.are_deterministic_algorithms_enabled()
+        if self.finished:
+            return
+        self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
+        self._begin_trial(self.fusion)
+        if self._config.tuning_file is not None:
+            found = None if self._file is None else self._file.read(self._transport.world_size, model_bytes)
+            if (state := self._transport.gather_objects(found)[0]) is not None:
+                self.load_state_dict(state)
+
+    def end_of_trial(self) -> bool:
+        """Returns whether this rank, if it is rank 0, has seen enough of this trial."""
+        if self.finished or self._transport.rank != 0 or len(self._steps) <= FEW_STEPS:
+            return False
+        best = self._search.best if self._search else None
+        clearly_worse = best is not None and self._median() > CLEARLY_WORSE * best.seconds
+        return clearly_worse or len(self._steps) >= self._config.trial_steps
+
+    def agree_on_end(self) -> None:
+        """Has the next step begin another trial, as rank 0 has told all."""
+        self._over = True
+
+    def step_begins(self) -> None:
+        """Notes the time; if a trial is over, fuses anew for the next one, or for good. Nothing may be under way.
+
+        A collective call on all ranks or on none.
+        """
+        if self.finished:
+            return
+        if self._over:
+            self._next_trial()
+        now = time.perf_counter()
+        if self._began is not None:
+            self._steps.append(now - self._began)
+        self._began = now
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was measured, the same on all ranks."""
+        trials = [(trial.fusion.bucket_mb, trial.fusion.edge_mb, trial.seconds) for trial in self.trials]
+        fusion = (self.fusion.bucket_mb, self.fusion.edge_mb, self.fusion.num_layers)
+        return {"trials": trials, "fusion": fusion, "finished": self.finished}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned, unless the settings do not call for a search."""
+        if self.finished or self._search is None:
+            return
+        self._search.trials = [Trial(Fusion(bucket, edge), seconds) for bucket, edge, seconds in state["trials"]]
+        self._begin_trial(Fusion(*state["fusion"]))
+        self.finished = state["finished"]
+
+    def _next_trial(self) -> None:
+        assert self._search is not None
+        seconds = max(self._transport.gather_objects(self._median()))
+        self._search.register(Trial(self.fusion, seconds))
+        fusion = self._untried()
+        if fusion is None:
+            assert self._search.best is not None
+            fusion, self.finished = self._search.best.fusion, True
+        if self._key(fusion) != self._key(self.fusion):
+            self._buckets.replan(fusion)
+        self._begin_trial(fusion)
+        if self._transport.rank == 0:
+            self._report()
+
+    def _untried(self) -> Fusion | None:
+        """Returns what to try next; None if the search has converged."""
+        assert self._search is not None
+        measured = {self._key(trial.fusion): trial.seconds for trial in self._search.trials}
+        while not self._search.converged:
+            suggestion = self._search.suggest() if self._transport.rank == 0 else None
+            fusion: Fusion = self._transport.gather_objects(suggestion)[0]
+            if (seconds := measured.get(self._key(fusion))) is None:
+                return fusion
+            self._search.register(Trial(fusion, seconds))  # other sizes, the same buckets
+        return None
+
+    def _begin_trial(self, fusion: Fusion) -> None:
+        self.fusion, self._steps, self._began, self._over = fusion, [], None, False
+
+    def _median(self) -> float:
+        """The seconds of a step; the first one of a trial meets new buffers, and does not count."""
+        return median(self._steps[1:])
+
+    def _key(self, fusion: Fusion) -> Hashable:
+        """Tells fusions apart that have other tensors travel together."""
+        return tuple(len(members) for members in self._buckets.divide(fusion))
+
+    def _report(self) -> None:
+        if self._file is not None:
+            self._file.write(self._transport.world_size, self._model_bytes, self.state_dict())
+        if self.finished and self._search is not None and (best := self._search.best) is not None:
+            first, trials = self._search.trials[0], len(self._search.trials)
+            edge_mb = best.fusion.edge_mb or best.fusion.bucket_mb
+            log.info(
+                f"DeAR fuses up to {best.fusion.bucket_mb:.1f} MiB, at the ends {edge_mb:.1f}: {best.seconds:.3f} s a "
+                f"step. It was {first.seconds:.3f} s with {first.fusion.bucket_mb:.1f} MiB; {trials} trials."
+            )
