@@ -87,7 +87,13 @@ def step_result() -> dict[str, Any]:
     cost = {"forward": 0.1, "backward": 0.2, "update": 0.0, "reduce_scatter": 0.15, "all_gather": 0.15}
     names = {"no communication": 0.3, "DDP, 1 MiB": 0.5, "DDP, 25 MiB": 0.4, "quick": 0.32}
     contestants = [
-        {"name": name, "seconds": [seconds] * 3, "limit": 0.3, "predicted": 0.44 if "25" in name else None}
+        {
+            "name": name,
+            "seconds": [seconds] * 3,
+            "limit": 0.3,
+            "predicted": 0.44 if "25" in name else None,
+            "search": None,
+        }
         for name, seconds in names.items()
     ]
     settings = {"model": "emulated-resnet50"}
@@ -148,6 +154,17 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_search_before_steps(tmp_path: Path) -> None:
+    settings = ["--hosts", "2", "--scale", "0.03", "--steps", "1", "--rounds", "1", "--bucket_mb", "1"]
+    methods = ["--methods", "ddp", "dear-random"]
+    assert main(["bench", "step", *settings, *methods, "--output", str(tmp_path)]) == 0
+    [result] = json.loads((tmp_path / "step.json").read_text())["results"]
+    ddp, dear = result["runs"][0]["contestants"][1:]
+    assert (ddp["name"], ddp["search"], dear["name"]) == ("DDP, 1 MiB", None, "DeAR, random")
+    assert 1 < dear["search"]["trials"] <= 20
+    assert "sizes tried in" in (tmp_path / "step.md").read_text()
+
+
 def test_under_a_launcher(tmp_path: Path) -> None:
     """The ranks of torchrun are what is measured; only the first one shows and writes anything."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_pipesync"]
@@ -164,6 +181,8 @@ def test_under_a_launcher(tmp_path: Path) -> None:
         ("step", ["--model", "nope"], ["model='nope'", "emulated-bert-large"]),
         ("step", ["--model", "cnn", "--ratio", "1"], ["ratio=[1.0]", "cnn"]),
         ("step", ["--ratio", "0"], ["ratio must be positive"]),
+        ("step", ["--methods", "dear"], ["methods must be ddp and some of"]),
+        ("step", ["--methods", "ddp", "magic"], ["ddp, magic", "dear-bo"]),
         ("step", ["--hosts", "2", "1"], ["hosts=[2, 1]"]),
         ("step", ["--racks", "2"], ["racks=2", "rate"]),
         ("collectives", ["--codecs", "zip"], ["zip"]),

@@ -44,6 +44,7 @@ def step(
     uplink: str | None = None,
     model: str = "emulated-resnet50",
     scale: float = 0.1,
+    methods: list[str] = ["ddp", "fsdp2", "zero", "dear", "selsync"],  # noqa: B006
     ratio: list[float] | None = None,
     bucket_mb: list[float] = [0.5, 2, 25],  # noqa: B006
     steps: int = 3,
@@ -60,6 +61,8 @@ def step(
         model: transformer, cnn, resnet50 or bert-base; or emulated-resnet50, emulated-densenet201,
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
+        methods: What is compared: ddp, fsdp2, zero, dear, selsync; dear-bo, dear-random and dear-grid search for a
+            bucket size first, which takes some 100 steps.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
         bucket_mb: Bucket sizes of DDP and DeAR in MiB; the best one of DDP is what others are compared to.
         steps: Steps of one measurement.
@@ -67,14 +70,15 @@ def step(
         output: Folder for step.json, step.md and the pictures.
     """
     from lightning_pipesync.bench import campaign, step_pictures, step_report
+    from lightning_pipesync.bench.contestants import num_contestants
     from lightning_pipesync.bench.step import StepSettings
 
     emulated = model.startswith("emulated-")
     if not emulated and ratio is not None:
         raise ValueError(f"ratio={ratio!r} is a setting of emulated models: {model} takes its own time.")
     ratios = tuple(ratio or [1.0]) if emulated else ()
-    settings = StepSettings(model, scale, ratios, tuple(bucket_mb), steps, rounds)
-    num_measurements = max(1, len(ratios)) * (rounds + 1) * (2 * len(bucket_mb) + 5)
+    settings = StepSettings(model, scale, tuple(methods), ratios, tuple(bucket_mb), steps, rounds)
+    num_measurements = max(1, len(ratios)) * (rounds + 1) * (1 + num_contestants(methods, len(bucket_mb)))
     results = campaign.run("step", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
     if results:
         campaign.finish("step", results, output, step_report.as_markdown(results))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +42,10 @@ class Contestant(ABC):
     def step(self) -> None:
         """Takes one training step."""
 
+    def prepare(self) -> dict[str, Any] | None:
+        """Does what comes before all measurements; returns what a search has found, if there is one."""
+        return None
+
     def drain(self) -> None:  # noqa: B027 - most have nothing in flight between two steps
         """Waits for what a step has left in flight."""
 
@@ -74,6 +79,18 @@ class WithMethod(Contestant):
         self.optimizer.zero_grad()
         self.model.loss(self.model.module, self.batch).backward()
         self.sync.step()
+
+    def prepare(self) -> dict[str, Any] | None:
+        if not isinstance(self.sync, DeAR) or self.sync.tuned:
+            return None
+        started = time.perf_counter()
+        steps = 0
+        while not self.sync.tuned:
+            self.step()
+            steps += 1
+        took, fusion = time.perf_counter() - started, self.sync.fusion
+        tried = len({trial.seconds for trial in self.sync.trials})  # the same buckets are measured once
+        return {"trials": tried, "steps": steps, "seconds": took, "size": fusion.bucket_mb, "edge": fusion.edge_mb}
 
     def drain(self) -> None:
         self.sync.flush()
@@ -123,16 +140,37 @@ def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
     return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "dear", DeAR, fusion="buffer", buffer_mb=bucket_mb)
 
 
-def contestants(build: Callable[[], BenchModel], bucket_mb: tuple[float, ...]) -> list[Contestant]:
-    """Returns all that communicate, each with a model of its own; a collective call."""
-    return [
-        *(ddp(build(), size) for size in bucket_mb),
-        fsdp2(build()),
-        zero(build(), bucket_mb[0]),
-        *(dear(build(), size) for size in bucket_mb),
+def searched(model: BenchModel, search: str) -> WithMethod:
+    """DeAR with a bucket size that a search finds before anything is timed."""
+    return WithMethod(f"DeAR, {search}", model, "dear", DeAR, fusion=search)
+
+
+#: What can be compared, by name: each makes one contestant, or one for each bucket size.
+METHODS: dict[str, Callable[[Callable[[], BenchModel], tuple[float, ...]], list[Contestant]]] = {
+    "ddp": lambda build, sizes: [ddp(build(), size) for size in sizes],
+    "fsdp2": lambda build, _: [fsdp2(build())],
+    "zero": lambda build, sizes: [zero(build(), sizes[0])],
+    "dear": lambda build, sizes: [dear(build(), size) for size in sizes],
+    "dear-bo": lambda build, _: [searched(build(), "bo")],
+    "dear-random": lambda build, _: [searched(build(), "random")],
+    "dear-grid": lambda build, _: [searched(build(), "grid")],
+    "selsync": lambda build, _: [
         WithMethod("SelSync, synchronised step", build(), "serial", SelSync, delta=0.0),
         WithMethod("SelSync, local step", build(), "compute", SelSync, delta=1e9),
-    ]
+    ],
+}
+
+
+def contestants(
+    methods: Sequence[str], build: Callable[[], BenchModel], bucket_mb: tuple[float, ...]
+) -> list[Contestant]:
+    """Returns the contestants of some ``METHODS``, each with a model of its own; a collective call."""
+    return [contestant for method in methods for contestant in METHODS[method](build, bucket_mb)]
+
+
+def num_contestants(methods: Sequence[str], num_sizes: int) -> int:
+    """Returns how many :func:`contestants` there will be."""
+    return sum({"ddp": num_sizes, "dear": num_sizes, "selsync": 2}.get(method, 1) for method in methods)
 
 
 def in_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:

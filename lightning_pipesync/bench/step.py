@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.contestants import Contestant, Wrapped, contestants, ddp_name, without_communication
+from lightning_pipesync.bench.contestants import (
+    METHODS,
+    Contestant,
+    Wrapped,
+    contestants,
+    ddp_name,
+    without_communication,
+)
 from lightning_pipesync.bench.interleaved import time_in_turns
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model, computation_seconds
 from lightning_pipesync.core.buckets import MIB
@@ -27,6 +34,7 @@ class StepSettings:
     Attributes:
         model: a name that :func:`build_model` knows.
         scale: by which the tensors of an emulated model are scaled.
+        methods: what is compared, names that :data:`METHODS` knows; ddp among them.
         ratios: communication time over computation time, of an emulated model; empty for a real one.
         bucket_mb: bucket sizes of DDP and DeAR, in MiB; DDP's best one counts.
         steps: steps of one measurement.
@@ -38,6 +46,7 @@ class StepSettings:
 
     model: str
     scale: float
+    methods: tuple[str, ...]
     ratios: tuple[float, ...]
     bucket_mb: tuple[float, ...]
     steps: int
@@ -49,6 +58,9 @@ class StepSettings:
         for name in ("scale", "steps", "rounds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
+        unknown = [method for method in self.methods if method not in METHODS]
+        if unknown or "ddp" not in self.methods:
+            raise ValueError(f"methods must be ddp and some of {', '.join(METHODS)}, got {', '.join(self.methods)}.")
         if not all(ratio > 0 for ratio in self.ratios):
             raise ValueError(f"ratio must be positive, got {self.ratios!r}.")
         if not self.bucket_mb or not all(size > 0 for size in self.bucket_mb):
@@ -116,16 +128,18 @@ def measure_run(
 
     Returns:
         ``num_bytes`` of the gradient; ``cost``: the parts of a step, which make the limits; for each contestant
-        its ``seconds`` a step, round by round, its ``limit`` and, for DDP, what the cost model has ``predicted``.
+        its ``seconds`` a step, round by round, its ``limit``, for DDP what the cost model has ``predicted``, and what a
+        ``search`` has found, if there is one.
     """
     torch.manual_seed(0)  # the same weights on all ranks: not every contestant sees to that
     alone = without_communication(build())
-    field = [alone, *contestants(build, settings.bucket_mb)]
+    field = [alone, *contestants(settings.methods, build, settings.bucket_mb)]
     world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
     profile = profile_step(alone)
     half = (world_size - 1) / world_size * num_bytes / bandwidth
     cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
     by_name = {contestant.name: contestant for contestant in field}
+    found = {name: contestant.prepare() for name, contestant in by_name.items()}
 
     def run(contestant: Contestant) -> None:
         for _ in range(settings.steps):
@@ -153,6 +167,7 @@ def measure_run(
                 "seconds": [value / settings.steps for value in values],
                 "limit": getattr(cost, by_name[name].limit),
                 "predicted": predicted.get(name),
+                "search": found[name],
             }
             for name, values in timed.items()
         ],

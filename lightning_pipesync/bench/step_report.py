@@ -64,6 +64,7 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
     for result in results:
         for run in result["runs"]:
             parts += [_heading(result, run), table(headings, [_cells(row) for row in rows_of(run)])]
+            parts += [_search(one) for one in run["contestants"] if one["search"]]
     return "\n".join(parts)
 
 
@@ -78,6 +79,15 @@ An all-reduce takes at least {_ms(cost.all_reduce)} ms. So a step takes at least
 all-reduce under backward (Eq. 8), {_ms(cost.dear)} with DeAR (Eq. 7), {_ms(cost.pipe_sgd)} with Pipe-SGD.
 The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
 """
+
+
+def _search(contestant: dict[str, Any]) -> str:
+    found, (seconds, _, _) = contestant["search"], median_and_quartiles(contestant["seconds"])
+    lost = found["seconds"] / seconds - found["steps"]
+    return (
+        f"{contestant['name']}: {found['trials']} sizes tried in {found['steps']} steps, which took as long as "
+        f"{lost:.1f} steps more; found {found['size']:.1f} MiB, {found['edge'] or found['size']:.1f} at the ends.\n"
+    )
 
 
 def _cells(row: Row) -> list[str]:
