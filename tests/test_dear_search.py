@@ -105,6 +105,7 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         fusions.append(sync.fusion)
         one_step(model, optimizer, sync, step)
+        await_decision(sync)
     sync.flush()
     kept = sync.optimizer_state_dict()
     sync.detach()
@@ -125,6 +126,12 @@ def one_step(model: nn.Module, optimizer: Optimizer, sync: DeAR | None, step: in
         optimizer.step()
     else:
         sync.step()
+
+
+def await_decision(sync: DeAR) -> None:
+    """Has rank 0 know what to try next, where it would have trained on meanwhile: so that the steps are known."""
+    if sync._tuner._decision is not None:
+        sync._tuner._decision.wait()
 
 
 def train_plainly(optimizer_name: str) -> dict[str, Any]:
@@ -167,13 +174,14 @@ def compressed(codec: str, update: str, fusion: str) -> tuple[dict[str, Tensor],
     off = 0.0
     before = sum_of_residuals(sync)
     for step in range(STEPS):
-        number = len(sync.trials)
+        fusion = sync.fusion
         optimizer.zero_grad()
         loss_of(model, step).backward()
-        if len(sync.trials) != number:
+        if sync.fusion != fusion:
             off = max(off, abs(sum_of_residuals(sync) - before))
         sync.step()
         sync.synchronize()
+        await_decision(sync)
         before = sum_of_residuals(sync)
     assert before != 0
     sync.flush()
@@ -210,6 +218,7 @@ def searched_twice(path: Path) -> list[list[Any]]:
         kept.append([sync.tuned, list(sync.trials), sync.fusion])
         for step in range(STEPS if width == 6 else 2):
             one_step(model, optimizer, sync, step)
+            await_decision(sync)
         kept.append([sync.tuned, list(sync.trials), sync.fusion])
         sync.detach()
     return kept

@@ -37,6 +37,11 @@ class Promise(Generic[T]):
         self._error: BaseException | None = None
         self._result: T
 
+    @property
+    def done(self) -> bool:
+        """Whether there is an outcome."""
+        return self._done.is_set()
+
     def run(self, function: Callable[[], T]) -> None:
         """Runs ``function`` and keeps what it returns, or the exception it raises."""
         try:

@@ -282,6 +282,7 @@ class DeAR(SyncMethod):
         """Ends the thread and the process groups; the weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
+        self._tuner.close(timeout_s)
         self._pipeline.close(timeout_s)
         self._buckets.release()
         self.transport.close(timeout_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import time
 from collections.abc import Hashable, Sequence
 from statistics import median
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, of_one_kind
+from lightning_pipesync.core.handle import Promise, Worker
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -27,8 +30,8 @@ log = logging.getLogger(__name__)
 class FusionTuner:
     """Tries bucket sizes, one after the other, and stays with the best.
 
-    What is measured is the time from one backward pass to the next, by the slowest rank. All ranks know all trials, and
-    change to another size in the same step, when nothing is under way.
+    What counts is the time from one backward pass to the next on rank 0: all ranks keep step. Rank 0 chooses what comes
+    next; all change to it in the same step, when nothing is under way.
 
     Args:
         config: the settings.
@@ -39,6 +42,7 @@ class FusionTuner:
     Attributes:
         fusion: how tensors are fused now.
         finished: whether the search is over, or there is none.
+        trials: what was measured so far.
     """
 
     def __init__(
@@ -47,16 +51,14 @@ class FusionTuner:
         self._config, self._buckets, self._transport, self._file = config, buckets, transport, file
         self.fusion = config.first_fusion()
         self.finished = True
-        self._search: FusionSearch | None = None
+        self.trials: list[Trial] = []
+        self._search: FusionSearch | None = None  # on rank 0
         self._model_bytes = 0
         self._steps: list[float] = []
         self._began: float | None = None
         self._over = False
-
-    @property
-    def trials(self) -> Sequence[Trial]:
-        """What was measured so far."""
-        return () if self._search is None else self._search.trials
+        self._worker: Worker | None = None
+        self._decision: Promise[tuple[list[Trial], Fusion, bool]] | None = None
 
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
         """Starts a search for parameters that are to be fused, unless one of as many bytes has begun.
@@ -73,7 +75,9 @@ class FusionTuner:
         self.finished = alone or largest <= smallest or torch.are_deterministic_algorithms_enabled()
         if self.finished:
             return
-        self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
+        if self._transport.rank == 0:
+            self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
+        self.trials = []
         self._begin_trial(self.fusion)
         if self._config.tuning_file is not None:
             found = None if self._file is None else self._file.read(self._transport.world_size, model_bytes)
@@ -81,12 +85,18 @@ class FusionTuner:
                 self.load_state_dict(state)
 
     def end_of_trial(self) -> bool:
-        """Returns whether this rank, if it is rank 0, has seen enough of this trial."""
-        if self.finished or self._transport.rank != 0 or len(self._steps) <= FEW_STEPS:
+        """Returns whether this rank, if it is rank 0, knows what to try next.
+
+        It thinks about that beside the training, which goes on with the present size meanwhile.
+        """
+        if self.finished or self._transport.rank != 0:
             return False
-        best = self._search.best if self._search else None
-        clearly_worse = best is not None and self._median() > CLEARLY_WORSE * best.seconds
-        return clearly_worse or len(self._steps) >= self._config.trial_steps
+        if self._decision is None and self._seen_enough():
+            self._decision = Promise()
+            decide = functools.partial(self._decide, Trial(self.fusion, self._median()))
+            self._worker = self._worker or Worker("pipesync-dear-tuner")
+            self._worker.submit(functools.partial(self._decision.run, decide))
+        return self._decision is not None and self._decision.done
 
     def agree_on_end(self) -> None:
         """Has the next step begin another trial, as rank 0 has told all."""
@@ -114,40 +124,58 @@ class FusionTuner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned, unless the settings do not call for a search."""
-        if self.finished or self._search is None:
+        if self.finished:
             return
-        self._search.trials = [Trial(Fusion(bucket, edge), seconds) for bucket, edge, seconds in state["trials"]]
+        self.trials = [Trial(Fusion(bucket, edge), seconds) for bucket, edge, seconds in state["trials"]]
+        if self._search is not None:
+            self._search.trials = self.trials.copy()
         self._begin_trial(Fusion(*state["fusion"]))
         self.finished = state["finished"]
 
-    def _next_trial(self) -> None:
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread, if there is one."""
+        if self._worker is not None:
+            self._worker.close(timeout_s)
+            self._worker = None
+
+    def _seen_enough(self) -> bool:
+        if len(self._steps) <= FEW_STEPS:
+            return False
+        fastest = min((trial.seconds for trial in self.trials), default=math.inf)
+        clearly_worse = self._median() > CLEARLY_WORSE * fastest
+        return clearly_worse or len(self._steps) >= self._config.trial_steps
+
+    def _decide(self, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
+        """Learns from a trial; returns all trials so far, what comes next, and whether that is for good."""
         assert self._search is not None
-        seconds = max(self._transport.gather_objects(self._median()))
-        self._search.register(Trial(self.fusion, seconds))
-        fusion = self._untried()
-        if fusion is None:
-            assert self._search.best is not None
-            fusion, self.finished = self._search.best.fusion, True
+        search = self._search
+        search.register(trial)
+        measured = {self._key(known.fusion): known.seconds for known in search.trials}
+        try:
+            while not search.converged:
+                fusion = search.suggest()
+                if (seconds := measured.get(self._key(fusion))) is None:
+                    return search.trials.copy(), fusion, False
+                search.register(Trial(fusion, seconds))  # other sizes, the same buckets
+        except Exception as error:  # training goes on without the search
+            log.warning(f"The search for DeAR's bucket size ends early: {type(error).__name__}: {error}")
+        assert search.best is not None
+        return search.trials, search.best.fusion, True
+
+    def _next_trial(self) -> None:
+        decision = None if self._decision is None else self._decision.wait()
+        self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
         if self._key(fusion) != self._key(self.fusion):
             self._buckets.replan(fusion)
         self._begin_trial(fusion)
         if self._transport.rank == 0:
             self._report()
-
-    def _untried(self) -> Fusion | None:
-        """Returns what to try next; None if the search has converged."""
-        assert self._search is not None
-        measured = {self._key(trial.fusion): trial.seconds for trial in self._search.trials}
-        while not self._search.converged:
-            suggestion = self._search.suggest() if self._transport.rank == 0 else None
-            fusion: Fusion = self._transport.gather_objects(suggestion)[0]
-            if (seconds := measured.get(self._key(fusion))) is None:
-                return fusion
-            self._search.register(Trial(fusion, seconds))  # other sizes, the same buckets
-        return None
+        if self.finished:
+            self.close(timeout_s=1.0)
 
     def _begin_trial(self, fusion: Fusion) -> None:
         self.fusion, self._steps, self._began, self._over = fusion, [], None, False
+        self._decision = None
 
     def _median(self) -> float:
         """The seconds of a step; the first one of a trial meets new buffers, and does not count."""
@@ -160,10 +188,10 @@ class FusionTuner:
     def _report(self) -> None:
         if self._file is not None:
             self._file.write(self._transport.world_size, self._model_bytes, self.state_dict())
-        if self.finished and self._search is not None and (best := self._search.best) is not None:
-            first, trials = self._search.trials[0], len(self._search.trials)
+        if self.finished:
+            first, best = self.trials[0], min(self.trials, key=lambda trial: trial.seconds)
             edge_mb = best.fusion.edge_mb or best.fusion.bucket_mb
             log.info(
                 f"DeAR fuses up to {best.fusion.bucket_mb:.1f} MiB, at the ends {edge_mb:.1f}: {best.seconds:.3f} s a "
-                f"step. It was {first.seconds:.3f} s with {first.fusion.bucket_mb:.1f} MiB; {trials} trials."
+                f"step. It was {first.seconds:.3f} s with {first.fusion.bucket_mb:.1f} MiB; {len(self.trials)} trials."
             )
