@@ -1,6 +1,7 @@
-"""Trains a small Transformer to write Python's documentation, character by character, with SelSync or DDP.
+"""Trains a small Transformer to write Python's documentation, character by character, with SelSync, DeAR or DDP.
 
     python examples/pydoc_transformer.py                                     two processes on this machine
+    python examples/pydoc_transformer.py --strategy dear                     what DDP trains, scheduled otherwise
     python examples/pydoc_transformer.py --strategy ddp                      to compare with
     torchrun --nproc-per-node 2 examples/pydoc_transformer.py                as with digits.py
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipesync import SelSyncStrategy
+from lightning_pipesync import DeARStrategy, SelSyncStrategy
 
 
 class TransformerLM(L.LightningModule):
@@ -157,7 +158,9 @@ class Communication(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=["selsync", "ddp"], default="selsync", help="default: %(default)s")
+    parser.add_argument(
+        "--strategy", choices=["selsync", "dear", "ddp"], default="selsync", help="default: %(default)s"
+    )
     parser.add_argument("--delta", type=float, default=0.05, help="SelSync's threshold (default: %(default)s)")
     parser.add_argument("--smoothing", type=float, default=0.16, help="SelSync's smoothing (default: %(default)s)")
     parser.add_argument("--max-steps", type=int, default=600, help="of the training (default: %(default)s)")
@@ -173,9 +176,13 @@ def main() -> None:
     data = PythonTopics(options.context, options.batch_size)
     model = TransformerLM(len(data.alphabet), options.context, options.learning_rate)
     communication = Communication()
-    selsync = SelSyncStrategy(delta=options.delta, smoothing=options.smoothing)
+    strategy = {
+        "selsync": SelSyncStrategy(delta=options.delta, smoothing=options.smoothing),
+        "dear": DeARStrategy(),
+        "ddp": "ddp",
+    }[options.strategy]
     trainer = L.Trainer(
-        strategy=selsync if options.strategy == "selsync" else "ddp",
+        strategy=strategy,
         max_steps=options.max_steps,
         gradient_clip_val=1.0,
         callbacks=[communication, TQDMProgressBar(refresh_rate=10)],

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_pipesync.bench.commands import collectives, converge, step
+from lightning_pipesync.bench.commands import collectives, converge, step, timeline
 from lightning_pipesync.netlab.command import netlab
 
 #: A function a subcommand, or a dictionary of further ones with ``_help``. Options and help come from the function's
@@ -20,6 +20,7 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
         "collectives": collectives,
         "step": step,
+        "timeline": timeline,
         "converge": converge,
     },
 }

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lightning_pipesync.bench import collectives_report, step_report
+from lightning_pipesync.bench import collectives_report, step_report, timeline_report
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives
 from lightning_pipesync.bench.interleaved import median_and_quartiles, time_in_turns
@@ -165,6 +166,29 @@ def test_a_search_before_steps(tmp_path: Path) -> None:
     assert "sizes tried in" in (tmp_path / "step.md").read_text()
 
 
+def test_time_that_is_hidden() -> None:
+    """Forward for 3 s, then communication for 4 s, half of it under 2 s of backward."""
+    spans = [("forward", 0, 2), ("forward", 2, 3), ("all-reduce", 3, 6), ("all-reduce", 5, 7), ("backward", 3, 5)]
+    spans_as_saved = [{"kind": kind, "number": 0, "start": start, "end": end} for kind, start, end in spans]
+    text = timeline_report.as_markdown({"timelines": [{"name": "one", "spans": spans_as_saved, "steps": [7.0]}]})
+    assert "| one | 7000 | 5000 | 4000 | 50% |" in text
+
+
+def test_the_command_for_timelines(tmp_path: Path) -> None:
+    """DDP communicates in backward only; DeAR's second half starts after it, under the next forward pass."""
+    options = ["--scale", "0.01", "--bucket_mb", "0.1", "--output", str(tmp_path)]
+    assert main(["bench", "timeline", *options]) == 0
+    [result] = json.loads((tmp_path / "timeline.json").read_text())["results"]
+    ddp, dear = result["timelines"]
+    assert {span["kind"] for span in ddp["spans"]} == {"forward", "backward", "all-reduce"}
+    assert {span["kind"] for span in dear["spans"]} == {"forward", "backward", "reduce-scatter", "all-gather"}
+    assert len(ddp["steps"]) == len(dear["steps"]) == 2
+    operations = sorted((span["start"], span["kind"]) for span in dear["spans"] if "-" in span["kind"])
+    in_turns = [kind for kind, _ in groupby(kind for start, kind in operations if start > 0)]
+    assert in_turns == ["reduce-scatter", "all-gather"] * 2
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_under_a_launcher(tmp_path: Path) -> None:
     """The ranks of torchrun are what is measured; only the first one shows and writes anything."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_pipesync"]
@@ -185,6 +209,7 @@ def test_under_a_launcher(tmp_path: Path) -> None:
         ("step", ["--methods", "ddp", "magic"], ["ddp, magic", "dear-bo"]),
         ("step", ["--hosts", "2", "1"], ["hosts=[2, 1]"]),
         ("step", ["--racks", "2"], ["racks=2", "rate"]),
+        ("timeline", ["--model", "cnn"], ["model='cnn'", "emulated"]),
         ("collectives", ["--codecs", "zip"], ["zip"]),
         ("collectives", ["--sizes_mib", "0"], ["sizes_mib"]),
         ("collectives", ["--rounds", "0"], ["rounds"]),

@@ -80,11 +80,25 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=self.reentrant))
 
 
+class Compiled(nn.Module):
+    """Two layers that are compiled, in either way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.first.compile(backend="aot_eager")
+        self.compiled = torch.compile(self.second, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.compiled(torch.tanh(self.first(x)))))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "twice": Twice,
     "backwards": Backwards,
     "checkpointed": lambda: Checkpointed(False),
+    "compiled": Compiled,
     "reentrant": lambda: Checkpointed(True),
 }
 

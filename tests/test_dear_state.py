@@ -164,3 +164,25 @@ def test_optimizers_that_cannot_be_copied_are_refused() -> None:
         assert counting is not None
         assert counting[0] == "RuntimeError"
         assert "'k'" in counting[1]
+
+
+def bytes_of_state(with_dear: bool) -> int:
+    """What AdamW keeps on this rank, in bytes, after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = AdamW(model.parameters())
+    sync = DeAR(model, optimizer, fusion="layers", num_layers=2) if with_dear else None
+    model(torch.ones(1, 64)).sum().backward()
+    (sync or optimizer).step()
+    kept = list(optimizer.state.values())
+    if sync is not None:
+        sync.synchronize()
+        kept += [state for bucket in sync._buckets for state in bucket.update.states().values()]
+        sync.detach()
+    return sum(value.nbytes for state in kept for value in state.values() if value.dim())
+
+
+def test_optimizer_state_is_divided_by_the_number_of_ranks() -> None:
+    [whole, *_] = launch(bytes_of_state, 4, False)
+    for own in launch(bytes_of_state, 4, True):
+        assert own == pytest.approx(whole / 4, rel=0.01)

@@ -61,7 +61,9 @@ def test_digits(launcher: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "strategy"), [(PLAIN, "selsync"), (TORCHRUN, "ddp")], ids=["plain-selsync", "torchrun-ddp"]
+    ("launcher", "strategy"),
+    [(PLAIN, "selsync"), (PLAIN, "dear"), (TORCHRUN, "ddp")],
+    ids=["plain-selsync", "plain-dear", "torchrun-ddp"],
 )
 def test_pydoc_transformer(launcher: list[str], strategy: str) -> None:
     result = run(launcher, "pydoc_transformer.py", "--strategy", strategy, "--max-steps", 3)

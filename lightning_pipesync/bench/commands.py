@@ -1,4 +1,4 @@
-"""``pipesync bench collectives``, ``pipesync bench step`` and ``pipesync bench converge``."""
+"""``pipesync bench collectives``, ``step``, ``timeline`` and ``converge``."""
 
 from __future__ import annotations
 
@@ -83,6 +83,49 @@ def step(
     if results:
         campaign.finish("step", results, output, step_report.as_markdown(results))
         step_pictures.draw(results, output)
+
+
+def timeline(
+    hosts: int = 2,
+    rate: str | None = None,
+    racks: int = 1,
+    uplink: str | None = None,
+    model: str = "emulated-resnet50",
+    scale: float = 0.1,
+    methods: list[str] = ["ddp", "dear"],  # noqa: B006
+    ratio: float = 1.0,
+    bucket_mb: list[float] = [2],  # noqa: B006
+    steps: int = 2,
+    output: Path = Path("outputs/bench"),
+) -> None:
+    """Draws when training steps compute and when they communicate, by method.
+
+    Args:
+        hosts: Number of hosts, one rank each. Not used if a launcher has started this process.
+        rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
+        racks: Number of racks in the emulated network.
+        uplink: Rate of each rack's link to the others, e.g. 200mbit.
+        model: emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
+            emulated-bert-large, whose layers sleep.
+        scale: Number of values in each tensor over the true number.
+        methods: What is drawn: ddp, dear, dear-bo, selsync.
+        ratio: Communication time over computation time.
+        bucket_mb: Bucket sizes of DDP and DeAR in MiB.
+        steps: Steps that are drawn.
+        output: Folder for timeline.json, timeline.md and timeline.png.
+    """
+    from lightning_pipesync.bench import campaign, timeline_report
+    from lightning_pipesync.bench.contestants import num_contestants
+    from lightning_pipesync.bench.step import StepSettings
+
+    if not model.startswith("emulated-"):
+        raise ValueError(f"model={model!r}: a timeline is drawn of an emulated model.")
+    settings = StepSettings(model, scale, tuple(methods), (ratio,), tuple(bucket_mb), steps, 1)
+    num_measurements = num_contestants(methods, len(bucket_mb))
+    results = campaign.run("timeline", settings, campaign.several([hosts], rate, racks, uplink), num_measurements)
+    if results:
+        campaign.finish("timeline", results, output, timeline_report.as_markdown(results[0]))
+        timeline_report.draw(results[0], output / "timeline.png")
 
 
 def converge(

@@ -29,6 +29,11 @@ def measure(kind: str, settings: dict[str, Any], progress: Callable[[str], objec
         from lightning_pipesync.bench.step import StepSettings, measure_step
 
         return measure_step(StepSettings(**settings), progress)
+    if kind == "timeline":
+        from lightning_pipesync.bench.step import StepSettings
+        from lightning_pipesync.bench.timeline import measure_timeline
+
+        return measure_timeline(StepSettings(**settings), progress)
     if kind == "converge":
         from lightning_pipesync.bench.converge import ConvergeSettings, measure_converge
 

@@ -52,10 +52,12 @@ class Messages:
             work.wait(self._timeout)
 
     def _receiving(self, peer: int) -> AbstractContextManager[None]:
-        return naming_lost_peer(self.rank, f"a message from rank {self._global(peer)}", self._timeout)
+        return naming_lost_peer(dist.get_rank(), f"a message from rank {self._global(peer)}", self._timeout)
 
     def _sending(self, peer: int) -> AbstractContextManager[None]:
-        return naming_lost_peer(self.rank, f"the delivery of a message to rank {self._global(peer)}", self._timeout)
+        return naming_lost_peer(
+            dist.get_rank(), f"the delivery of a message to rank {self._global(peer)}", self._timeout
+        )
 
     def _global(self, peer: int) -> int:
         return dist.get_global_rank(self._group, peer)

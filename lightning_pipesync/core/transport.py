@@ -24,6 +24,7 @@ from lightning_pipesync.core.gloo import GlooExchange
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.nccl import NcclExchange
 from lightning_pipesync.core.shards import shard_of, shard_slice
+from lightning_pipesync.core.torus import Torus, TorusExchange
 from lightning_pipesync.core.traffic import Traffic
 
 T = TypeVar("T")
@@ -45,14 +46,24 @@ class Transport:
         device: where the tensors of the collectives are.
         timeout_s: seconds after which a peer that does not answer counts as lost.
         backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices where it is there, else Gloo.
+        topology: ``"flat"``: every rank with every other. ``"torus2d"``: along rows, then along columns; without
+            compression.
+        torus_columns: neighbouring ranks in a row of the torus; None: as square as possible.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, or a rank did not connect in time.
-        ValueError: ``timeout_s`` is not positive, or the backend does not fit the device.
+        ValueError: ``timeout_s`` is not positive, the backend does not fit the device, or the ranks cannot form the
+            torus, or do not agree on it.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", *, timeout_s: float = 1800.0, backend: str | None = None
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        timeout_s: float = 1800.0,
+        backend: str | None = None,
+        topology: str = "flat",
+        torus_columns: int | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call init_process_group() first.")
@@ -71,9 +82,16 @@ class Transport:
         # Flags, objects and single messages go through the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
         self._gloo = GlooExchange(self._control, self._timeout)
-        self._exchange: GlooExchange | NcclExchange = self._gloo
-        if backend == "nccl":
-            self._exchange = NcclExchange(self._new_group("nccl"), self.device)
+        self._nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
+        self._exchange: GlooExchange | NcclExchange | TorusExchange = self._nccl or self._gloo
+        try:
+            self._torus = self._agreed_torus(topology, torus_columns)
+        except ValueError:
+            self.close()
+            raise
+        if self._torus is not None:
+            row, column = self._exchange_within(self._torus.row_of), self._exchange_within(self._torus.column_of)
+            self._exchange = TorusExchange(self._torus, self.rank, row, column)
         # A rank that is done early, and closes, must not break the connections that a slower one is still making.
         with naming_lost_peer(self.rank, "all ranks to connect", self._timeout):
             dist.barrier(self._control)
@@ -155,8 +173,8 @@ class Transport:
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
         self._issue("broadcast", flat.numel() * flat.element_size() if self.rank == src and self.world_size > 1 else 0)
-        if isinstance(self._exchange, NcclExchange) and flat.is_cuda:
-            return self._handle("broadcast", self._exchange.broadcast(flat, src))
+        if self._nccl is not None and flat.is_cuda:
+            return self._handle("broadcast", self._nccl.broadcast(flat, src))
         host = flat.cpu()
         work = dist.broadcast(host.view(torch.uint8), src, self._control, async_op=True)
 
@@ -199,6 +217,8 @@ class Transport:
 
     def shard_slice(self, numel: int, rank: int) -> slice:
         """Returns which of a buffer's ``numel`` values ``rank`` owns."""
+        if self._torus is not None:
+            return self._torus.shard_slice(numel, rank)
         return shard_slice(numel, rank, self.world_size)
 
     def feedback(self, flat: Tensor) -> ErrorFeedback:
@@ -208,21 +228,42 @@ class Transport:
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for what is in flight."""
         self._exchange.close(timeout_s)
-        self._gloo.close(timeout_s)
+        if self._exchange is not self._gloo:
+            self._gloo.close(timeout_s)
         for group in self._groups:
             with suppress(Exception):  # a group whose peers have died cannot be left in order
                 dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        group = dist.new_group(backend=backend, timeout=self._timeout)
-        self._groups.append(group)
+    def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """Returns a group of some ranks, all if None; a collective call of all."""
+        group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
+        if ranks is None or self.rank in ranks:
+            self._groups.append(group)
         return group
+
+    def _agreed_torus(self, topology: str, columns: int | None) -> Torus | None:
+        wanted = self.gather_objects((topology, columns))
+        if len(set(wanted)) > 1:
+            raise ValueError(f"The ranks differ in (topology, torus_columns): {wanted}.")
+        return Torus(self.world_size, columns) if topology == "torus2d" else None
+
+    def _exchange_within(self, ranks_of: Callable[[int], list[int]]) -> GlooExchange | NcclExchange:
+        """Returns the exchange among this rank's own ones of the groups into which ``ranks_of`` divides all ranks."""
+        backend = "gloo" if self._nccl is None else "nccl"
+        divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
+        groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
+        own = groups[tuple(ranks_of(self.rank))]
+        return GlooExchange(own, self._timeout) if self._nccl is None else NcclExchange(own, self.device)
 
     def _check(self, flat: Tensor, codec: str | Codec, mean: bool = False) -> Codec:
         codec = get_codec(codec)
         if flat.dim() != 1 or not flat.is_contiguous():
             raise ValueError(f"A collective takes a 1-D contiguous tensor, got shape {tuple(flat.shape)}.")
+        if self._torus is not None and not codec.lossless:
+            raise ValueError(
+                f"A 2-D torus sums in two directions, and carries nothing compressed: {codec} does not fit."
+            )
         if not flat.is_floating_point() and (mean or not codec.lossless):
             raise ValueError(f"A tensor of {flat.dtype} cannot be averaged or compressed; sum it with codec='none'.")
         return codec
@@ -243,7 +284,7 @@ class Transport:
         return codec.wire_bytes(self.shard(flat).numel(), flat.dtype) * (self.world_size - 1)
 
     def _staged(self, flat: Tensor) -> bool:
-        return flat.is_cuda and self._exchange is self._gloo
+        return flat.is_cuda and self._nccl is None
 
     def _launch(self, kind: str, flat: Tensor, start: Callable[[Tensor], Callable[[], Tensor]]) -> Handle[Tensor]:
         if self.world_size == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ from lightning_pipesync.compat import mark_overflow
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
-from lightning_pipesync.methods.dear.config import FusionMethod, Update
+from lightning_pipesync.methods.dear.config import FusionMethod, Topology, Update
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -47,6 +48,9 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
         tuning_file: JSON file from which a search starts, and in which it keeps what was measured.
         num_layers: layers that travel in one piece, with ``fusion="layers"``.
         compression: codec of both halves: none, bf16, fp16, truncate16, int8 or topk.
+        topology: ``"flat"``: every rank with every other; ``"torus2d"``: along rows of neighbours, then across them.
+        torus_columns: ranks in a row of the torus; None: those of a host if there are several, else as square as
+            possible.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
@@ -78,6 +82,8 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
         tuning_file: str | None = None,
         num_layers: int = 4,
         compression: str | Codec = "none",
+        topology: Topology = "flat",
+        torus_columns: int | None = None,
         timeout_s: float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -99,6 +105,8 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
             tuning_file=tuning_file,
             num_layers=num_layers,
             compression=compression,
+            topology=topology,
+            torus_columns=torus_columns,
             timeout_s=timeout_s,
         )
         super().__init__(
@@ -115,7 +123,10 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
         self.needs_as_many_ranks = not get_codec(compression).lossless
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> DeAR:
-        return DeAR(module, optimizers, self.config, backend=self._traffic_backend)
+        config = self.config
+        if config.torus_columns is None and 1 < self.num_processes < self.world_size:
+            config = replace(config, torus_columns=self.num_processes)
+        return DeAR(module, optimizers, config, backend=self._traffic_backend)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

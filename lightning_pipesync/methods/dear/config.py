@@ -15,6 +15,7 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 Update = Literal["sharded", "replicated"]
+Topology = Literal["flat", "torus2d"]
 FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
 
@@ -66,6 +67,14 @@ class DeARConfig:
     compression: str | Codec = "none"
     """Codec of both halves: none, bf16, fp16, truncate16, int8, topk. What it drops is made good in later steps."""
 
+    topology: Topology = "flat"
+    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbours, then across the rows, for
+    hosts with several accelerators, or in racks; without compression."""
+
+    torus_columns: int | None = None
+    """Ranks in a row of the torus, those of a host or a rack. None: as square as possible (the strategy: those of a
+    host, if there are several)."""
+
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
@@ -88,6 +97,13 @@ class DeARConfig:
             raise ValueError(f"max_trials must be a whole number of at least 1, got {self.max_trials!r}.")
         if self.num_layers < 1 or self.num_layers != int(self.num_layers):
             raise ValueError(f"num_layers must be a whole number of at least 1, got {self.num_layers!r}.")
+        if self.topology not in get_args(Topology):
+            raise ValueError(f"topology must be one of {get_args(Topology)}, got {self.topology!r}.")
+        if self.topology == "torus2d" and not get_codec(self.compression).lossless:
+            raise ValueError(
+                f"topology='torus2d' sums in two directions, and would compress what is compressed already: "
+                f"use compression='none' with it, or topology='flat' with compression={self.compression!r}."
+            )
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)

@@ -77,7 +77,13 @@ class DeAR(SyncMethod):
     ) -> None:
         self.config = one_config(DeARConfig, config, settings)
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.transport = Transport(device_of(module), timeout_s=self.config.timeout_s, backend=backend)
+        self.transport = Transport(
+            device_of(module),
+            timeout_s=self.config.timeout_s,
+            backend=backend,
+            topology=self.config.topology,
+            torus_columns=self.config.torus_columns,
+        )
         try:
             parameters = agreed_parameters(self.transport, self.config, module, self._optimizers)
             self._tuning_file: TuningFile | None = None

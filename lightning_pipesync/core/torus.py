@@ -1,0 +1,118 @@
+"""Reduce-scatter and all-gather on a 2-D torus: among neighbours first, then across."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.gloo import GlooExchange
+from lightning_pipesync.core.nccl import NcclExchange
+from lightning_pipesync.core.shards import shard_slice
+
+
+class Torus:
+    """The ranks in rows of so many neighbours: rank 0, 1, ... in the first row.
+
+    Attributes:
+        columns: number of ranks in a row.
+        rows: number of rows.
+
+    Args:
+        world_size: number of ranks.
+        columns: ranks in a row, as many as a host has accelerators or a rack hosts; None: as square as possible.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+    """
+
+    def __init__(self, world_size: int, columns: int | None) -> None:
+        divisors = [size for size in range(2, world_size) if world_size % size == 0]
+        if columns is None and divisors:
+            columns = min(divisors, key=lambda size: (abs(math.log(size * size / world_size)), -size))
+        if columns not in divisors:
+            possible = f"rows of {', '.join(map(str, divisors))} are possible" if divisors else "use topology='flat'"
+            raise ValueError(
+                f"A 2-D torus of {world_size} ranks cannot have rows of torus_columns={columns} ranks: {possible}."
+            )
+        self.columns, self.rows = columns, world_size // columns
+
+    def row_of(self, rank: int) -> list[int]:
+        """Returns the ranks in the row of ``rank``."""
+        first = rank - rank % self.columns
+        return list(range(first, first + self.columns))
+
+    def column_of(self, rank: int) -> list[int]:
+        """Returns the ranks in the column of ``rank``."""
+        return list(range(rank % self.columns, self.rows * self.columns, self.columns))
+
+    def row_slice(self, numel: int, rank: int) -> slice:
+        """Returns which of ``numel`` values ``rank`` sums for its row."""
+        return shard_slice(numel, rank % self.columns, self.columns)
+
+    def shard_slice(self, numel: int, rank: int) -> slice:
+        """Returns which of ``numel`` values ``rank`` owns in the end: a part of its :meth:`row_slice`."""
+        outer = self.row_slice(numel, rank)
+        inner = shard_slice(outer.stop - outer.start, rank // self.columns, self.rows)
+        return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+class TorusExchange:
+    """The 2-D torus of the lecture: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
+
+    The all-reduce along columns, too, is in two halves, so that each rank has its own share of the sum in between. Only
+    1 / (ranks in a row) of a buffer crosses the rows, and a message passes (ranks in a row) + (rows) - 2 others on its
+    way in place of (all ranks) - 1. An operation gets as far as its first direction alone; the second one starts when
+    it is waited for: wait in the order of the calls, on all ranks.
+
+    Args:
+        torus: the ranks in rows.
+        rank: of this process.
+        row: exchanges among the ranks of this row.
+        column: exchanges among the ranks of this column.
+    """
+
+    def __init__(
+        self, torus: Torus, rank: int, row: GlooExchange | NcclExchange, column: GlooExchange | NcclExchange
+    ) -> None:
+        self._torus, self._rank, self._row, self._column = torus, rank, row, column
+
+    def reduce_scatter(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns what waits for that slice."""
+        summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
+        return lambda: self._column.reduce_scatter(summed_in_row(), codec, mean, feedback)()
+
+    def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns what waits for the slices of the others."""
+        gathered_in_column = self._column.all_gather(self._row_slice(flat), codec, feedback)
+
+        def gather_in_row() -> Tensor:
+            gathered_in_column()
+            return self._row.all_gather(flat, codec, feedback)()
+
+        return gather_in_row
+
+    def all_reduce(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Does both halves, one after the other; returns what waits for ``flat``."""
+        summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
+
+        def go_on() -> Tensor:
+            self._column.all_reduce(summed_in_row(), codec, mean, feedback)()
+            return self._row.all_gather(flat, codec, feedback)()
+
+        return go_on
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads of both directions."""
+        self._row.close(timeout_s)
+        self._column.close(timeout_s)
+
+    def _row_slice(self, flat: Tensor) -> Tensor:
+        return flat[self._torus.row_slice(flat.numel(), self._rank)]

@@ -1,0 +1,113 @@
+"""Collectives on a 2-D torus: rows, then columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipesync.core.torus import Torus
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear import DeAR
+from tests.harness import launch, raised
+from tests.models import OPTIMIZERS, seeded_mlp, train_ddp
+from tests.test_dear import STEPS, assert_same_state, train
+
+
+def values(numel: int, rank: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * numel + rank))
+
+
+def by_rows_and_columns(numel: int, world_size: int, columns: int) -> torch.Tensor:
+    """The sum of all ranks' values, each row by itself and then the rows; from rank 0 on."""
+    rows = []
+    for first in range(0, world_size, columns):
+        row = values(numel, first)
+        for rank in range(first + 1, first + columns):
+            row += values(numel, rank)
+        rows.append(row)
+    total = rows[0]
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def both_halves(columns: int | None, numels: list[int]) -> dict[str, list[Any]]:
+    transport = Transport(timeout_s=30, topology="torus2d", torus_columns=columns)
+    shards, wholes, reduced = [], [], []
+    for numel in numels:
+        flat = values(numel, transport.rank)
+        shard = transport.reduce_scatter(flat).wait()
+        assert shard.data_ptr() == transport.shard(flat).data_ptr() or not numel
+        shards.append((transport.shard_slice(numel, transport.rank), shard.clone()))
+        wholes.append(transport.all_gather(flat).wait().clone())
+        flat = values(numel, transport.rank)
+        reduced.append(transport.all_reduce(flat, mean=True).wait())
+    in_flight = [transport.reduce_scatter(values(numel, transport.rank)) for numel in numels]
+    for handle, (_, shard) in zip(in_flight, shards, strict=True):
+        assert torch.equal(handle.wait(), shard)
+    transport.close()
+    return {"shards": shards, "wholes": wholes, "reduced": reduced}
+
+
+NUMELS = [0, 1, 3, 10, 1001, 200_003]  # the last one travels around rings, where a row has three ranks
+
+
+@pytest.mark.parametrize(("world_size", "columns"), [(4, None), (4, 2), (6, 3), (6, 2)])
+def test_both_halves_sum_by_rows_and_columns(world_size: int, columns: int | None) -> None:
+    outcomes = launch(both_halves, world_size, columns, NUMELS)
+    for i, numel in enumerate(NUMELS):
+        expected = by_rows_and_columns(numel, world_size, columns or 2)
+        ring = numel == NUMELS[-1] and world_size == 6
+        owned = torch.zeros(numel)
+        for outcome in outcomes:
+            place, shard = outcome["shards"][i]
+            owned[place] += shard
+            assert torch.equal(outcome["wholes"][i], outcomes[0]["wholes"][i])
+            assert torch.equal(outcome["reduced"][i], outcomes[0]["reduced"][i])
+            torch.testing.assert_close(outcome["reduced"][i], expected / world_size)
+            if not ring:
+                assert torch.equal(outcome["wholes"][i], expected)
+        torch.testing.assert_close(owned, expected)
+
+
+def test_as_square_as_possible() -> None:
+    assert [(torus.rows, torus.columns) for torus in (Torus(64, None), Torus(8, None), Torus(6, 2))] == [
+        (8, 8),
+        (2, 4),
+        (3, 2),
+    ]
+    assert Torus(6, 3).row_of(4) == [3, 4, 5]
+    assert Torus(6, 3).column_of(4) == [1, 4]
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_dear_on_a_torus_is_ddp(update: str) -> None:
+    expected = launch(train_ddp, 4, "adamw", STEPS)[0]
+    outcomes = launch(train, 4, "adamw", {"topology": "torus2d", "update": update, "buffer_mb": 1e-4})
+    for outcome in outcomes:
+        assert_same_state(outcome, expected, exact=False)
+        assert_same_state(outcome, outcomes[0])
+
+
+def misuse() -> dict[str, Any]:
+    model = seeded_mlp()
+    sgd = OPTIMIZERS["sgd"](model)
+    return {
+        "topology": raised(lambda: DeAR(model, sgd, topology="ring")),
+        "compression='int8'": raised(lambda: DeAR(model, sgd, topology="torus2d", compression="int8")),
+        "torus_columns=3": raised(lambda: DeAR(model, sgd, topology="torus2d", torus_columns=3)),
+        "The ranks differ": raised(lambda: DeAR(model, sgd, topology="torus2d", torus_columns=2 + dist.get_rank())),
+    }
+
+
+def test_a_torus_that_cannot_be_is_refused_on_all_ranks() -> None:
+    for outcomes in launch(misuse, 4):
+        for words, outcome in outcomes.items():
+            assert outcome is not None, words
+            assert outcome[0] == "ValueError"
+            assert words in outcome[1]
+    with pytest.raises(ValueError, match="use topology='flat'"):
+        Torus(3, None)
