@@ -61,7 +61,7 @@ class FusionTuner:
         self._decision: Promise[tuple[list[Trial], Fusion, bool]] | None = None
 
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
-        """Starts a search for parameters that are to be fused, unless one of as many bytes has begun.
+        """Starts a search for what is to be fused, unless one for as many bytes has begun; a collective call.
 
         There is none if all fit into the smallest bucket, or if only deterministic algorithms are wanted: in which
         order numbers are added depends on the buckets.
@@ -71,18 +71,19 @@ class FusionTuner:
             return
         self._model_bytes, self.fusion = model_bytes, self._config.first_fusion()
         smallest, largest = self._config.search_mb[0], min(self._config.search_mb[1], model_bytes / MIB)
-        alone = self._transport.world_size == 1
-        self.finished = alone or largest <= smallest or torch.are_deterministic_algorithms_enabled()
+        world_size = self._transport.world_size
+        found = None if self._file is None else self._file.read(world_size, model_bytes)
+        everyone = self._transport.gather_objects((found, torch.are_deterministic_algorithms_enabled()))
+        deterministic = any(wanted for _, wanted in everyone)
+        self.finished = world_size == 1 or largest <= smallest or deterministic
         if self.finished:
             return
         if self._transport.rank == 0:
             self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
         self.trials = []
         self._begin_trial(self.fusion)
-        if self._config.tuning_file is not None:
-            found = None if self._file is None else self._file.read(self._transport.world_size, model_bytes)
-            if (state := self._transport.gather_objects(found)[0]) is not None:
-                self.load_state_dict(state)
+        if (state := everyone[0][0]) is not None:
+            self.load_state_dict(state)
 
     def end_of_trial(self) -> bool:
         """Returns whether this rank, if it is rank 0, knows what to try next.
@@ -91,9 +92,9 @@ class FusionTuner:
         """
         if self.finished or self._transport.rank != 0:
             return False
-        if self._decision is None and self._seen_enough():
+        if self._decision is None and self._search is not None and self._seen_enough():
             self._decision = Promise()
-            decide = functools.partial(self._decide, Trial(self.fusion, self._median()))
+            decide = functools.partial(self._decide, self._search, Trial(self.fusion, self._median()))
             self._worker = self._worker or Worker("pipesync-dear-tuner")
             self._worker.submit(functools.partial(self._decision.run, decide))
         return self._decision is not None and self._decision.done
@@ -145,10 +146,8 @@ class FusionTuner:
         clearly_worse = self._median() > CLEARLY_WORSE * fastest
         return clearly_worse or len(self._steps) >= self._config.trial_steps
 
-    def _decide(self, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
+    def _decide(self, search: FusionSearch, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
         """Learns from a trial; returns all trials so far, what comes next, and whether that is for good."""
-        assert self._search is not None
-        search = self._search
         search.register(trial)
         measured = {self._key(known.fusion): known.seconds for known in search.trials}
         try:
