@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.dear.search import SEARCHES, Trial
+from lightning_pipesync.methods.dear.tuning_file import TuningFile
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, average_gradients, state
 from tests.test_dear import assert_same_state
@@ -205,6 +207,72 @@ def test_what_a_codec_has_dropped_is_carried_over(update: str) -> None:
         assert_same_state(weights, launch(compressed, 2, "bf16", update, "random")[0][0])
 
 
+class Mixed(nn.Module):
+    """In two types, in two parameter groups of two optimizers; the last layer is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 6).bfloat16()
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)).bfloat16()).float()
+        return self.head(self.norm(x))
+
+
+def train_mixed(with_dear: bool) -> dict[str, Any]:
+    """Trains with two optimizers in turns, loads a state of one in mid-search, and thaws a layer."""
+    torch.manual_seed(0)
+    model = Mixed()
+    model.head.requires_grad_(False)
+    groups = [{"params": [model.first.weight, model.second.weight]}, {"params": [model.first.bias], "lr": 0.02}]
+    optimizers = [AdamW(groups, lr=0.01), SGD([model.second.bias, *model.norm.parameters()], lr=0.1, momentum=0.9)]
+    sync = DeAR(model, optimizers, **{**SEARCHING, "fusion": "grid", "max_trials": 8}) if with_dear else None
+    changes = 0
+    saved = None
+    for step in range(STEPS):
+        before = sync.fusion if sync else None
+        for optimizer in optimizers:
+            model.zero_grad()
+            loss_of(model, step).backward()
+            if sync is None:
+                average_gradients(model)
+                optimizer.step()
+            else:
+                sync.step(optimizer=optimizer)
+                await_decision(sync)
+        changes += sync is not None and sync.fusion != before
+        if step == 5:
+            saved = deepcopy(sync.optimizer_state_dict(optimizers[0]) if sync else optimizers[0].state_dict())
+        if saved is not None and step % 5 == 4:  # also where buckets are about to change
+            optimizers[0].load_state_dict(deepcopy(saved))
+        if step == 20:
+            model.head.requires_grad_(True)
+            optimizers[1].add_param_group({"params": list(model.head.parameters())})
+    kept = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    if sync is not None:
+        assert changes > 3
+        sync.flush()
+        kept = [sync.optimizer_state_dict(optimizer)["state"] for optimizer in optimizers]
+        sync.detach()
+    return {"weights": state(model), "kept": kept}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_types_groups_optimizers_and_thawed_layers_during_a_search(world_size: int) -> None:
+    outcomes = zip(launch(train_mixed, world_size, True), launch(train_mixed, world_size, False), strict=True)
+    for outcome, plain in outcomes:
+        exact = world_size == 2
+        if exact:
+            assert_same_state(outcome["weights"], plain["weights"])
+        for states, expected in zip(outcome["kept"], plain["kept"], strict=True):
+            assert states.keys() == expected.keys()
+            for index, kept in expected.items():
+                assert {kind: v.dtype for kind, v in states[index].items()} == {k: v.dtype for k, v in kept.items()}
+                if exact:
+                    assert_same_state(states[index], kept)
+
+
 # --- what is kept of a search ----------------------------------------------------------------------------------------
 
 
@@ -229,6 +297,10 @@ def test_the_next_run_starts_from_the_file(tmp_path: Path) -> None:
     outcomes = launch(searched_twice, 2, path)
     assert outcomes[0] == outcomes[1]
     first, after, second, still, other, _ = outcomes[0]
+    for refused in ('{"other": 1}', '{"searches": {"job": {"trials": [1]}}}', "no JSON"):
+        path.with_name("other.json").write_text(refused)
+        with pytest.raises(ValueError, match="is not a file in which DeAR has kept a search"):
+            TuningFile(path.with_name("other.json"))
     assert first[:2] == [False, []]
     assert after[0]
     assert len(after[1]) == 5
@@ -263,6 +335,55 @@ def test_a_state_holds_the_search() -> None:
         assert len(trials) == 2
         assert (trials_then, fusion_then, plan_then) == (trials, fusion, plan)
         assert not tuned_then
+
+
+def resumed_with_other_settings() -> list[Any]:
+    """Loads the state of a search where none is wanted: the buckets are soon those of the settings."""
+    model = Backwards()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = DeAR(model, optimizer, **SEARCHING, fusion="random")
+    while len(sync.trials) < 2:
+        one_step(model, optimizer, sync, 0)
+    saved = sync.state_dict()
+    sync.detach()
+    sync = DeAR(model, optimizer, fusion="buffer", buffer_mb=2e-4)
+    sync.load_state_dict(saved)
+    for step in range(3):
+        one_step(model, optimizer, sync, step)
+    kept = [sync.fusion, sync.tuned, sync._buckets.is_other(Fusion(bucket_mb=2e-4)), list(sync.trials)]
+    sync.detach()
+    return kept
+
+
+def test_a_state_of_a_search_does_not_outlive_the_wish_for_it() -> None:
+    assert launch(resumed_with_other_settings, 2) == [[Fusion(bucket_mb=2e-4), True, False, []]] * 2
+
+
+def searched_without_a_place_to_write(path: Path) -> bool:
+    model = Backwards()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = DeAR(model, optimizer, **SEARCHING, fusion="random", tuning_file=str(path))
+    for step in range(STEPS):
+        one_step(model, optimizer, sync, step)
+        await_decision(sync)
+    sync.detach()
+    return sync.tuned
+
+
+def test_a_file_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert launch(searched_without_a_place_to_write, 2, tmp_path / "file" / "tuning.json") == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["random", "grid"])
+def test_a_resumed_search_tries_what_is_left(kind: str) -> None:
+    whole, resumed = (SEARCHES[kind](Fusion(bucket_mb=25), 2, 64, 13) for _ in range(2))
+    while not whole.converged:
+        whole.register(Trial(whole.suggest(), 1.0))
+    resumed.trials = whole.trials[:7]
+    while not resumed.converged:
+        resumed.register(Trial(resumed.suggest(), 1.0))
+    assert resumed.trials == whole.trials
 
 
 def misuse(path: Path) -> dict[str, Any]:

@@ -49,14 +49,18 @@ class Fusion:
         left = sum(num_bytes(parameter) for parameter in parameters)
         buckets: list[list[NamedParameter]] = []
         capacity, filled, passed = 0.0, 0, 0
+        layers: set[str] = set()
         for parameter in parameters:
             size = num_bytes(parameter)
-            layers = {member.layer for member in buckets[-1]} | {parameter.layer} if buckets else set()
-            full = filled + size > capacity if self.num_layers is None else len(layers) > self.num_layers
+            if self.num_layers is None:
+                full = filled + size > capacity
+            else:
+                full = len(layers | {parameter.layer}) > self.num_layers
             if full or not buckets:
                 buckets.append([])
-                capacity, filled = self._capacity(passed, left), 0
+                capacity, filled, layers = self._capacity(passed, left), 0, set()
             buckets[-1].append(parameter)
+            layers.add(parameter.layer)
             filled, passed, left = filled + size, passed + size, left - size
         return buckets
 

@@ -76,6 +76,10 @@ class GlooExchange:
         self._gathering.submit(lambda: promise.run(lambda: gathering.wait()()))
         return promise.wait
 
+    def release_memory(self) -> None:
+        """Gives back the memory that was kept for messages of sizes that may not come again."""
+        self._pool.clear()
+
     def close(self, timeout_s: float) -> None:
         """Ends the threads, after the operations in flight or after ``timeout_s`` seconds each."""
         self._reducing.close(timeout_s)

@@ -59,6 +59,9 @@ class NcclExchange:
 
         return self._enqueue(flat, copy)
 
+    def release_memory(self) -> None:
+        """Nothing is kept."""
+
     def close(self, timeout_s: float) -> None:
         """Nothing to end: there is no thread."""
 

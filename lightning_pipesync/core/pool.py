@@ -28,3 +28,8 @@ class BufferPool:
         with self._lock:
             for buffer in buffers:
                 self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def clear(self) -> None:
+        """Gives the memory back that nobody uses."""
+        with self._lock:
+            self._free.clear()

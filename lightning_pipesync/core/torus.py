@@ -109,6 +109,11 @@ class TorusExchange:
 
         return go_on
 
+    def release_memory(self) -> None:
+        """Gives back the memory that was kept for messages of sizes that may not come again."""
+        self._row.release_memory()
+        self._column.release_memory()
+
     def close(self, timeout_s: float) -> None:
         """Ends the threads of both directions."""
         self._row.close(timeout_s)

@@ -225,6 +225,10 @@ class Transport:
         """Returns new residuals for ``flat``, where its wire format is made."""
         return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size)
 
+    def release_memory(self) -> None:
+        """Gives back the memory that was kept for messages of sizes that may not come again."""
+        self._exchange.release_memory()
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for what is in flight."""
         self._exchange.close(timeout_s)

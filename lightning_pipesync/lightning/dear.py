@@ -124,7 +124,7 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> DeAR:
         config = self.config
-        if config.torus_columns is None and 1 < self.num_processes < self.world_size:
+        if config.topology == "torus2d" and config.torus_columns is None and 1 < self.num_processes < self.world_size:
             config = replace(config, torus_columns=self.num_processes)
         return DeAR(module, optimizers, config, backend=self._traffic_backend)
 

@@ -14,8 +14,8 @@ from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.pipeline import Pipeline
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 
-# The bits of a rank's flag: a parameter has no gradient; one has changed after its bucket was launched; rank 0 has seen
-# enough of this bucket size.
+# The bits of a rank's flag: a parameter has no gradient; one has changed after its bucket was launched; rank 0 knows
+# which bucket size to try next.
 MISSING, OUTDATED, END_OF_TRIAL = 1, 2, 4
 
 
@@ -29,7 +29,7 @@ class BackPipe:
         buckets: what travels together.
         order: learns in which order gradients become ready.
         pipeline: what drives the communication.
-        tuner: may have other parameters travel together from a backward pass on.
+        tuner: knows when other parameters are to travel together.
         transport: the way to the other ranks.
     """
 
@@ -62,14 +62,14 @@ class BackPipe:
             self.reduced = False
             return
         self._order.is_ready(parameter)
-        if not self._buckets:  # the first step only watches
+        if not self._buckets or self._tuner.over:  # the first step only watches; new buckets come after this pass
+            self.reduced = False
             return
-        if self._buckets.with_parameter(parameter) is None:  # no optimizer has it any more
+        bucket = self._buckets.with_parameter(parameter)
+        if bucket is None:  # no optimizer has it any more
             return
         if not self._reducing:
             self._begin()
-        bucket = self._buckets.with_parameter(parameter)
-        assert bucket is not None
         if bucket.launched:  # a further backward pass before the step: what it adds has to be reduced, too
             self._outdated = True
             return
@@ -91,6 +91,12 @@ class BackPipe:
             self._find_present()
         self._reducing, self.reduced = False, True
 
+    def drain(self) -> None:
+        """Waits until nothing is under way, and all weights are up to date."""
+        self._pipeline.drain()
+        for bucket in self._buckets:
+            self._pipeline.wait_for(bucket)
+
     def forget(self) -> None:
         """Has :meth:`finish` reduce everything anew: the buckets are about to change; a collective call."""
         self._finish_round()  # ranks may have launched different numbers of buckets
@@ -105,15 +111,12 @@ class BackPipe:
         flag = MISSING * missing | OUTDATED * self._outdated | END_OF_TRIAL * self._tuner.end_of_trial()
         flags = self._pipeline.finish_reducing(flag)
         if flags & END_OF_TRIAL:
-            self._tuner.agree_on_end()
+            self._tuner.over = True
         return flags
 
     def _begin(self) -> None:
         """Gets all buckets ready for the gradients of a backward pass."""
-        self._pipeline.drain()
-        for bucket in self._buckets:
-            self._pipeline.wait_for(bucket)
-        self._tuner.step_begins()
+        self.drain()
         for bucket in self._buckets:
             bucket.expect_gradients()
         self._num_launched, self._reducing, self.reduced, self._outdated = 0, True, False, False

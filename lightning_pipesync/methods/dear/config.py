@@ -91,14 +91,20 @@ class DeARConfig:
             )
         if len(self.search_mb) != 2 or not 0 < self.search_mb[0] < self.search_mb[1] < math.inf:
             raise ValueError(f"search_mb must be a smaller and a larger number of MiB, got {self.search_mb!r}.")
-        if self.trial_steps < 3 or self.trial_steps != int(self.trial_steps):
-            raise ValueError(f"trial_steps must be a whole number of at least 3, got {self.trial_steps!r}.")
+        if self.trial_steps < 4 or self.trial_steps != int(self.trial_steps):
+            raise ValueError(f"trial_steps must be a whole number of at least 4, got {self.trial_steps!r}.")
         if self.max_trials < 1 or self.max_trials != int(self.max_trials):
             raise ValueError(f"max_trials must be a whole number of at least 1, got {self.max_trials!r}.")
         if self.num_layers < 1 or self.num_layers != int(self.num_layers):
             raise ValueError(f"num_layers must be a whole number of at least 1, got {self.num_layers!r}.")
         if self.topology not in get_args(Topology):
             raise ValueError(f"topology must be one of {get_args(Topology)}, got {self.topology!r}.")
+        if self.torus_columns is not None and (
+            self.topology == "flat" or self.torus_columns != int(self.torus_columns)
+        ):
+            raise ValueError(
+                f"torus_columns={self.torus_columns!r} must be a whole number of ranks, with topology='torus2d'."
+            )
         if self.topology == "torus2d" and not get_codec(self.compression).lossless:
             raise ValueError(
                 f"topology='torus2d' sums in two directions, and would compress what is compressed already: "

@@ -83,6 +83,11 @@ class FusedBuckets:
         """Returns which parameters would travel together."""
         return plan_buckets(self._ready, fusion)
 
+    def is_other(self, fusion: Fusion) -> bool:
+        """Returns whether other parameters than now would travel together."""
+        now = [[member.name for member in bucket.members] for bucket in self._buckets]
+        return now != [[member.name for member in members] for members in self.divide(fusion)]
+
     def replan(self, fusion: Fusion) -> None:
         """Fuses the parameters anew, and carries over exactly what is kept for each; a collective call.
 
@@ -93,6 +98,7 @@ class FusedBuckets:
         residuals_of_gradients = _joined(bucket.residuals_of_gradients() for bucket in self._buckets)
         updated, owned = self._by_rank(FusedBucket.parts_to_update), self._by_rank(FusedBucket.parts_in_shard)
         self.release()
+        self._transport.release_memory()
         self._fuse(self.divide(fusion))
         states = hand_over(states, updated, self._by_rank(FusedBucket.parts_to_update), self._transport)
         residuals = hand_over(residuals, owned, self._by_rank(FusedBucket.parts_in_shard), self._transport)
@@ -100,21 +106,19 @@ class FusedBuckets:
             bucket.update.take_states(states)
             bucket.take_residuals(residuals, residuals_of_gradients)
 
-    def return_optimizer_states(self) -> None:
-        """Gives the optimizers the state back that the buckets keep; a collective call."""
-        for index, optimizer in enumerate(self._optimizers):
-            optimizer.state.update(self.optimizer_states(index))
-
     def optimizer_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
         """Returns what an optimizer would keep for its parameters without DeAR; a collective call."""
         buckets = self.of_optimizer(index)
         old = self._by_rank(FusedBucket.parts_to_update, buckets)
         whole = [_joined(bucket.whole() for bucket in buckets)] * self._transport.world_size
         states = hand_over(_joined(bucket.update.states() for bucket in buckets), old, whole, self._transport)
-        tensors = {member.name: member.tensor for bucket in buckets for member in bucket.members}
         return {
-            tensors[name]: {kind: _copied(value, tensors[name]) for kind, value in state.items()}
-            for name, state in states.items()
+            member.tensor: {
+                kind: _copied(value, member.tensor, flat=bucket.sharded) for kind, value in states[member.name].items()
+            }
+            for bucket in buckets
+            for member in bucket.members
+            if member.name in states
         }
 
     def release(self) -> None:
@@ -169,10 +173,9 @@ def _joined(mappings: Iterable[Mapping[str, V]]) -> dict[str, V]:
     return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
-def _copied(value: Any, parameter: Tensor) -> Any:
-    """Returns a copy of what is kept for a whole parameter, in its shape if there is a value for each of its own."""
+def _copied(value: Any, parameter: Tensor, flat: bool) -> Any:
+    """Returns a copy of what is kept for a whole parameter; in its shape, if shards of it were put together."""
     if not isinstance(value, Tensor):
         return value
-    if value.dim() != 1 or value.numel() != parameter.numel():
-        return value.clone()
-    return value.to(parameter.device, copy=True).view(parameter.shape)
+    copy = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+    return copy.view(parameter.shape) if flat and copy.dim() else copy

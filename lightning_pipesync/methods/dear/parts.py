@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ def hand_over(
     Returns:
         The same as ``kept`` for this rank's new parts; those that it had before are handed on as they are.
     """
+    if list(old) == list(new):
+        return {name: dict(state) for name, state in kept.items()}
     rank = transport.rank
     merged: dict[str, dict[str, Any]] = {}
     for of_rank in transport.gather_objects({name: _described(state) for name, state in kept.items()}):
@@ -57,10 +60,12 @@ def hand_over(
         {name: part for name, part in parts.items() if name in merged and old[peer].get(name) != part}
         for peer, parts in enumerate(new)
     ]
-    states = {name: dict(merged[name] if name in changed[rank] else kept[name]) for name in new[rank] if name in merged}
-    kinds = {kind: value for state in merged.values() for kind, value in state.items() if _is_dtype(value)}
-    for kind, dtype in kinds.items():
-        having = {name for name, state in merged.items() if kind in state}
+    states = {name: dict(kept[name]) for name in new[rank] if name in kept and name not in changed[rank]}
+    for name in changed[rank]:
+        states[name] = {kind: _placed(value, transport.device) for kind, value in merged[name].items()}
+    kinds = {(kind, dtype) for state in merged.values() for kind, dtype in state.items() if _is_dtype(dtype)}
+    for kind, dtype in sorted(kinds, key=str):  # in the same order on all ranks
+        having = {name for name, state in merged.items() if state.get(kind) is dtype}
         wanted = [{name: part for name, part in parts.items() if name in having} for parts in changed]
         values = {name: kept[name][kind] for name in having & kept.keys()}
         for name, arrived in _move(values, dtype, old, wanted, transport).items():
@@ -109,4 +114,21 @@ def _is_dtype(value: Any) -> bool:
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the type of what has a value for each of the part's, and all else as it is."""
-    return {kind: v.dtype if isinstance(v, Tensor) and v.dim() else v for kind, v in state.items()}
+    return {
+        kind: (v.dtype if v.dim() else _Scalar(v.cpu(), v.is_cuda)) if isinstance(v, Tensor) else v
+        for kind, v in state.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Scalar:
+    """A 0-dim tensor on its way to another rank, whose device has another name."""
+
+    value: Tensor
+    on_device: bool
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, _Scalar):
+        return value
+    return value.value.to(device) if value.on_device else value.value

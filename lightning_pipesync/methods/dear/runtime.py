@@ -104,7 +104,7 @@ class DeAR(SyncMethod):
         self._stepped: set[int] = set()  # optimizers that have used the gradients of this backward pass
         self._eager = False
         self.flushed = False
-        self._state_loaded = False
+        self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         # Before the hooks of others, as of weight_norm, which read the weights.
         before_forward, before_saving = ModuleHook(self._before_forward), ModuleHook(self._before_saving)
         self._hooks = [child.register_forward_pre_hook(before_forward, prepend=True) for child in self._order.modules]
@@ -140,14 +140,16 @@ class DeAR(SyncMethod):
         """
         if self._backpipe.reduced and self._index(optimizer) not in self._stepped:
             return False
-        if self._buckets and (self._state_loaded or self._groups != self._current_groups()):
+        # A state was loaded, or there are further parameters, as a callback adds that thaws layers.
+        if self._buckets and (self._loaded or self._groups != self._current_groups()):
             self._backpipe.forget()
-            self.synchronize()
-            if not self._state_loaded:  # but further parameters, as a callback adds that thaws layers
-                self._buckets.return_optimizer_states()
+            self.return_optimizer_states()
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         if not self._buckets:
             self._buckets.plan(self._tuner.fusion)
+        elif self._tuner.over:
+            self._backpipe.drain()
+            self._tuner.change()
         self._backpipe.finish()
         self._stepped.clear()
         return False
@@ -180,6 +182,8 @@ class DeAR(SyncMethod):
             for bucket in buckets:
                 bucket.update.keep_hyperparameters()
             self._pipeline.feed(buckets)
+        if index == 0:
+            self._tuner.note_step()
         mark_stepped(self._optimizers[index])
         self.flushed = False
         self._stepped.add(index)
@@ -243,9 +247,11 @@ class DeAR(SyncMethod):
         it with ``optimizer.load_state_dict``, on all ranks, is taken over.
         """
         self.synchronize()
-        optimizer = self._optimizers[self._index(optimizer)]
+        index = self._index(optimizer)
+        optimizer = self._optimizers[index]
         before = dict(optimizer.state)
-        optimizer.state.update(self._buckets.optimizer_states(self._index(optimizer)))
+        if index not in self._loaded:  # otherwise the next step will take over what the optimizer has
+            optimizer.state.update(self._buckets.optimizer_states(index))
         try:
             return optimizer.state_dict()
         finally:
@@ -270,12 +276,14 @@ class DeAR(SyncMethod):
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         self._buckets.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
-        self._state_loaded = False
+        self._loaded.clear()
 
     def return_optimizer_states(self) -> None:
         """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
         self.synchronize()
-        self._buckets.return_optimizer_states()
+        for index, optimizer in enumerate(self._optimizers):
+            if index not in self._loaded:
+                optimizer.state.update(self._buckets.optimizer_states(index))
 
     def without_views(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns a module's state with copies in place of views of a bucket, which some file formats refuse."""
@@ -304,9 +312,10 @@ class DeAR(SyncMethod):
         """Has a state_dict hold the weights of the last step."""
         self.synchronize()
 
-    def _after_loading(self, _: Optimizer) -> None:
+    def _after_loading(self, optimizer: Optimizer) -> None:
         """Has the next step begin with the state that was loaded, unless the first buckets are yet to take it."""
-        self._state_loaded = bool(self._buckets)
+        if self._buckets:
+            self._loaded.add(self._index(optimizer))
 
     def _take_over(self, parameters: Sequence[NamedParameter]) -> None:
         """Has all parameters that an optimizer has reduced and updated."""
@@ -314,7 +323,7 @@ class DeAR(SyncMethod):
         self._buckets.begin_anew(trained)
         self._tuner.begin(trained)
         self._groups = self._current_groups()
-        self._state_loaded = False
+        self._loaded.clear()
         for parameter in trained:
             if id(parameter.tensor) not in self._hooked:
                 self._hooked.add(id(parameter.tensor))

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -143,29 +142,21 @@ class BayesianSearch(FusionSearch):
 class RandomSearch(FusionSearch):
     """Sizes drawn evenly from the logarithmic ranges (Fig. 10)."""
 
-    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
-        super().__init__(first, smallest_mb, largest_mb, max_trials)
-        self._random = random.Random(0)
-
     def _suggest(self) -> Fusion:
-        return _fusion(self._random.uniform(*self._sizes), self._random.uniform(0.0, MAX_HALVINGS))
+        draw = random.Random(len(self.trials))
+        return _fusion(draw.uniform(*self._sizes), draw.uniform(0.0, MAX_HALVINGS))
 
 
 class GridSearch(FusionSearch):
     """Sizes at even distances in the logarithmic ranges, from the smallest to the largest (Fig. 10)."""
 
-    def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
-        super().__init__(first, smallest_mb, largest_mb, max_trials)
-        self._grid = self._lay_out(max(2, (max_trials - 1) // 3))
-
-    def _lay_out(self, num_sizes: int) -> Iterator[Fusion]:
-        low, high = self._sizes
-        sizes = [low + (high - low) * i / (num_sizes - 1) for i in range(num_sizes)]
-        halvings = (0.0, MAX_HALVINGS / 2, MAX_HALVINGS)
-        return itertools.starmap(_fusion, itertools.product(sizes, halvings))
-
     def _suggest(self) -> Fusion:
-        return next(self._grid, self._first)
+        low, high = self._sizes
+        num_sizes = max(2, (self._max_trials - 1) // 3)
+        sizes = [low + (high - low) * i / (num_sizes - 1) for i in range(num_sizes)]
+        grid = list(itertools.product(sizes, (0.0, MAX_HALVINGS / 2, MAX_HALVINGS)))
+        number = len(self.trials) - 1
+        return _fusion(*grid[number]) if number < len(grid) else self._first
 
 
 SEARCHES: dict[str, type[FusionSearch]] = {"bo": BayesianSearch, "random": RandomSearch, "grid": GridSearch}

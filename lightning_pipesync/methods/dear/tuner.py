@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class FusionTuner:
     """Tries bucket sizes, one after the other, and stays with the best.
 
-    What counts is the time from one backward pass to the next on rank 0: all ranks keep step. Rank 0 chooses what comes
-    next; all change to it in the same step, when nothing is under way.
+    What counts is the time from one step to the next on rank 0: all ranks keep step. Rank 0 chooses what comes next and
+    says so with the flags of a step; all change to it after the next backward pass, under which nothing is sent.
 
     Args:
         config: the settings.
@@ -42,6 +42,7 @@ class FusionTuner:
     Attributes:
         fusion: how tensors are fused now.
         finished: whether the search is over, or there is none.
+        over: whether the buckets are to change after the next backward pass; the same on all ranks.
         trials: what was measured so far.
     """
 
@@ -51,12 +52,12 @@ class FusionTuner:
         self._config, self._buckets, self._transport, self._file = config, buckets, transport, file
         self.fusion = config.first_fusion()
         self.finished = True
+        self.over = False
         self.trials: list[Trial] = []
         self._search: FusionSearch | None = None  # on rank 0
-        self._model_bytes = 0
+        self._sizes: list[int] = []  # bytes, of what may travel together
         self._steps: list[float] = []
         self._began: float | None = None
-        self._over = False
         self._worker: Worker | None = None
         self._decision: Promise[tuple[list[Trial], Fusion, bool]] | None = None
 
@@ -66,21 +67,19 @@ class FusionTuner:
         There is none if all fit into the smallest bucket, or if only deterministic algorithms are wanted: in which
         order numbers are added depends on the buckets.
         """
-        model_bytes = max(sum(map(num_bytes, kind)) for kind in of_one_kind(parameters))
-        if self._config.fusion not in SEARCHES or model_bytes == self._model_bytes:
+        sizes = [sum(map(num_bytes, kind)) for kind in of_one_kind(parameters)]
+        if self._config.fusion not in SEARCHES or sizes == self._sizes:
             return
-        self._model_bytes, self.fusion = model_bytes, self._config.first_fusion()
-        smallest, largest = self._config.search_mb[0], min(self._config.search_mb[1], model_bytes / MIB)
-        world_size = self._transport.world_size
-        found = None if self._file is None else self._file.read(world_size, model_bytes)
+        self._sizes, self.fusion, self.trials = sizes, self._config.first_fusion(), []
+        smallest, largest = self._config.search_mb[0], min(self._config.search_mb[1], max(sizes) / MIB)
+        found = None if self._file is None else self._file.read(self._job())
         everyone = self._transport.gather_objects((found, torch.are_deterministic_algorithms_enabled()))
         deterministic = any(wanted for _, wanted in everyone)
-        self.finished = world_size == 1 or largest <= smallest or deterministic
+        self.finished = self._transport.world_size == 1 or largest <= smallest or deterministic
         if self.finished:
             return
         if self._transport.rank == 0:
             self._search = SEARCHES[self._config.fusion](self.fusion, smallest, largest, self._config.max_trials)
-        self.trials = []
         self._begin_trial(self.fusion)
         if (state := everyone[0][0]) is not None:
             self.load_state_dict(state)
@@ -99,39 +98,42 @@ class FusionTuner:
             self._worker.submit(functools.partial(self._decision.run, decide))
         return self._decision is not None and self._decision.done
 
-    def agree_on_end(self) -> None:
-        """Has the next step begin another trial, as rank 0 has told all."""
-        self._over = True
-
-    def step_begins(self) -> None:
-        """Notes the time; if a trial is over, fuses anew for the next one, or for good. Nothing may be under way.
-
-        A collective call on all ranks or on none.
-        """
-        if self.finished:
-            return
-        if self._over:
-            self._next_trial()
+    def note_step(self) -> None:
+        """Notes the time, after a step."""
         now = time.perf_counter()
         if self._began is not None:
             self._steps.append(now - self._began)
         self._began = now
 
+    def change(self) -> None:
+        """Fuses anew, for the next trial or for good; a collective call, while nothing is under way."""
+        decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
+        self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
+        if self._buckets.is_other(fusion):
+            self._buckets.replan(fusion)
+        self._begin_trial(fusion)
+        if self._transport.rank == 0:
+            self._report()
+        if self.finished:
+            self.close(timeout_s=1.0)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what was measured, the same on all ranks."""
         trials = [(trial.fusion.bucket_mb, trial.fusion.edge_mb, trial.seconds) for trial in self.trials]
-        fusion = (self.fusion.bucket_mb, self.fusion.edge_mb, self.fusion.num_layers)
-        return {"trials": trials, "fusion": fusion, "finished": self.finished}
+        return {"trials": trials, "fusion": (self.fusion.bucket_mb, self.fusion.edge_mb), "finished": self.finished}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned, unless the settings do not call for a search."""
-        if self.finished:
-            return
-        self.trials = [Trial(Fusion(bucket, edge), seconds) for bucket, edge, seconds in state["trials"]]
-        if self._search is not None:
-            self._search.trials = self.trials.copy()
-        self._begin_trial(Fusion(*state["fusion"]))
-        self.finished = state["finished"]
+        """Goes on from what :meth:`state_dict` returned, if that was a search and one is under way here.
+
+        Otherwise buckets that were loaded, too, and are not those of these settings change in the next step.
+        """
+        if not self.finished and state["trials"]:
+            self.trials = [Trial(Fusion(bucket, edge), seconds) for bucket, edge, seconds in state["trials"]]
+            if self._search is not None:
+                self._search.trials = self.trials.copy()
+            self._begin_trial(Fusion(*state["fusion"]))
+            self.finished = state["finished"]
+        self.over = bool(self._buckets) and self._buckets.is_other(self.fusion)
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, if there is one."""
@@ -148,9 +150,9 @@ class FusionTuner:
 
     def _decide(self, search: FusionSearch, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
         """Learns from a trial; returns all trials so far, what comes next, and whether that is for good."""
-        search.register(trial)
-        measured = {self._key(known.fusion): known.seconds for known in search.trials}
         try:
+            search.register(trial)
+            measured = {self._key(known.fusion): known.seconds for known in search.trials}
             while not search.converged:
                 fusion = search.suggest()
                 if (seconds := measured.get(self._key(fusion))) is None:
@@ -158,22 +160,11 @@ class FusionTuner:
                 search.register(Trial(fusion, seconds))  # other sizes, the same buckets
         except Exception as error:  # training goes on without the search
             log.warning(f"The search for DeAR's bucket size ends early: {type(error).__name__}: {error}")
-        assert search.best is not None
-        return search.trials, search.best.fusion, True
-
-    def _next_trial(self) -> None:
-        decision = None if self._decision is None else self._decision.wait()
-        self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
-        if self._key(fusion) != self._key(self.fusion):
-            self._buckets.replan(fusion)
-        self._begin_trial(fusion)
-        if self._transport.rank == 0:
-            self._report()
-        if self.finished:
-            self.close(timeout_s=1.0)
+        best = search.best or trial
+        return search.trials, best.fusion, True
 
     def _begin_trial(self, fusion: Fusion) -> None:
-        self.fusion, self._steps, self._began, self._over = fusion, [], None, False
+        self.fusion, self._steps, self._began, self.over = fusion, [], None, False
         self._decision = None
 
     def _median(self) -> float:
@@ -182,12 +173,22 @@ class FusionTuner:
 
     def _key(self, fusion: Fusion) -> Hashable:
         """Tells fusions apart that have other tensors travel together."""
-        return tuple(len(members) for members in self._buckets.divide(fusion))
+        return tuple(tuple(member.name for member in members) for members in self._buckets.divide(fusion))
+
+    def _job(self) -> str:
+        """Describes what a file must be of to be of use here."""
+        config = self._config
+        update, codec = config.update or "sharded", config.compression
+        return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {update}, {codec}, {config.topology}"
 
     def _report(self) -> None:
         if self._file is not None:
-            self._file.write(self._transport.world_size, self._model_bytes, self.state_dict())
-        if self.finished:
+            try:
+                self._file.write(self._job(), self.state_dict())
+            except OSError as error:  # training goes on
+                log.warning(f"tuning_file={self._config.tuning_file!r} cannot be written: {error}")
+                self._file = None
+        if self.finished and self.trials:
             first, best = self.trials[0], min(self.trials, key=lambda trial: trial.seconds)
             edge_mb = best.fusion.edge_mb or best.fusion.bucket_mb
             log.info(

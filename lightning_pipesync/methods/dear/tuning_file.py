@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightning_pipesync.core.buckets import Fusion
+
 
 class TuningFile:
-    """A JSON file: for each number of ranks and size of the model, what the search has measured.
+    """A JSON file: what the search has measured, for each job that was different.
 
     Args:
         path: of the file; it need not be there.
@@ -19,24 +21,39 @@ class TuningFile:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._states: dict[str, Any] = {}
+        self._searches: dict[str, dict[str, Any]] = {}
         if self._path.exists():
             try:
-                self._states = dict(json.loads(self._path.read_text())["searches"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                self._searches = json.loads(self._path.read_text())["searches"]
+                for state in self._searches.values():
+                    _check(state)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"tuning_file={str(path)!r} is not a file in which DeAR has kept a search ({error}): remove it, or "
-                    "name another one."
+                    f"tuning_file={str(path)!r} is not a file in which DeAR has kept a search "
+                    f"({type(error).__name__}: {error}): remove it, or name another one."
                 ) from error
 
-    def read(self, world_size: int, model_bytes: int) -> dict[str, Any] | None:
-        """Returns what was found for such a job; None if nothing was."""
-        return self._states.get(f"{world_size} ranks, {model_bytes} bytes")
+    def read(self, job: str) -> dict[str, Any] | None:
+        """Returns what was found for a job; None if nothing was."""
+        return self._searches.get(job)
 
-    def write(self, world_size: int, model_bytes: int, state: dict[str, Any]) -> None:
-        """Keeps what was found for such a job, beside what was found for others."""
-        self._states[f"{world_size} ranks, {model_bytes} bytes"] = state
+    def write(self, job: str, state: dict[str, Any]) -> None:
+        """Keeps what was found for a job, beside what was found for others.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._searches[job] = state
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f"{self._path.name}.new")
-        temporary.write_text(json.dumps({"searches": self._states}, indent=2))
+        temporary.write_text(json.dumps({"searches": self._searches}, indent=2))
         temporary.replace(self._path)
+
+
+def _check(state: dict[str, Any]) -> None:
+    """Raises if this is not what a search has left behind."""
+    Fusion(*state["fusion"])
+    bool(state["finished"])
+    for bucket_mb, edge_mb, seconds in state["trials"]:
+        Fusion(bucket_mb, edge_mb)
+        float(seconds)
