@@ -73,6 +73,8 @@ def step(
     from lightning_pipesync.bench.contestants import num_contestants
     from lightning_pipesync.bench.step import StepSettings
 
+    if "ddp" not in methods:
+        raise ValueError(f"methods={methods!r}: ddp has to be among them, which all others are compared to.")
     emulated = model.startswith("emulated-")
     if not emulated and ratio is not None:
         raise ValueError(f"ratio={ratio!r} is a setting of emulated models: {model} takes its own time.")
@@ -120,6 +122,8 @@ def timeline(
 
     if not model.startswith("emulated-"):
         raise ValueError(f"model={model!r}: a timeline is drawn of an emulated model.")
+    if {"fsdp2", "zero"} & set(methods):
+        raise ValueError(f"methods={methods!r}: what FSDP2 and ZeRO communicate cannot be seen from outside.")
     settings = StepSettings(model, scale, tuple(methods), (ratio,), tuple(bucket_mb), steps, 1)
     num_measurements = num_contestants(methods, len(bucket_mb))
     results = campaign.run("timeline", settings, campaign.several([hosts], rate, racks, uplink), num_measurements)

@@ -34,7 +34,7 @@ class StepSettings:
     Attributes:
         model: a name that :func:`build_model` knows.
         scale: by which the tensors of an emulated model are scaled.
-        methods: what is compared, names that :data:`METHODS` knows; ddp among them.
+        methods: what is compared, names that :data:`METHODS` knows.
         ratios: communication time over computation time, of an emulated model; empty for a real one.
         bucket_mb: bucket sizes of DDP and DeAR, in MiB; DDP's best one counts.
         steps: steps of one measurement.
@@ -59,8 +59,8 @@ class StepSettings:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
         unknown = [method for method in self.methods if method not in METHODS]
-        if unknown or "ddp" not in self.methods:
-            raise ValueError(f"methods must be ddp and some of {', '.join(METHODS)}, got {', '.join(self.methods)}.")
+        if unknown or not self.methods:
+            raise ValueError(f"methods must be some of {', '.join(METHODS)}, got {', '.join(self.methods)}.")
         if not all(ratio > 0 for ratio in self.ratios):
             raise ValueError(f"ratio must be positive, got {self.ratios!r}.")
         if not self.bucket_mb or not all(size > 0 for size in self.bucket_mb):

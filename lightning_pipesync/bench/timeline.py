@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.contestants import Contestant, WithMethod, Wrapped, contestants
 from lightning_pipesync.bench.models import build_model, computation_seconds
 from lightning_pipesync.bench.step import StepSettings, gradient_bytes
-from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.handle import Handle, Promise
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,22 @@ class Recorder:
         self._backward: dict[int, list[float]] = {}  # by layer, when it began and when a gradient was ready
 
     def watch(self, contestant: Contestant) -> None:
-        """Hooks onto a contestant's layers and its communication."""
-        for number, layer in enumerate(contestant.model.layers):
+        """Hooks onto the modules that have parameters of their own, and onto the communication."""
+        modules = [m for m in contestant.model.module.modules() if any(True for _ in m.parameters(recurse=False))]
+        for number, module in enumerate(modules):
             started: list[float] = []
-            layer.register_forward_pre_hook(lambda *_, started=started: started.append(time.perf_counter()))
-            layer.register_forward_hook(
+            module.register_forward_pre_hook(lambda *_, started=started: started.append(time.perf_counter()))
+            module.register_forward_hook(
                 lambda *_, number=number, started=started: self._note("forward", number, started.pop())
             )
-            layer.register_full_backward_pre_hook(partial(self._backward_goes_on, number))
-            for parameter in layer.parameters():
+            module.register_full_backward_pre_hook(partial(self._backward_goes_on, number))
+            for parameter in module.parameters(recurse=False):
                 parameter.register_post_accumulate_grad_hook(partial(self._backward_goes_on, number))
         if isinstance(contestant, WithMethod):
             for name in ("reduce_scatter", "all_gather", "all_reduce"):
                 self._watch_operation(contestant.sync.transport, name)
         elif isinstance(contestant, Wrapped) and isinstance(contestant.module, nn.parallel.DistributedDataParallel):
-            contestant.module.register_comm_hook(None, self._all_reduce)
+            contestant.module.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
 
     def end_step(self) -> None:
         """Notes the backward pass."""
@@ -85,18 +87,18 @@ class Recorder:
 
         def watched(*args: Any, **settings: Any) -> Handle[Tensor]:
             end = self._begin(kind)
-            handle = operation(*args, **settings)
+            handle, promise = operation(*args, **settings), Promise[Tensor]()
 
-            def wait() -> Tensor:
-                result: Tensor = handle.wait()
+            def watch() -> None:  # on a thread: whoever waits may come later than the result
+                promise.run(handle.wait)
                 end()
-                return result
 
-            return Handle(wait)
+            threading.Thread(target=watch, daemon=True).start()
+            return Handle(promise.wait)
 
         setattr(transport, name, watched)
 
-    def _all_reduce(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    def _all_reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """DDP's own: the average of a bucket."""
         end, buffer = self._begin("all-reduce"), bucket.buffer().div_(dist.get_world_size())
         work = dist.all_reduce(buffer, async_op=True)
@@ -113,8 +115,8 @@ def measure_timeline(settings: StepSettings, progress: Callable[[str], object]) 
     """Records some steps of every contestant, one contestant after the other; a collective call.
 
     Returns:
-        Settings, and for each contestant what rank 0 did: its ``spans``, in seconds since the first step began, and
-        ``steps``, when each of them ended.
+        Settings, and for each contestant what rank 0 did: its ``spans`` within these steps, in seconds since the
+        first one began, and ``steps``, when each of them ended.
     """
     world_size, bandwidth = dist.get_world_size(), measure_bandwidth()
     build = partial(build_model, settings.model, scale=settings.scale)
@@ -145,5 +147,6 @@ def record(contestant: Contestant, num_steps: int, warmup: int = 3) -> dict[str,
         recorder.end_step()
         ends.append(time.perf_counter() - began)
     contestant.drain()
-    spans = [asdict(Span(s.kind, s.number, s.start - began, s.end - began)) for s in recorder.spans]
+    within = [(s, max(0.0, s.start - began), min(ends[-1], s.end - began)) for s in recorder.spans]
+    spans = [asdict(Span(s.kind, s.number, start, end)) for s, start, end in within if start < end]
     return {"spans": spans, "steps": ends}

@@ -61,9 +61,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for panel, timeline in zip(panels, timelines, strict=True):
         for span in timeline["spans"]:
             row = 1 if span["kind"] in COMPUTATION else 0
-            length = span["end"] - span["start"]
+            seconds = span["end"] - span["start"]
             alpha = 0.95 if span["number"] % 2 else 0.6
-            panel.barh(row, length, left=span["start"], height=0.8, color=COLOURS[span["kind"]], alpha=alpha)
+            panel.barh(row, seconds, left=span["start"], height=0.8, color=COLOURS[span["kind"]], alpha=alpha)
         for end in timeline["steps"]:
             panel.axvline(end, color="black", linewidth=0.8, linestyle=":")
         panel.set_yticks([1, 0], ["computation", "communication"])
