@@ -137,6 +137,14 @@ def raised(function: Callable[[], Any]) -> tuple[str, str] | None:
     return None
 
 
+def assert_refused(outcomes: dict[str, tuple[str, str] | None]) -> None:
+    """Asserts that each outcome of :func:`raised` is a ValueError whose message holds the words that are its key."""
+    for words, outcome in outcomes.items():
+        assert outcome is not None, words
+        assert outcome[0] == "ValueError"
+        assert words in outcome[1]
+
+
 def kill_stopped_siblings() -> None:
     """Kills the ranks of this launch that were sent SIGSTOP."""
     for status in Path("/proc").glob("[0-9]*/stat"):

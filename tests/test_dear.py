@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import DIED, kill_stopped_siblings, launch, raised
+from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state, train_ddp
 
 STEPS = 12
@@ -262,7 +262,4 @@ def misuse() -> dict[str, tuple[str, str] | None]:
 
 def test_misuse_is_named_on_all_ranks() -> None:
     for outcomes in launch(misuse, 2):
-        for word, outcome in outcomes.items():
-            assert outcome is not None, word
-            assert outcome[0] == "ValueError"
-            assert word in outcome[1]
+        assert_refused(outcomes)

@@ -108,6 +108,17 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
+def one_step(model: nn.Module, optimizer: Optimizer, sync: DeAR | None, step: int) -> None:
+    """A step of synchronous SGD: by DeAR, or, without it, with gradients that are averaged one by one."""
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    if sync is None:
+        average_gradients(model)
+        optimizer.step()
+    else:
+        sync.step(optimizer=optimizer)
+
+
 def both(
     build: Callable[[], nn.Module],
     train: Callable[[nn.Module, nn.Module, Optimizer, DeAR | None], None],

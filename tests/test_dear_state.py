@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import launch, raised
 from tests.models import state
-from tests.test_dear_models import SMALL, STEPS, Backwards, check, loss_of
+from tests.test_dear_models import SMALL, STEPS, Backwards, check, one_step
 
 
 def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -22,9 +22,7 @@ def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], di
 
     def run(sync: DeAR, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            sync.step()
+            one_step(model, optimizer, sync, step)
         sync.flush()
 
     def begin() -> tuple[nn.Module, Optimizer, DeAR]:
@@ -59,32 +57,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> Non
     check(launch(stopped_and_resumed, 2, settings))
 
 
-def one_step(sync: DeAR, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    sync.step()
-
-
 def written_from_outside(settings: dict[str, Any]) -> bool:
     """Weights that the user writes, in place or by other memory, are those that training goes on from."""
     model = Backwards()
     optimizer = SGD(model.parameters(), lr=1e-6)
     sync = DeAR(model, optimizer, **{**SMALL, **settings})
     for step in range(3):
-        one_step(sync, model, optimizer, step)
+        one_step(model, optimizer, sync, step)
     sync.synchronize()
     kept = []
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    one_step(sync, model, optimizer, 3)
+    one_step(model, optimizer, sync, 3)
     sync.flush()
     kept.append(all(bool((parameter - 0.5).abs().max() < 1e-3) for parameter in model.parameters()))
     for parameter in model.parameters():
         parameter.data = torch.full_like(parameter, 0.25)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
-    one_step(sync, model, optimizer, 4)
+    one_step(model, optimizer, sync, 4)
     sync.flush()
     kept.append(not torch.equal(model.head.bias, torch.full_like(model.head.bias, 0.25)))
     kept.append(all(bool((parameter - 0.25).abs().max() < 0.2) for parameter in model.parameters()))
@@ -105,12 +97,12 @@ def loaded_in_between() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     sync = DeAR(model, optimizer, **SMALL)
     ends = []
     for step in range(2):
-        one_step(sync, model, optimizer, step)
+        one_step(model, optimizer, sync, step)
     sync.flush()
     weights, kept = state(model), sync.optimizer_state_dict()
     for _ in range(2):
         for step in range(2, 5):
-            one_step(sync, model, optimizer, step)
+            one_step(model, optimizer, sync, step)
         sync.flush()
         ends.append(state(model))
         model.load_state_dict(weights)
@@ -148,8 +140,8 @@ def with_odd_optimizers() -> list[tuple[str, str] | None]:
     sync = DeAR(model, counting)
 
     def two_steps() -> None:
-        one_step(sync, model, counting, 0)
-        one_step(sync, model, counting, 1)
+        one_step(model, counting, sync, 0)
+        one_step(model, counting, sync, 1)
 
     outcomes = [raised(lambda: DeAR(model, wrapping)), raised(two_steps)]
     sync.detach()

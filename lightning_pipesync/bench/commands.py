@@ -70,7 +70,7 @@ def step(
         output: Folder for step.json, step.md and the pictures.
     """
     from lightning_pipesync.bench import campaign, step_pictures, step_report
-    from lightning_pipesync.bench.contestants import num_contestants
+    from lightning_pipesync.bench.contestants import makers
     from lightning_pipesync.bench.step import StepSettings
 
     if "ddp" not in methods:
@@ -80,7 +80,7 @@ def step(
         raise ValueError(f"ratio={ratio!r} is a setting of emulated models: {model} takes its own time.")
     ratios = tuple(ratio or [1.0]) if emulated else ()
     settings = StepSettings(model, scale, tuple(methods), ratios, tuple(bucket_mb), steps, rounds)
-    num_measurements = max(1, len(ratios)) * (rounds + 1) * (1 + num_contestants(methods, len(bucket_mb)))
+    num_measurements = max(1, len(ratios)) * (rounds + 1) * (1 + len(makers(methods, bucket_mb)))
     results = campaign.run("step", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
     if results:
         campaign.finish("step", results, output, step_report.as_markdown(results))
@@ -117,7 +117,7 @@ def timeline(
         output: Folder for timeline.json, timeline.md and timeline.png.
     """
     from lightning_pipesync.bench import campaign, timeline_report
-    from lightning_pipesync.bench.contestants import num_contestants
+    from lightning_pipesync.bench.contestants import makers
     from lightning_pipesync.bench.step import StepSettings
 
     if not model.startswith("emulated-"):
@@ -125,7 +125,7 @@ def timeline(
     if {"fsdp2", "zero"} & set(methods):
         raise ValueError(f"methods={methods!r}: what FSDP2 and ZeRO communicate cannot be seen from outside.")
     settings = StepSettings(model, scale, tuple(methods), (ratio,), tuple(bucket_mb), steps, 1)
-    num_measurements = num_contestants(methods, len(bucket_mb))
+    num_measurements = len(makers(methods, bucket_mb))
     results = campaign.run("timeline", settings, campaign.several([hosts], rate, racks, uplink), num_measurements)
     if results:
         campaign.finish("timeline", results, output, timeline_report.as_markdown(results[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -145,32 +146,30 @@ def searched(model: BenchModel, search: str) -> WithMethod:
     return WithMethod(f"DeAR, {search}", model, "dear", DeAR, fusion=search)
 
 
-#: What can be compared, by name: each makes one contestant, or one for each bucket size.
-METHODS: dict[str, Callable[[Callable[[], BenchModel], tuple[float, ...]], list[Contestant]]] = {
-    "ddp": lambda build, sizes: [ddp(build(), size) for size in sizes],
-    "fsdp2": lambda build, _: [fsdp2(build())],
-    "zero": lambda build, sizes: [zero(build(), sizes[0])],
-    "dear": lambda build, sizes: [dear(build(), size) for size in sizes],
-    "dear-bo": lambda build, _: [searched(build(), "bo")],
-    "dear-random": lambda build, _: [searched(build(), "random")],
-    "dear-grid": lambda build, _: [searched(build(), "grid")],
-    "selsync": lambda build, _: [
-        WithMethod("SelSync, synchronised step", build(), "serial", SelSync, delta=0.0),
-        WithMethod("SelSync, local step", build(), "compute", SelSync, delta=1e9),
+def selsync(model: BenchModel, name: str, limit: str, delta: float) -> WithMethod:
+    """SelSync whose steps are all of one kind."""
+    return WithMethod(f"SelSync, {name} step", model, limit, SelSync, delta=delta)
+
+
+#: What can be compared, by name: for the bucket sizes in MiB, what makes contestants of a model each.
+METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Contestant]]]] = {
+    "ddp": lambda sizes: [partial(ddp, bucket_mb=size) for size in sizes],
+    "fsdp2": lambda _: [fsdp2],
+    "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
+    "dear": lambda sizes: [partial(dear, bucket_mb=size) for size in sizes],
+    "dear-bo": lambda _: [partial(searched, search="bo")],
+    "dear-random": lambda _: [partial(searched, search="random")],
+    "dear-grid": lambda _: [partial(searched, search="grid")],
+    "selsync": lambda _: [
+        partial(selsync, name="synchronised", limit="serial", delta=0.0),
+        partial(selsync, name="local", limit="compute", delta=1e9),
     ],
 }
 
 
-def contestants(
-    methods: Sequence[str], build: Callable[[], BenchModel], bucket_mb: tuple[float, ...]
-) -> list[Contestant]:
-    """Returns the contestants of some ``METHODS``, each with a model of its own; a collective call."""
-    return [contestant for method in methods for contestant in METHODS[method](build, bucket_mb)]
-
-
-def num_contestants(methods: Sequence[str], num_sizes: int) -> int:
-    """Returns how many :func:`contestants` there will be."""
-    return sum({"ddp": num_sizes, "dear": num_sizes, "selsync": 2}.get(method, 1) for method in methods)
+def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[Callable[[BenchModel], Contestant]]:
+    """Returns what makes the contestants of some ``METHODS``, of a model each; to call them is collective."""
+    return [make for method in methods for make in METHODS[method](bucket_mb)]
 
 
 def in_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:

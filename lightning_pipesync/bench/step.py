@@ -17,8 +17,8 @@ from lightning_pipesync.bench.contestants import (
     METHODS,
     Contestant,
     Wrapped,
-    contestants,
     ddp_name,
+    makers,
     without_communication,
 )
 from lightning_pipesync.bench.interleaved import time_in_turns
@@ -111,10 +111,15 @@ def measure_emulated(
     settings: StepSettings, ratio: float, bandwidth: float, link: LinkCost, progress: Callable[[str], object]
 ) -> dict[str, Any]:
     """Does :func:`measure_run` for an emulated model that computes as long as the ratio demands."""
+    build = emulated_builder(settings, ratio, bandwidth)
+    return measure_run(settings, build, bandwidth, link, lambda text: progress(f"ratio {ratio:g}: {text}"))
+
+
+def emulated_builder(settings: StepSettings, ratio: float, bandwidth: float) -> Callable[[], BenchModel]:
+    """Returns what builds the emulated model, which computes as long as the ratio demands."""
     build = partial(build_model, settings.model, scale=settings.scale)
     forward, backward = computation_seconds(gradient_bytes(build()), dist.get_world_size(), bandwidth, ratio)
-    build = partial(build, forward_seconds=forward, backward_seconds=backward)
-    return measure_run(settings, build, bandwidth, link, lambda text: progress(f"ratio {ratio:g}: {text}"))
+    return partial(build, forward_seconds=forward, backward_seconds=backward)
 
 
 def measure_run(
@@ -133,7 +138,7 @@ def measure_run(
     """
     torch.manual_seed(0)  # the same weights on all ranks: not every contestant sees to that
     alone = without_communication(build())
-    field = [alone, *contestants(settings.methods, build, settings.bucket_mb)]
+    field = [alone, *(make(build()) for make in makers(settings.methods, settings.bucket_mb))]
     world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
     profile = profile_step(alone)
     half = (world_size - 1) / world_size * num_bytes / bandwidth

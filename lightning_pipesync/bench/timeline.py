@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.contestants import Contestant, WithMethod, Wrapped, contestants
-from lightning_pipesync.bench.models import build_model, computation_seconds
-from lightning_pipesync.bench.step import StepSettings, gradient_bytes
+from lightning_pipesync.bench.contestants import Contestant, WithMethod, Wrapped, makers
+from lightning_pipesync.bench.step import StepSettings, emulated_builder
 from lightning_pipesync.core.handle import Handle, Promise
+from lightning_pipesync.core.parameters import modules_with_parameters
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Recorder:
 
     def watch(self, contestant: Contestant) -> None:
         """Hooks onto the modules that have parameters of their own, and onto the communication."""
-        modules = [m for m in contestant.model.module.modules() if any(True for _ in m.parameters(recurse=False))]
-        for number, module in enumerate(modules):
+        for number, module in enumerate(modules_with_parameters(contestant.model.module)):
             started: list[float] = []
             module.register_forward_pre_hook(lambda *_, started=started: started.append(time.perf_counter()))
             module.register_forward_hook(
@@ -118,18 +117,15 @@ def measure_timeline(settings: StepSettings, progress: Callable[[str], object]) 
         Settings, and for each contestant what rank 0 did: its ``spans`` within these steps, in seconds since the
         first one began, and ``steps``, when each of them ended.
     """
-    world_size, bandwidth = dist.get_world_size(), measure_bandwidth()
-    build = partial(build_model, settings.model, scale=settings.scale)
-    forward, backward = computation_seconds(gradient_bytes(build()), world_size, bandwidth, settings.ratios[0])
+    build = emulated_builder(settings, settings.ratios[0], measure_bandwidth())
     torch.manual_seed(0)
-    build = partial(build, forward_seconds=forward, backward_seconds=backward)
     timelines = []
-    for contestant in contestants(settings.methods, build, settings.bucket_mb):
+    for contestant in [make(build()) for make in makers(settings.methods, settings.bucket_mb)]:
         contestant.prepare()
         timelines.append({"name": contestant.name, **record(contestant, settings.steps)})
         contestant.close()
         progress(contestant.name)
-    return {"settings": asdict(settings), "world_size": world_size, "timelines": timelines}
+    return {"settings": asdict(settings), "world_size": dist.get_world_size(), "timelines": timelines}
 
 
 def record(contestant: Contestant, num_steps: int, warmup: int = 3) -> dict[str, Any]:

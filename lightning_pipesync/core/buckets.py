@@ -68,9 +68,7 @@ class Fusion:
         """Returns the bytes of a bucket before which, and from which on, there are so many bytes."""
         if self.bucket_mb is None:
             return 0
-        if self.edge_mb is None:
-            return self.bucket_mb * MIB
-        edge = self.edge_mb * MIB
+        edge = (self.edge_mb or self.bucket_mb) * MIB
         return min(self.bucket_mb * MIB, passed + edge, max(edge, (left + edge) / 2))
 
 

@@ -73,6 +73,11 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     return parameters
 
 
+def modules_with_parameters(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules that register parameters themselves, ``module`` and those within it."""
+    return [child for child in module.modules() if any(True for _ in child.parameters(recurse=False))]
+
+
 def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Has ``hook`` called when a backward pass has accumulated the gradient; also of one that is frozen for now."""
     requires_grad = parameter.requires_grad

@@ -83,10 +83,13 @@ class FusedBuckets:
         """Returns which parameters would travel together."""
         return plan_buckets(self._ready, fusion)
 
+    def names(self, fusion: Fusion) -> tuple[tuple[str, ...], ...]:
+        """Returns the names of what would travel together, bucket by bucket."""
+        return _names(self.divide(fusion))
+
     def is_other(self, fusion: Fusion) -> bool:
         """Returns whether other parameters than now would travel together."""
-        now = [[member.name for member in bucket.members] for bucket in self._buckets]
-        return now != [[member.name for member in members] for members in self.divide(fusion)]
+        return self.names(fusion) != _names(bucket.members for bucket in self._buckets)
 
     def replan(self, fusion: Fusion) -> None:
         """Fuses the parameters anew, and carries over exactly what is kept for each; a collective call.
@@ -167,6 +170,10 @@ class FusedBuckets:
         """Returns for each rank which parts of the parameters of some buckets, all if None, it has."""
         buckets = self._buckets if buckets is None else buckets
         return [_joined(parts_of(bucket, rank) for bucket in buckets) for rank in range(self._transport.world_size)]
+
+
+def _names(plan: Iterable[Sequence[NamedParameter]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(member.name for member in members) for members in plan)
 
 
 def _joined(mappings: Iterable[Mapping[str, V]]) -> dict[str, V]:

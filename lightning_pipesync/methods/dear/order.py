@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, modules_with_parameters
 from lightning_pipesync.core.transport import Transport
 
 
@@ -21,7 +21,7 @@ class ExecutionOrder:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = [child for child in module.modules() if any(True for _ in child.parameters(recurse=False))]
+        self.modules = modules_with_parameters(module)
         self._owners: dict[int, list[nn.Module]] = {}
         for child in self.modules:
             for parameter in child.parameters(recurse=False):

@@ -124,11 +124,11 @@ def _described(state: Mapping[str, Any]) -> dict[str, Any]:
 class _Scalar:
     """A 0-dim tensor on its way to another rank, whose device has another name."""
 
-    value: Tensor
+    tensor: Tensor
     on_device: bool
 
 
 def _placed(value: Any, device: torch.device) -> Any:
     if not isinstance(value, _Scalar):
         return value
-    return value.value.to(device) if value.on_device else value.value
+    return value.tensor.to(device) if value.on_device else value.tensor

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,11 @@ class Trial:
     seconds: float
 
 
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """Returns the trial with the shortest step, of one or more."""
+    return min(trials, key=lambda trial: trial.seconds)
+
+
 class FusionSearch(ABC):
     """Looks for the bucket size, and the size of the buckets at both ends, with which a step is shortest.
 
@@ -61,11 +67,6 @@ class FusionSearch(ABC):
         self._first, self._max_trials = first, max_trials
         self._sizes = math.log2(smallest_mb), math.log2(largest_mb)
         self.trials: list[Trial] = []
-
-    @property
-    def best(self) -> Trial | None:
-        """The trial with the shortest step."""
-        return min(self.trials, key=lambda trial: trial.seconds, default=None)
 
     @property
     def converged(self) -> bool:
@@ -99,8 +100,7 @@ class BayesianSearch(FusionSearch):
         if len(self.trials) <= PATIENCE:
             return False
         before, recent = self.trials[:-PATIENCE], self.trials[-PATIENCE:]
-        fastest = min(trial.seconds for trial in before)
-        return all(trial.seconds > fastest * (1 - PROGRESS) for trial in recent)
+        return fastest(recent).seconds > fastest(before).seconds * (1 - PROGRESS)
 
     def _suggest(self) -> Fusion:
         if len(self.trials) <= len(STARTS):

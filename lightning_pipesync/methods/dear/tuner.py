@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused import FusedBuckets
-from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial
+from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial, fastest
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
 
 #: A trial ends after so few steps if they are longer than those of the best one by this factor.
@@ -89,9 +89,9 @@ class FusionTuner:
 
         It thinks about that beside the training, which goes on with the present size meanwhile.
         """
-        if self.finished or self._transport.rank != 0:
+        if self.finished or self._search is None:
             return False
-        if self._decision is None and self._search is not None and self._seen_enough():
+        if self._decision is None and self._seen_enough():
             self._decision = Promise()
             decide = functools.partial(self._decide, self._search, Trial(self.fusion, self._median()))
             self._worker = self._worker or Worker("pipesync-dear-tuner")
@@ -144,24 +144,23 @@ class FusionTuner:
     def _seen_enough(self) -> bool:
         if len(self._steps) <= FEW_STEPS:
             return False
-        fastest = min((trial.seconds for trial in self.trials), default=math.inf)
-        clearly_worse = self._median() > CLEARLY_WORSE * fastest
+        best = fastest(self.trials).seconds if self.trials else math.inf
+        clearly_worse = self._median() > CLEARLY_WORSE * best
         return clearly_worse or len(self._steps) >= self._config.trial_steps
 
     def _decide(self, search: FusionSearch, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
         """Learns from a trial; returns all trials so far, what comes next, and whether that is for good."""
+        search.register(trial)
         try:
-            search.register(trial)
-            measured = {self._key(known.fusion): known.seconds for known in search.trials}
+            measured = {self._buckets.names(known.fusion): known.seconds for known in search.trials}
             while not search.converged:
                 fusion = search.suggest()
-                if (seconds := measured.get(self._key(fusion))) is None:
+                if (seconds := measured.get(self._buckets.names(fusion))) is None:
                     return search.trials.copy(), fusion, False
                 search.register(Trial(fusion, seconds))  # other sizes, the same buckets
         except Exception as error:  # training goes on without the search
             log.warning(f"The search for DeAR's bucket size ends early: {type(error).__name__}: {error}")
-        best = search.best or trial
-        return search.trials, best.fusion, True
+        return search.trials, fastest(search.trials).fusion, True
 
     def _begin_trial(self, fusion: Fusion) -> None:
         self.fusion, self._steps, self._began, self.over = fusion, [], None, False
@@ -170,10 +169,6 @@ class FusionTuner:
     def _median(self) -> float:
         """The seconds of a step; the first one of a trial meets new buffers, and does not count."""
         return median(self._steps[1:])
-
-    def _key(self, fusion: Fusion) -> Hashable:
-        """Tells fusions apart that have other tensors travel together."""
-        return tuple(tuple(member.name for member in members) for members in self._buckets.divide(fusion))
 
     def _job(self) -> str:
         """Describes what a file must be of to be of use here."""
@@ -189,7 +184,7 @@ class FusionTuner:
                 log.warning(f"tuning_file={self._config.tuning_file!r} cannot be written: {error}")
                 self._file = None
         if self.finished and self.trials:
-            first, best = self.trials[0], min(self.trials, key=lambda trial: trial.seconds)
+            first, best = self.trials[0], fastest(self.trials)
             edge_mb = best.fusion.edge_mb or best.fusion.bucket_mb
             log.info(
                 f"DeAR fuses up to {best.fusion.bucket_mb:.1f} MiB, at the ends {edge_mb:.1f}: {best.seconds:.3f} s a "
