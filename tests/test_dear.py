@@ -255,6 +255,7 @@ def misuse() -> dict[str, tuple[str, str] | None]:
     }
     sync = DeAR(model, Normalised(model.parameters()))
     outcomes["SGD is not"] = raised(lambda: sync.step(optimizer=sgd))
+    assert (raised(sync._optimizers[0].step) or ("", ""))[1].startswith("Normalised.step() was called directly")
     sync.detach()
     DeAR(model, Normalised(model.parameters()), update="sharded", elementwise=(Normalised,)).detach()
     return outcomes

@@ -136,27 +136,14 @@ class Transport:
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
         """Tells all ranks this rank's ``flag``, one byte (0 to 255); the handle's result is every rank's, by rank."""
-        self._issue("flags", self.world_size - 1)
-        flags = torch.zeros(self.world_size, dtype=torch.uint8)
-        flags[self.rank] = flag
-        own = flags[self.rank : self.rank + 1]
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        exchange = self._gloo.pairwise(dict.fromkeys(peers, own), {peer: flags[peer : peer + 1] for peer in peers})
-
-        def wait() -> list[int]:
-            exchange.finish()
-            result: list[int] = flags.tolist()
-            return result
-
-        return self._handle("flags", wait)
+        return self._exchange_bytes("flags", [flag], lambda flags: flags[:, 0].tolist())
 
     def union(self, flags: Sequence[bool]) -> Handle[list[bool]]:
-        """Tells for each of some ``flags``, as many on every rank, whether it is true on any rank."""
-        counts = torch.tensor(flags, dtype=torch.int32)
-        none = get_codec("none")
-        self._issue("union", self._contribution_bytes(counts, none) + self._gather_bytes(counts, none))
-        wait = (lambda: counts) if self.world_size == 1 else self._gloo.all_reduce(counts, none, False, None)
-        return self._handle("union", lambda: [count > 0 for count in wait().tolist()])
+        """Tells for each of some ``flags``, as many on every rank, whether it is true on any rank.
+
+        As with :meth:`exchange_flags` nothing that is on its way already has to arrive before.
+        """
+        return self._exchange_bytes("union", flags, lambda of_ranks: of_ranks.bool().any(dim=0).tolist())
 
     def send(self, tensor: Tensor, dst: int) -> Handle[None]:
         """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
@@ -259,6 +246,22 @@ class Transport:
         groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
         own = groups[tuple(ranks_of(self.rank))]
         return GlooExchange(own, self._timeout) if self._nccl is None else NcclExchange(own, self.device)
+
+    def _exchange_bytes(self, kind: str, own: Sequence[int], read: Callable[[Tensor], T]) -> Handle[T]:
+        """Tells all ranks some bytes of this rank; ``read`` gets those of all, shape ``[world_size, len(own)]``."""
+        self._issue(kind, len(own) * (self.world_size - 1))
+        of_ranks = torch.zeros(self.world_size, len(own), dtype=torch.uint8)
+        of_ranks[self.rank] = torch.tensor(own, dtype=torch.uint8)
+        peers = [peer for peer in range(self.world_size) if peer != self.rank and own]
+        exchange = self._gloo.pairwise(
+            dict.fromkeys(peers, of_ranks[self.rank]), {peer: of_ranks[peer] for peer in peers}
+        )
+
+        def wait() -> T:
+            exchange.finish()
+            return read(of_ranks)
+
+        return self._handle(kind, wait)
 
     def _check(self, flat: Tensor, codec: str | Codec, mean: bool = False) -> Codec:
         codec = get_codec(codec)

@@ -2,12 +2,14 @@
 
 from lightning_pipesync.data.injection import DataInjection, PointToPoint, adjusted_batch_size
 from lightning_pipesync.data.partition import LabelSkewedSampler, label_skewed_partition
+from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
 
 __all__ = [
     "DataInjection",
     "LabelSkewedSampler",
     "PointToPoint",
+    "ResumableSampler",
     "SelDPSampler",
     "adjusted_batch_size",
     "label_skewed_partition",

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
+
+from lightning_pipesync.data.resumable import ResumableSampler
 
 
-class SelDPSampler(DistributedSampler[int]):
+class SelDPSampler(ResumableSampler):
     """Hands every rank the whole data set as a circular queue of chunks whose head is the rank's own (SelSync III-D).
 
     The data set is shuffled once and cut into ``num_replicas`` chunks of equal length. Rank r takes chunks r, r+1, ...
@@ -33,11 +35,7 @@ class SelDPSampler(DistributedSampler[int]):
             order.
         samples_per_epoch: How many samples of an epoch are used, if the loader stops before its end (``drop_last``, a
             limit on the number of batches). The next epoch goes on from there, so that nothing is left out for ever.
-        start: ``(epoch, samples)`` where a resumed run begins: the sampler's first epoch, and how many of its samples
-            were handed out already. They are skipped once: an epoch that is iterated over anew is whole. If they are
-            more than an epoch has, the epoch had been iterated over several times, as a ``CombinedLoader`` does that
-            cycles its shorter loaders: the first iteration is empty, and the next skips the remainder. ``len()``
-            remains that of a whole epoch, and other epochs are not shortened.
+        start: ``(epoch, samples)`` where a resumed run begins, see :class:`ResumableSampler`.
 
     Raises:
         ValueError: If ``dataset`` holds fewer samples than there are ranks, or ``rank``, ``samples_per_epoch`` or
@@ -56,7 +54,7 @@ class SelDPSampler(DistributedSampler[int]):
         samples_per_epoch: int | None = None,
         start: tuple[int, int] = (0, 0),
     ) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last, start)
         self._dataset_size = len(dataset)  # type: ignore[arg-type]
         if self._dataset_size < self.num_replicas:
             raise ValueError(
@@ -69,10 +67,6 @@ class SelDPSampler(DistributedSampler[int]):
             raise ValueError(
                 f"samples_per_epoch={samples_per_epoch} is out of range: an epoch has from 1 to {len(self)} samples."
             )
-        if min(start) < 0:
-            raise ValueError(f"start={start} is out of range: epoch and number of samples must be at least 0.")
-        self.start = start
-        self.set_epoch(start[0])
         self._order: Tensor | None = None
 
     def __len__(self) -> int:
@@ -86,14 +80,6 @@ class SelDPSampler(DistributedSampler[int]):
         # The first modulo closes the queue into a circle; the second wraps the padding round to the first samples.
         positions = positions % self.total_size % self._dataset_size
         return iter(self._shuffled()[positions].tolist())
-
-    def _take_start(self) -> int:
-        """Returns how many samples this iteration skips, and leaves in ``start`` what the next one does."""
-        epoch, samples = self.start
-        if self.epoch != epoch:
-            return 0
-        self.start = (epoch, samples % len(self) if samples >= len(self) else 0)
-        return min(samples, len(self))
 
     def _shuffled(self) -> Tensor:
         """Returns the data set's one order, as indices, drawn on first use so that unused samplers cost nothing."""

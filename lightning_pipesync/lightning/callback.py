@@ -65,7 +65,7 @@ class PipeSyncCallbackMixin(_Base):
         _strategy(trainer).flush()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).flush()
+        _strategy(trainer).end_training()
 
 
 def _strategy(trainer: Trainer) -> PipeSyncStrategyMixin:

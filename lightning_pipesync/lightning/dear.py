@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,18 +13,17 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.compat import mark_overflow
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.lightning.averaging import AveragingStrategyMixin, unwrapped
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.dear.config import FusionMethod, Topology, Update
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
 
-class DeARStrategyMixin(PipeSyncStrategyMixin):
+class DeARStrategyMixin(AveragingStrategyMixin):
     """DeAR: synchronous SGD, the all-reduce hidden under the backward pass and the next forward pass.
 
     What is trained is what ``strategy="ddp"`` would train. Logs ``dear/mib_sent``, ``dear/exposed_seconds`` and
@@ -128,32 +125,9 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
             config = replace(config, torus_columns=self.num_processes)
         return DeAR(module, optimizers, config, backend=self._traffic_backend)
 
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if self.method is not None:
-            # The gradient to clip is not in p.grad, where the plugin would look for it.
-            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-            self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-
-    def teardown(self) -> None:
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(self.precision_plugin).pop(name, None)
-        super().teardown()
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        def compute_and_reduce() -> Any:
-            result = closure()
-            assert self.method is not None
-            self.method.after_backward(optimizer)  # before a loss scaler changes p.grad
-            return result
-
-        return super().optimizer_step(optimizer, compute_and_reduce, model, **kwargs)
+    def gradient_is_complete(self, optimizer: Optimizer) -> None:
+        assert self.method is not None
+        self.method.after_backward(optimizer)
 
     def on_train_end(self) -> None:
         """Has the optimizers keep their state, for a checkpoint that is saved after the training."""
@@ -171,12 +145,6 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
         if scaler is not None and self.method is not None and self.method.unscale(1 / scaler.get_scale(), optimizer):
             mark_overflow(scaler, optimizer)
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it gradients are accumulated, and nothing is communicated."""
-        with nullcontext() if self.method is None else self.method.no_sync():
-            yield
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank."""
         if self.method is None:
@@ -187,12 +155,4 @@ class DeARStrategyMixin(PipeSyncStrategyMixin):
                 "the optimizer's state, so it holds none: a run that goes on from it begins with a new optimizer state."
             )
             return super().optimizer_state(optimizer)
-        return self.method.optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.method is not None
-        self.method.clip(clip_val, getattr(optimizer, "_optimizer", optimizer))
-
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.method is not None
-        self.method.clip_value(clip_val, getattr(optimizer, "_optimizer", optimizer))
+        return self.method.optimizer_state_dict(unwrapped(optimizer))

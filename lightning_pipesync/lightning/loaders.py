@@ -1,4 +1,4 @@
-"""What SelSync changes about a training loader: the order of the data, and the size of a batch."""
+"""What the strategies change about a training loader: the order of the data, where it begins, the size of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_pipesync.compat import replace_sampler
-from lightning_pipesync.data import SelDPSampler, adjusted_batch_size
+from lightning_pipesync.data import ResumableSampler, SelDPSampler, adjusted_batch_size
 
 
 def check_num_samples(loader: DataLoader, world_size: int) -> None:
@@ -81,8 +81,19 @@ def with_seldp(
     return loader
 
 
+def resumable(loader: DataLoader) -> DataLoader:
+    """Returns ``loader`` in the same order, with which :func:`begin_at` works if the order is Lightning's own."""
+    given = _sampler(loader)
+    if type(given) is not DistributedSampler:
+        return loader
+    sampler = ResumableSampler(
+        given.dataset, given.num_replicas, given.rank, given.shuffle, given.seed, given.drop_last
+    )
+    return replace_sampler(loader, sampler)
+
+
 def begin_at(loader: DataLoader, epoch: int, num_batches: int) -> bool:
-    """Has ``loader``, if it is in the order of SelDP, begin where a resumed run does.
+    """Has ``loader``, if its order is one that can, begin where a resumed run does.
 
     Args:
         loader: as training uses it.
@@ -93,7 +104,7 @@ def begin_at(loader: DataLoader, epoch: int, num_batches: int) -> bool:
         Whether it begins within an epoch.
     """
     sampler = _sampler(loader)
-    if not isinstance(sampler, SelDPSampler):
+    if not isinstance(sampler, ResumableSampler):
         return False
     sampler.set_epoch(epoch)  # Lightning does so, too, but after worker processes have begun to fetch
     if num_batches == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
@@ -105,7 +116,7 @@ def begin_at(loader: DataLoader, epoch: int, num_batches: int) -> bool:
 
 @contextmanager
 def no_warning_about_resuming() -> Iterator[None]:
-    """Keeps Lightning from saying that a loader without a ``state_dict`` cannot go on within an epoch: SelDP's can."""
+    """Keeps Lightning from saying that a loader without a ``state_dict`` cannot go on within an epoch: ours can."""
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
     ours = warnings.filters[0]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,10 +15,8 @@ from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.data import DataInjection
 from lightning_pipesync.lightning.loaders import (
     batch_size_before_injection,
-    begin_at,
     can_use_seldp,
     check_num_samples,
-    no_warning_about_resuming,
     with_batch_size,
     with_seldp,
 )
@@ -113,7 +110,6 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         )
         self.checkpoint_replicas = checkpoint_replicas
         self._injection: DataInjection | None = None
-        self._until_teardown = ExitStack()
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SelSync:
         injection = self.config.injection
@@ -152,9 +148,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
             )
         elif samples is not None:
             dataloader = with_batch_size(dataloader, samples)
-        if begin_at(dataloader, *self._start):
-            self._until_teardown.enter_context(no_warning_about_resuming())
-        return dataloader
+        return self.begin_where_stopped(dataloader)
 
     def rank_state_dict(self) -> dict[str, Any]:
         state = super().rank_state_dict()
@@ -170,4 +164,3 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
     def teardown(self) -> None:
         super().teardown()
         self._injection = None
-        self._until_teardown.close()

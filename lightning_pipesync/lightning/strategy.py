@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,9 +13,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.compat import handles_unscaling, mark_overflow
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
+from lightning_pipesync.lightning.loaders import begin_at, no_warning_about_resuming, resumable
 from lightning_pipesync.methods.method import SyncMethod
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
@@ -51,6 +54,7 @@ class PipeSyncStrategyMixin(_Base):
     _rng_states: dict[str, Tensor] | None = None
     _flushed_to_save = False
     _start: tuple[int, int] = (0, 0)
+    _until_teardown = ExitStack()
 
     @abstractmethod
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SyncMethod:
@@ -71,6 +75,7 @@ class PipeSyncStrategyMixin(_Base):
             return
         assert self.lightning_module is not None
         self._start = (0, 0)
+        self._until_teardown = ExitStack()
         scaler = getattr(self.precision_plugin, "scaler", None)
         for optimizer in self.optimizers:
             if scaler is not None and handles_unscaling(optimizer):
@@ -89,6 +94,7 @@ class PipeSyncStrategyMixin(_Base):
             # After an error peers may be gone, and what is in flight may never arrive.
             self.method.detach(timeout_s=1.0 if self._interrupted else 10.0)
             self.method = None
+        self._until_teardown.close()
         super().teardown()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -124,13 +130,25 @@ class PipeSyncStrategyMixin(_Base):
             self.method.flush()
             self._flushed_to_save = False
 
+    def end_training(self) -> None:
+        """Called before any callback is told of the end of the training."""
+        self.flush()
+
     def resume(self) -> None:
         """Lets training go on after :meth:`flush`."""
         if self.method is not None:
             self.method.resume()
-        if self._rng_states is not None:
-            _set_rng_states(self._rng_states)
-            self._rng_states = None
+        self._restore_rng()
+
+    def begin_where_stopped(self, dataloader: DataLoader) -> DataLoader:
+        """Returns the training loader, in a resumed run with the next unseen batch first, if its order is known."""
+        if self._start != (0, 0) and not self._overfitting:
+            dataloader = resumable(dataloader)
+        if begin_at(dataloader, *self._start):
+            self._until_teardown.enter_context(no_warning_about_resuming())
+        else:
+            self._restore_rng()  # an epoch begins with a draw by its loader
+        return dataloader
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -201,7 +219,15 @@ class PipeSyncStrategyMixin(_Base):
         self.method.load_state_dict(state["method"])
         if "precision" in state:
             self.precision_plugin.load_state_dict(state["precision"])
-        self._rng_states = state["rng"]  # set when the next batch starts: setting up the loaders draws numbers, too
+        self._rng_states = state[
+            "rng"
+        ]  # within an epoch, set when the next batch starts: setting up the loader draws, too
+
+    def _restore_rng(self) -> None:
+        """Has the random numbers go on where the interrupted run stopped."""
+        if self._rng_states is not None:
+            _set_rng_states(self._rng_states)
+            self._rng_states = None
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -91,6 +92,18 @@ class SyncMethod(ABC):
         """Ends the method's threads and process groups. The weights stay as they are."""
 
 
+class AveragingMethod(SyncMethod):
+    """A method that averages every gradient over the ranks."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward passes add to this rank's gradients and communicate nothing."""
+
+    @abstractmethod
+    def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
+        """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
+
+
 def one_config(config_type: type[Config], config: Config | None, settings: dict[str, Any]) -> Config:
     """Returns a method's settings, which were given as a whole or as keywords.
 
@@ -119,3 +132,8 @@ def index_of(optimizer: Optimizer | None, optimizers: Sequence[Optimizer], metho
         if optimizer is None or known is optimizer:
             return index
     raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to {method}.")
+
+
+def group_sizes(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+    """Returns the number of parameters in each group of each optimizer: it changes when a callback thaws layers."""
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]

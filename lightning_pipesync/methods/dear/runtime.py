@@ -25,12 +25,13 @@ from lightning_pipesync.methods.dear.pipeline import Pipeline
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
-from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config
+from lightning_pipesync.methods.method import AveragingMethod, device_of, group_sizes, index_of, one_config
+from lightning_pipesync.methods.stepping import StepGuard, replaced_step
 
 T = TypeVar("T")
 
 
-class DeAR(SyncMethod):
+class DeAR(AveragingMethod):
     """Synchronous SGD whose all-reduce is split in two, hidden under the backward pass and the next forward pass.
 
     What is trained is what ``DistributedDataParallel`` would train. A bucket's reduce-scatter starts when its last
@@ -110,6 +111,8 @@ class DeAR(SyncMethod):
         self._hooks = [child.register_forward_pre_hook(before_forward, prepend=True) for child in self._order.modules]
         self._hooks += [child.register_state_dict_pre_hook(before_saving) for child in module.modules()]
         self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self._optimizers]
+        # What steps are copies of the optimizers; these themselves never do.
+        self._guards = [StepGuard(optimizer, "DeAR") for optimizer in self._optimizers]
         self._hooked: set[int] = set()
         self._take_over(parameters)
 
@@ -141,7 +144,7 @@ class DeAR(SyncMethod):
         if self._backpipe.reduced and self._index(optimizer) not in self._stepped:
             return False
         # A state was loaded, or there are further parameters, as a callback adds that thaws layers.
-        if self._buckets and (self._loaded or self._groups != self._current_groups()):
+        if self._buckets and (self._loaded or self._groups != group_sizes(self._optimizers)):
             self._backpipe.forget()
             self.return_optimizer_states()
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
@@ -272,7 +275,7 @@ class DeAR(SyncMethod):
         """
         if state["settings"] != self._shape_settings():
             raise ValueError(f"The state was saved with {state['settings']}, this run has {self._shape_settings()}.")
-        if self._groups != self._current_groups():
+        if self._groups != group_sizes(self._optimizers):
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         self._buckets.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
@@ -296,6 +299,8 @@ class DeAR(SyncMethod):
         """Ends the thread and the process groups; the weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
+        for guard in self._guards:
+            guard.release()
         self._tuner.close(timeout_s)
         self._pipeline.close(timeout_s)
         self._buckets.release()
@@ -322,16 +327,12 @@ class DeAR(SyncMethod):
         trained = [parameter for parameter in parameters if parameter.group]
         self._buckets.begin_anew(trained)
         self._tuner.begin(trained)
-        self._groups = self._current_groups()
+        self._groups = group_sizes(self._optimizers)
         self._loaded.clear()
         for parameter in trained:
             if id(parameter.tensor) not in self._hooked:
                 self._hooked.add(id(parameter.tensor))
                 self._hooks.append(hook_gradient(parameter.tensor, self._backpipe.gradient_is_ready))
-
-    def _current_groups(self) -> list[list[int]]:
-        """Returns the number of parameters in each group of each optimizer."""
-        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self._optimizers]
 
     def _run(self, update: Callable[[], T], optimizer: Optimizer) -> tuple[bool, T]:
         """Runs ``update``; the ``optimizer.step()`` within it evaluates a closure and leaves the update to DeAR.
@@ -347,15 +348,8 @@ class DeAR(SyncMethod):
             stepped = True
             return result
 
-        own = vars(optimizer).get("step")
-        optimizer.step = step  # type: ignore[method-assign]
-        try:
+        with replaced_step(optimizer, step):
             result = update()
-        finally:
-            if own is None:
-                del optimizer.step
-            else:
-                optimizer.step = own  # type: ignore[method-assign]
         return stepped, result
 
     def _index(self, optimizer: Optimizer | None) -> int:

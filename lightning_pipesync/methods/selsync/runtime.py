@@ -141,7 +141,7 @@ class SelSync(SyncMethod):
         unit = self._unit(optimizer)
         if update is None and not unit.measured:
             self.after_backward(optimizer)
-        with unit.stepping():
+        with unit.guard.stepping():
             result = unit.optimizer.step() if update is None else update()  # Algorithm 1, line 9
         if not unit.measured:
             raise RuntimeError("Call after_backward() when the gradient is complete, before or within update.")
@@ -242,7 +242,7 @@ class SelSync(SyncMethod):
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and process groups; the weights stay as they are."""
         for unit in self._units:
-            unit.release()
+            unit.guard.release()
         self.transport.close(timeout_s)
 
     def _keep_average(self) -> None:

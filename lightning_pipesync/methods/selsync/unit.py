@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.gradients import GradientAggregation
 from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
 from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker, SquaredNorm
+from lightning_pipesync.methods.stepping import StepGuard
 
 #: So many local steps in a row are worth a warning.
 MANY_LOCAL_STEPS = 500
@@ -74,8 +74,7 @@ class OptimizerUnit:
         self._flags: Handle[list[int]] | None = None
         self.flag_sent = False
         self.decision: Decision | None = None
-        self._is_stepping = False
-        self._guard = optimizer.register_step_pre_hook(self._refuse_step_of_others)
+        self.guard = StepGuard(optimizer, "SelSync")
         self._steps_in_a_row, self._largest_change = 0, 0.0
 
     @property
@@ -121,26 +120,6 @@ class OptimizerUnit:
         self._norm = self._flags = None
         self.flag_sent = False
         self._watch_local_steps()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Within it the optimizer may step."""
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-
-    def release(self) -> None:
-        """Lets the optimizer step without SelSync again."""
-        self._guard.remove()
-
-    def _refuse_step_of_others(self, *_: object) -> None:
-        if not self._is_stepping:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step() was called directly: this rank would go its own way, and no "
-                "other would know. Call the step() of SelSync, or of the optimizer that self.optimizers() returns."
-            )
 
     def _watch_local_steps(self) -> None:
         """Says once if delta seems to be out of reach."""

@@ -1,0 +1,57 @@
+"""An order of the data that can begin where an interrupted run has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Dataset, DistributedSampler
+
+
+class ResumableSampler(DistributedSampler[int]):
+    """``DistributedSampler`` whose first epoch may begin within.
+
+    Args:
+        dataset: Map-style data set with a length, which must not change.
+        num_replicas: Number of ranks; taken from the default process group if None.
+        rank: This rank, from 0 to ``num_replicas - 1``; taken from the default process group if None.
+        shuffle: Whether to shuffle the data set, anew in every epoch.
+        seed: Seed of the shuffle; must be equal on all ranks.
+        drop_last: Whether to leave out the last samples if they cannot be divided evenly.
+        start: ``(epoch, samples)`` where a resumed run begins: the sampler's first epoch, and how many of its samples
+            were handed out already. They are skipped once: an epoch that is iterated over anew is whole. If they are
+            more than an epoch has, the epoch had been iterated over several times, as a ``CombinedLoader`` does that
+            cycles its shorter loaders: the first iteration is empty, and the next skips the remainder. ``len()``
+            remains that of a whole epoch, and other epochs are not shortened.
+
+    Raises:
+        ValueError: If ``rank`` or ``start`` is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        start: tuple[int, int] = (0, 0),
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        if min(start) < 0:
+            raise ValueError(f"start={start} is out of range: epoch and number of samples must be at least 0.")
+        self.start = start
+        self.set_epoch(start[0])
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterates over this rank's indices of the current epoch, see ``set_epoch``."""
+        return iter(list(super().__iter__())[self._take_start() :])
+
+    def _take_start(self) -> int:
+        """Returns how many samples this iteration skips, and leaves in ``start`` what the next one does."""
+        epoch, samples = self.start
+        if self.epoch != epoch:
+            return 0
+        self.start = (epoch, samples % len(self) if samples >= len(self) else 0)
+        return min(samples, len(self))
