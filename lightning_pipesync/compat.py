@@ -24,6 +24,12 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def foreach_zero_(tensors: list[Tensor]) -> None:
+    """Has all values of all tensors be zero, in one call."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the L2 norm of each tensor as a 0-dim tensor: fp32, or fp64 if one of them is."""
     dtypes = {tensor.dtype for tensor in tensors}
@@ -41,6 +47,11 @@ def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """Has ``scaler``, which has unscaled the gradients of ``optimizer``, skip the update and reduce its scale."""
     for found_inf in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
         found_inf.fill_(1.0)
+
+
+def run_hooks_before_step(precision: Any, module: Any, optimizer: Optimizer) -> None:
+    """Does what a Trainer's precision plugin does between the backward pass and the update: hooks and clipping."""
+    precision._after_closure(module, optimizer)
 
 
 def handles_unscaling(optimizer: Optimizer) -> bool:

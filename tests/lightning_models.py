@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync import DeARStrategy, SelSyncStrategy
+from lightning_pipesync import DeARStrategy, PipeSGDStrategy, SelSyncStrategy
 from tests.harness import launch
 from tests.models import OPTIMIZERS, seeded_mlp
 
@@ -102,7 +102,8 @@ def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -
 def make_strategy(settings: dict[str, Any]) -> Any:
     """A strategy by its settings; ``name`` says which, by default SelSync's."""
     settings = dict(settings)
-    return {"dear": DeARStrategy, "selsync": SelSyncStrategy}[settings.pop("name", "selsync")](**settings)
+    strategies = {"dear": DeARStrategy, "pipe_sgd": PipeSGDStrategy, "selsync": SelSyncStrategy}
+    return strategies[settings.pop("name", "selsync")](**settings)
 
 
 def fit(

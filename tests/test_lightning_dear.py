@@ -144,8 +144,8 @@ def save(strategy: Any, world_size: int, directory: Path, steps: int) -> Path:
     return path
 
 
-def go_on(strategy: Any, directory: Path, path: Path) -> dict[str, Any]:
-    model = Classifier(optimizer="adamw")
+def go_on(strategy: Any, directory: Path, path: Path | None, dropout: float = 0.0) -> dict[str, Any]:
+    model = Classifier(optimizer="adamw", dropout=dropout)
     chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
     run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory)
     run.fit(model, train_loader(), val_loader(), ckpt_path=path)
@@ -157,13 +157,33 @@ def go_on(strategy: Any, directory: Path, path: Path) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("steps", [5, 8])
 def test_checkpoints(first: Any, second: Any, steps: int, tmp_path: Path) -> None:
-    """In mid-epoch and at the end of one: as DDP goes on from its own checkpoint."""
-    reference = save("ddp", 2, tmp_path / "reference", steps)
+    """At the end of an epoch, and within one: there DDP begins it anew, and DeAR goes on with the next batch."""
+    reference = save("ddp", 2, tmp_path / "reference", steps) if second == "ddp" else None
     expected = launch(partial(go_on, "ddp", tmp_path, reference), 2, init=False)
     path = save(first, 2, tmp_path / "saved", steps)
     for one, other in zip(launch(partial(go_on, second, tmp_path, path), 2, init=False), expected, strict=True):
         assert one["steps"] == other["steps"] == 16
         assert torch.equal(one["weights"], other["weights"])
+
+
+def train_whole(strategy: Any, directory: Path) -> Tensor:
+    """Two epochs with dropout; saves at the end of each, and within."""
+    model = Classifier(optimizer="adamw", dropout=0.2)
+    savers = [ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)]
+    savers.append(ModelCheckpoint(directory, filename="{step}", every_n_train_steps=3, save_top_k=-1))
+    run = trainer(make_strategy(strategy), 2, directory, callbacks=savers, enable_checkpointing=True)
+    run.fit(model, train_loader(), val_loader())
+    return model.weights()
+
+
+@pytest.mark.parametrize("strategy", [DEAR, {"name": "pipe_sgd"}], ids=["dear", "pipe_sgd"])
+def test_random_numbers_go_on(strategy: Any, tmp_path: Path) -> None:
+    """In mid-epoch, and at the end of one, after its validation."""
+    [whole, _] = launch(train_whole, 2, strategy, tmp_path, init=False)
+    for name in ("step=3", "epoch=0"):
+        path = tmp_path / f"{name}.ckpt"
+        for one in launch(partial(go_on, strategy, tmp_path, path, 0.2), 2, init=False):
+            assert torch.equal(one["weights"], whole), name
 
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:

@@ -113,15 +113,22 @@ def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:
 class Bucket:
     """A flat buffer with a place for each of some tensors of one dtype on one device.
 
+    Args:
+        tensors: what the places are for.
+        strided: whether a place has the tensor's memory format, too, as the gradient of one in channels_last has.
+
     Attributes:
         flat: the buffer, 1-D, ``sum of the numels`` values.
         views: for each tensor its place in ``flat``, in its shape.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], strided: bool = False) -> None:
         sizes = [tensor.numel() for tensor in tensors]
         self.flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
         self.views = [p.view(t.shape) for p, t in zip(self.flat.split(sizes), tensors, strict=True)]
+        if strided:
+            strides = [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]
+            self.views = [view.as_strided(view.shape, s) for view, s in zip(self.views, strides, strict=True)]
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor]) -> None:

@@ -6,9 +6,15 @@ from importlib.util import find_spec
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipesync.compat import import_twin
-from lightning_pipesync.lightning.classes import STRATEGIES, DeARStrategy, PipeSyncCallback, SelSyncStrategy
+from lightning_pipesync.lightning.classes import (
+    STRATEGIES,
+    DeARStrategy,
+    PipeSGDStrategy,
+    PipeSyncCallback,
+    SelSyncStrategy,
+)
 
-__all__ = ["DeARStrategy", "PipeSyncCallback", "SelSyncStrategy"]
+__all__ = ["DeARStrategy", "PipeSGDStrategy", "PipeSyncCallback", "SelSyncStrategy"]
 
 
 def _register() -> None:

@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.dear import DeARStrategyMixin
+from lightning_pipesync.lightning.pipe_sgd import PipeSGDStrategyMixin
 from lightning_pipesync.lightning.selsync import SelSyncStrategyMixin
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 
@@ -20,9 +21,14 @@ class DeARStrategy(DeARStrategyMixin, DDPStrategy):
     callback_class = PipeSyncCallback
 
 
+class PipeSGDStrategy(PipeSGDStrategyMixin, DDPStrategy):
+    __doc__ = PipeSGDStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
 class SelSyncStrategy(SelSyncStrategyMixin, DDPStrategy):
     __doc__ = SelSyncStrategyMixin.__doc__
     callback_class = PipeSyncCallback
 
 
-STRATEGIES: list[type[PipeSyncStrategyMixin]] = [DeARStrategy, SelSyncStrategy]
+STRATEGIES: list[type[PipeSyncStrategyMixin]] = [DeARStrategy, PipeSGDStrategy, SelSyncStrategy]

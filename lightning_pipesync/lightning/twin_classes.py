@@ -7,6 +7,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.dear import DeARStrategyMixin
+from lightning_pipesync.lightning.pipe_sgd import PipeSGDStrategyMixin
 from lightning_pipesync.lightning.selsync import SelSyncStrategyMixin
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 
@@ -20,9 +21,14 @@ class DeARStrategy(DeARStrategyMixin, DDPStrategy):  # type: ignore[misc]
     callback_class = PipeSyncCallback
 
 
+class PipeSGDStrategy(PipeSGDStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = PipeSGDStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
 class SelSyncStrategy(SelSyncStrategyMixin, DDPStrategy):  # type: ignore[misc]
     __doc__ = SelSyncStrategyMixin.__doc__
     callback_class = PipeSyncCallback
 
 
-STRATEGIES: list[type[PipeSyncStrategyMixin]] = [DeARStrategy, SelSyncStrategy]
+STRATEGIES: list[type[PipeSyncStrategyMixin]] = [DeARStrategy, PipeSGDStrategy, SelSyncStrategy]

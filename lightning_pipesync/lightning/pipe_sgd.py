@@ -1,0 +1,135 @@
+"""``Trainer(strategy="pipe_sgd")``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.compat import run_hooks_before_step
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
+from lightning_pipesync.lightning.strategy import CHECKPOINT_KEY
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
+from lightning_pipesync.methods.pipe_sgd.config import DelayCompensation
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+
+class PipeSGDStrategyMixin(AveragingStrategyMixin):
+    """Pipe-SGD: the all-reduce of one step runs under the next, whose gradients are exactly k steps stale.
+
+    Logs ``pipe_sgd/updates``, ``pipe_sgd/staleness``, ``pipe_sgd/mib_sent`` and ``pipe_sgd/exposed_seconds``. The
+    Trainer counts a step for each gradient that was computed; ``staleness`` of them have not been applied yet. In
+    ``on_before_optimizer_step``, ``p.grad`` is the averaged gradient that is about to be applied; it is zero in the
+    first ``staleness`` steps, which make no update.
+
+    Args:
+        staleness: k: how many steps later a gradient is applied; 0: synchronous SGD.
+        compression: codec of the all-reduce: none, bf16, fp16, truncate16, int8, topk.
+        error_feedback: whether what a lossy codec drops is added to the next gradient.
+        pipeline_level: 1: the gradient travels after the backward pass; 2: in segments, as soon as they are ready.
+        segments: pieces into which level 2 divides the gradient.
+        warmup_steps: synchronous steps before the pipeline fills.
+        bucket_mb: MiB that travel in one piece at level 1; None: the whole gradient.
+        drain: whether the last ``staleness`` gradients are applied when the training ends, before the ``on_train_end``
+            of callbacks and after the last validation; otherwise they are dropped.
+        delay_compensation: ``"staleness"``: the learning rate is divided by the number of updates that the gradient is
+            late; ``"distance"``: it is at most ``distance_constant`` over the squared distance that the weights have
+            moved since.
+        distance_constant: C of ``delay_compensation="distance"``.
+        timeout_s: seconds after which a rank that does not answer counts as lost.
+        accelerator: as in DDPStrategy.
+        parallel_devices: as in DDPStrategy.
+        cluster_environment: as in DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        precision_plugin: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors travel through the host.
+        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    name = "pipe_sgd"
+    shown_metrics = ("mib_sent",)
+    checkpoint_replicas = True
+    method: PipeSGD | None = None
+
+    def __init__(
+        self,
+        staleness: int = 1,
+        compression: str | Codec = "none",
+        error_feedback: bool = False,
+        pipeline_level: Literal[1, 2] = 1,
+        segments: int = 4,
+        warmup_steps: int = 0,
+        bucket_mb: float | None = None,
+        drain: bool = False,
+        delay_compensation: DelayCompensation = "none",
+        distance_constant: float = 1.0,
+        timeout_s: float = 1800.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self.config = PipeSGDConfig(
+            staleness=staleness,
+            compression=compression,
+            error_feedback=error_feedback,
+            pipeline_level=pipeline_level,
+            segments=segments,
+            warmup_steps=warmup_steps,
+            bucket_mb=bucket_mb,
+            drain=drain,
+            delay_compensation=delay_compensation,
+            distance_constant=distance_constant,
+            timeout_s=timeout_s,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+        )
+        self.needs_as_many_ranks = error_feedback  # what the codec drops is each rank's own
+
+    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> PipeSGD:
+        return PipeSGD(module, optimizers, self.config, backend=self._traffic_backend)
+
+    def gradient_is_complete(self, optimizer: Optimizer) -> None:
+        assert self.method is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        # The scaler then unscales the gradient that is about to be applied, and sees whether that has overflowed.
+        self.method.after_backward(optimizer, 1.0 if scaler is None else scaler.get_scale())
+
+    def end_training(self) -> None:
+        if self.method is not None and self.config.drain and not self._interrupted:
+            self.method.drain(partial(run_hooks_before_step, self.precision_plugin, self.lightning_module))
+        super().end_training()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        saved = checkpoint.get(CHECKPOINT_KEY, {})
+        if saved.get("strategy") == self.name and saved["world_size"] != self.world_size:
+            rank_zero_warn(
+                f"The checkpoint is of {saved['world_size']} ranks, and there are {self.world_size}: gradients that "
+                "were on their way are dropped, and the pipeline fills anew."
+            )

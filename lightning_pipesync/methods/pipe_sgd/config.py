@@ -1,0 +1,86 @@
+"""The settings of Pipe-SGD."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_pipesync.core.buckets import Fusion
+from lightning_pipesync.core.codecs import Codec, get_codec
+
+DelayCompensation = Literal["none", "staleness", "distance"]
+
+
+@dataclass(frozen=True)
+class PipeSGDConfig:
+    """Settings of Pipe-SGD (Li et al., "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
+    Training").
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    staleness: int = 1
+    """k: how many steps later a gradient is applied (Algorithm 1). 0: synchronous SGD. The paper's optimum is 1: more
+    hides nothing else, and costs convergence."""
+
+    compression: str | Codec = "none"
+    """Codec of the all-reduce: none, bf16, fp16, truncate16, int8, topk. Each rank compresses its gradient once."""
+
+    error_feedback: bool = False
+    """Whether what a lossy codec drops is added to the next gradient. The paper does without."""
+
+    pipeline_level: Literal[1, 2] = 1
+    """1: the gradient travels after the backward pass; 2: in ``segments``, each as soon as it is ready (Fig. 7)."""
+
+    segments: int = 4
+    """L: pieces of about the same size into which level 2 divides the gradient."""
+
+    warmup_steps: int = 0
+    """Synchronous steps before the pipeline fills."""
+
+    bucket_mb: float | None = None
+    """MiB that travel in one piece at level 1. None: the whole gradient, for each of its dtypes."""
+
+    drain: bool = False
+    """Whether the last ``staleness`` gradients are applied when the training ends. The paper drops them."""
+
+    delay_compensation: DelayCompensation = "none"
+    """What becomes of the learning rate of a stale gradient (lecture, "Staleness Dependent Learning Rate"):
+    ``staleness``: it is divided by the number of updates since; ``distance``: it is at most ``distance_constant`` over
+    the squared distance that the weights have moved since."""
+
+    distance_constant: float = 1.0
+    """C of ``delay_compensation="distance"``."""
+
+    timeout_s: float = 1800.0
+    """Seconds after which a rank that does not answer counts as lost."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("staleness", 0), ("segments", 1), ("warmup_steps", 0)):
+            value = getattr(self, name)
+            if value < least or value != int(value):
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if self.pipeline_level not in (1, 2):
+            raise ValueError(f"pipeline_level must be 1 or 2, got {self.pipeline_level!r}.")
+        if self.pipeline_level == 2 and self.bucket_mb is not None:
+            raise ValueError(
+                f"pipeline_level=2 divides the gradient into segments={self.segments}: set bucket_mb=None, not "
+                f"{self.bucket_mb!r}."
+            )
+        if self.delay_compensation not in get_args(DelayCompensation):
+            raise ValueError(
+                f"delay_compensation must be one of {get_args(DelayCompensation)}, got {self.delay_compensation!r}."
+            )
+        if not 0 < self.distance_constant < math.inf:
+            raise ValueError(f"distance_constant must be a positive number, got {self.distance_constant!r}.")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
+        if self.error_feedback and get_codec(self.compression).lossless:
+            raise ValueError(
+                f"error_feedback=True needs a lossy codec: compression={self.compression!r} drops nothing."
+            )
+        if self.bucket_mb is not None:
+            Fusion(bucket_mb=self.bucket_mb)
+        get_codec(self.compression)

@@ -1,0 +1,249 @@
+"""The gradient of one step, from the backward pass that made it to the update that uses it, k steps later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.compat import foreach_copy_, foreach_norm
+from lightning_pipesync.core.buckets import Bucket, Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
+from lightning_pipesync.methods.pipe_sgd.hyperparameters import Hyperparameters, current
+from lightning_pipesync.methods.pipe_sgd.presence import Presence
+
+
+class GradientPlan:
+    """Into which buffers the gradients of some parameters are packed, step after step.
+
+    Attributes:
+        buckets: the parameters that travel together, in the order in which their gradients are expected.
+        place: by the id of a parameter the index of its bucket.
+        compared: which parameters, bucket by bucket, had a gradient when the ranks last compared: on this rank, on any.
+        feedback: for each bucket what its codec dropped, if that is wanted.
+        codec: what travels.
+        keeps_weights: whether gradients need to know the weights that they were computed with.
+
+    Args:
+        parameters: in the order of registration.
+        config: the settings.
+        transport: the way to the other ranks.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], config: PipeSGDConfig, transport: Transport) -> None:
+        ready_order = [replace(parameter, group=None) for parameter in reversed(parameters)]
+        if config.pipeline_level == 1:
+            self.buckets = plan_buckets(ready_order, Fusion(bucket_mb=config.bucket_mb or math.inf))
+        else:
+            segments = _segments(ready_order, config.segments)
+            self.buckets = [b for part in segments for b in plan_buckets(part, Fusion(bucket_mb=math.inf))]
+        self.place = {id(member.tensor): index for index, members in enumerate(self.buckets) for member in members}
+        self.compared = [True] * len(parameters), [True] * len(parameters)
+        self.codec = get_codec(config.compression)
+        self._free: list[list[Bucket]] = [self._new_buffers()]
+        self.feedback = [transport.feedback(bucket.flat) if config.error_feedback else None for bucket in self._free[0]]
+        self.keeps_weights = config.delay_compensation == "distance"
+
+    @property
+    def members(self) -> list[NamedParameter]:
+        """All parameters, bucket by bucket."""
+        return [member for members in self.buckets for member in members]
+
+    def take_buffers(self) -> list[Bucket]:
+        """Returns a buffer for each bucket; its content is undefined."""
+        return self._free.pop() if self._free else self._new_buffers()
+
+    def give_buffers(self, buffers: list[Bucket]) -> None:
+        """Takes back what :meth:`take_buffers` returned."""
+        self._free.append(buffers)
+
+    def _new_buffers(self) -> list[Bucket]:
+        return [Bucket([member.tensor for member in members], strided=True) for members in self.buckets]
+
+
+class GradientInFlight:
+    """The gradient of one step, which is averaged over the ranks beside the steps that follow.
+
+    Attributes:
+        hyperparameters: learning rate and so on of the optimizer when it was computed.
+        loss_scale: by which it is too large.
+        num_updates: how many updates had been made when it was computed.
+
+    Args:
+        plan: how it is packed.
+        transport: the way to the other ranks.
+    """
+
+    hyperparameters: Hyperparameters
+    loss_scale: float
+    num_updates: int
+
+    def __init__(self, plan: GradientPlan, transport: Transport) -> None:
+        self._plan, self._transport = plan, transport
+        self._buffers = plan.take_buffers()
+        self._weights: list[Bucket] | None = None
+        self._awaited = [sum(member.tensor.requires_grad for member in members) for members in plan.buckets]
+        self._ready: set[int] = set()
+        self._handles: list[Handle[Tensor]] = []
+        self._own_present: list[bool] = []
+        self._presence: Presence | None = None
+        self._present: list[bool] = []
+
+    def is_ready(self, parameter: Tensor) -> None:
+        """Sends the segments that are complete (Fig. 7), now that this parameter's gradient is.
+
+        Raises:
+            RuntimeError: it was complete before.
+        """
+        if id(parameter) in self._ready:
+            raise RuntimeError(
+                "pipeline_level=2 has sent this gradient already, and a further backward pass changes it: put all "
+                "backward passes of a step but the last under no_sync() (in a LightningModule: "
+                "self.trainer.strategy.block_backward_sync()), or use pipeline_level=1."
+            )
+        self._ready.add(id(parameter))
+        self._awaited[self._plan.place[id(parameter)]] -= 1
+        while len(self._handles) < len(self._awaited) and self._awaited[len(self._handles)] <= 0:
+            self._send_next()
+
+    @torch.no_grad()
+    def hand_over(self, optimizer: Optimizer, loss_scale: float, num_updates: int) -> None:
+        """Sends what has not been sent yet (Algorithm 1, computation thread, lines 9 and 10)."""
+        self.send_all()
+        self._presence = Presence(self._own_present, self._plan.compared, self._transport)
+        self.hyperparameters, self.loss_scale, self.num_updates = current(optimizer), loss_scale, num_updates
+        if self._plan.keeps_weights:
+            self._weights = self._plan.take_buffers()
+            for bucket, members in zip(self._weights, self._plan.buckets, strict=True):
+                bucket.pack([member.tensor for member in members])
+
+    def send_all(self) -> None:
+        """Sends all segments that have not been sent."""
+        while len(self._handles) < len(self._buffers):
+            self._send_next()
+
+    def settle(self) -> None:
+        """Waits until it is averaged (Algorithm 1, line 3); a collective call.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        for handle in self._handles:
+            handle.wait()
+        if self._presence is not None:
+            self._plan.compared = self._presence.settle()
+            self._present = self._plan.compared[1]
+            self._presence = None
+
+    @torch.no_grad()
+    def install(self, optimizer: Optimizer, loss_scale: float) -> None:
+        """Has ``p.grad`` be the average, too large by ``loss_scale``; it is None where no rank had a gradient."""
+        if loss_scale != self.loss_scale:
+            for bucket in self._buffers:
+                bucket.flat.mul_(loss_scale / self.loss_scale)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._plan.place:  # it has joined since
+                    parameter.grad = None
+        views = [view for bucket in self._buffers for view in bucket.views]
+        for member, view, present in zip(self._plan.members, views, self._present, strict=True):
+            member.tensor.grad = view if present else None
+
+    def is_shown(self) -> bool:
+        """Returns whether some ``p.grad`` is still a view of its buffers, since :meth:`install`."""
+        views = [view for bucket in self._buffers for view in bucket.views]
+        gradients = [member.tensor.grad for member in self._plan.members]
+        return any(g is not None and g.data_ptr() == v.data_ptr() for g, v in zip(gradients, views, strict=True))
+
+    def is_finite(self) -> bool:
+        """Returns whether all values are."""
+        return all(bool(torch.isfinite(bucket.flat).all()) for bucket in self._buffers)
+
+    @torch.no_grad()
+    def squared_distance(self) -> float:
+        """Returns by how much the weights have moved since it was computed: the squared L2 norm of the difference."""
+        assert self._weights is not None
+        views = [view for bucket in self._weights for view in bucket.views]
+        moved = [member.tensor - view for member, view in zip(self._plan.members, views, strict=True)]
+        return float(torch.stack(foreach_norm(moved)).square().sum())
+
+    def release(self) -> None:
+        """Has the buffers used again."""
+        self._plan.give_buffers(self._buffers)
+        if self._weights is not None:
+            self._plan.give_buffers(self._weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the average on rank 0, with what belongs to it; elsewhere the latter only. A collective call."""
+        self.settle()
+        return {
+            "hyperparameters": self.hyperparameters,
+            "loss_scale": self.loss_scale,
+            "num_updates": self.num_updates,
+            "present": dict(zip([member.name for member in self._plan.members], self._present, strict=True)),
+            "gradients": self._by_name(self._buffers),
+            "weights": self._by_name(self._weights),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Becomes what :meth:`state_dict` returned, for the parameters that were there; a collective call."""
+        names = [member.name for member in self._plan.members]
+        self.hyperparameters, self.loss_scale = state["hyperparameters"], state["loss_scale"]
+        self.num_updates = state["num_updates"]
+        self._present = [state["present"].get(name, False) for name in names]
+        self._load(self._buffers, state["gradients"])
+        if self._plan.keeps_weights:
+            self._weights = self._plan.take_buffers()
+            self._load(self._weights, state["weights"])
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        index = len(self._handles)
+        bucket, members = self._buffers[index], self._plan.buckets[index]
+        pairs = list(zip(bucket.views, [member.tensor.grad for member in members], strict=True))
+        self._own_present += [gradient is not None for _, gradient in pairs]
+        if any(gradient is None for _, gradient in pairs):
+            bucket.flat.zero_()
+        present = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        codec, feedback = self._plan.codec, self._plan.feedback[index]
+        self._handles.append(self._transport.all_reduce(bucket.flat, codec=codec, mean=True, feedback=feedback))
+
+    def _by_name(self, buffers: list[Bucket] | None) -> dict[str, Tensor] | None:
+        if buffers is None or self._transport.rank != 0:
+            return None
+        views = [view for bucket in buffers for view in bucket.views]
+        return {
+            member.name: view.detach().to("cpu", copy=True)
+            for member, view in zip(self._plan.members, views, strict=True)
+        }
+
+    def _load(self, buffers: list[Bucket], values: dict[str, Tensor] | None) -> None:
+        for bucket, members in zip(buffers, self._plan.buckets, strict=True):
+            for view, member in zip(bucket.views, members, strict=True):
+                if values is not None and member.name in values:
+                    view.copy_(values[member.name])
+            self._transport.broadcast(bucket.flat).wait()
+
+
+def _segments(parameters: Sequence[NamedParameter], number: int) -> list[list[NamedParameter]]:
+    """Divides parameters into at most ``number`` segments of about the same size."""
+    total, passed = sum(num_bytes(parameter) for parameter in parameters), 0
+    segments: list[list[NamedParameter]] = []
+    for parameter in parameters:
+        size = num_bytes(parameter)
+        if passed + size / 2 >= total * len(segments) / number:  # most of it is beyond the segments so far
+            segments.append([])
+        segments[-1].append(parameter)
+        passed += size
+    return segments

@@ -1,0 +1,111 @@
+"""Algorithm 1 of the Pipe-SGD poster in one process, with plain tensors: a delayed loop.
+
+All workers hold the same weights, so one model serves for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.shards import shard_of
+
+
+def through(codec: Codec, values: Tensor, dropped: Tensor | None) -> Tensor:
+    """What a receiver decodes; with error feedback, ``dropped`` is added first and keeps what is dropped now."""
+    source = values.clone() if dropped is None else values + dropped
+    wire = torch.empty(codec.wire_bytes(source.numel(), source.dtype), dtype=torch.uint8)
+    codec.encode(source, wire)
+    decoded = torch.empty_like(source)
+    codec.decode(wire, decoded, source.dtype)
+    if dropped is not None:
+        dropped.copy_(source - decoded)
+    return decoded
+
+
+def all_reduce(gradients: Sequence[Tensor], codec: Codec, dropped: list[list[Tensor]] | None) -> Tensor:
+    """The mean of a flat gradient by rank: compressed once by each rank, and each shard of the mean once by its owner.
+
+    ``dropped``: what each rank's codec dropped of its gradient, then what each owner's dropped of its shard.
+    """
+    world_size, shards = len(gradients), []
+    for owner in range(world_size):
+        pieces = []
+        for rank, gradient in enumerate(gradients):
+            residual = None if dropped is None else shard_of(dropped[0][rank], owner, world_size)
+            pieces.append(through(codec, shard_of(gradient, owner, world_size), residual))
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = total + piece
+        shards.append(through(codec, total / world_size, None if dropped is None else dropped[1][owner]))
+    return torch.cat(shards)
+
+
+def simulate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[[nn.Module, int, int], Tensor],
+    *,
+    world_size: int,
+    num_steps: int,
+    staleness: int,
+    compression: str = "none",
+    error_feedback: bool = False,
+    warmup_steps: int = 0,
+    accumulate: int = 1,
+    schedule: Callable[[int], float] | None = None,
+    clip: Callable[[nn.Module], object] = lambda model: None,
+    learning_rate: Callable[[float, int, float], float] = lambda rate, late, distance: rate,
+    drain: bool = False,
+) -> list[Tensor]:
+    """Returns the weights after each step, and, if asked, after the pipeline is drained.
+
+    Args:
+        schedule: learning rate of each step; the optimizer's own if None.
+        learning_rate: of an update, from that of the gradient's step, by how many updates it is late, and the squared
+            distance that the weights have moved since.
+    """
+    parameters = list(model.parameters())[::-1]  # as gradients become ready
+    codec = get_codec(compression)
+    sizes = [p.numel() for p in parameters]
+    shards = [shard_of(torch.zeros(sum(sizes)), rank, world_size) for rank in range(world_size)]
+    dropped = [[torch.zeros(sum(sizes)) for _ in shards], shards] if error_feedback else None
+    in_flight: list[tuple[Tensor, float, int, Tensor]] = []
+    updates = 0
+    weights = []
+
+    def flat() -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in parameters])
+
+    def apply_oldest() -> None:
+        nonlocal updates
+        gradient, rate, updates_then, weights_then = in_flight.pop(0)  # lines 3 and 4
+        for p, values in zip(parameters, gradient.split(sizes), strict=True):
+            p.grad = values.view_as(p).clone()
+        clip(model)
+        distance = float((flat() - weights_then).square().sum())
+        optimizer.param_groups[0]["lr"] = learning_rate(rate, updates - updates_then, distance)
+        optimizer.step()  # line 5
+        updates += 1
+
+    for t in range(num_steps):
+        rate = optimizer.defaults["lr"] if schedule is None else schedule(t)
+        local = []
+        for rank in range(world_size):
+            optimizer.zero_grad()
+            for micro in range(accumulate):
+                loss(model, t * accumulate + micro, rank).backward()  # lines 6 to 8
+            local.append(torch.cat([p.grad.reshape(-1) for p in parameters]))
+        in_flight.append((all_reduce(local, codec, dropped), rate, updates, flat()))  # lines 9 and 10
+        if len(in_flight) > (0 if t < warmup_steps else staleness):
+            apply_oldest()
+        weights.append(flat())
+    if drain:
+        while in_flight:
+            apply_oldest()
+        weights.append(flat())
+    return weights

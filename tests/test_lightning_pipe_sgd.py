@@ -1,0 +1,223 @@
+"""`Trainer(strategy="pipe_sgd")` on real processes against `strategy="ddp"` with a callback that delays gradients."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from tests.harness import launch
+from tests.lightning_models import Classifier, fit, fit_on, make_strategy, scaling, train_loader, trainer, val_loader
+
+PIPE_SGD = {"name": "pipe_sgd"}
+
+
+class Delay(pl.Callback):
+    """Puts the gradients of k steps before in the place of those that DDP has averaged."""
+
+    def __init__(self, staleness: int, drain: bool = False) -> None:
+        self.staleness, self.drain = staleness, drain
+        self.in_flight: list[list[Tensor | None]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: pl.LightningModule, optimizer: Any) -> None:
+        parameters = list(module.parameters())
+        self.in_flight.append([None if p.grad is None else p.grad.clone() for p in parameters])
+        waiting = len(self.in_flight) > self.staleness
+        oldest = self.in_flight.pop(0) if waiting else [None] * len(parameters)
+        for parameter, gradient in zip(parameters, oldest, strict=True):
+            parameter.grad = gradient
+
+    def on_train_end(self, trainer: Any, module: pl.LightningModule) -> None:
+        for gradients in self.in_flight if self.drain else []:
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            trainer.optimizers[0].step()
+
+
+def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]], exact: bool = True) -> None:
+    """The same weights on every rank, at every validation, and the same batches."""
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one["weights"], actual[0]["weights"])
+        assert one["steps"] == other["steps"]
+        assert one["seen"] == other["seen"]
+        for weights, reference in zip(
+            [*one["validated_with"], one["weights"]], [*other["validated_with"], other["weights"]], strict=True
+        ):
+            if exact:
+                assert torch.equal(weights, reference), (weights - reference).abs().max()
+            else:
+                torch.testing.assert_close(weights, reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "arguments"),
+    [
+        ({"staleness": 0}, {"optimizer": "sgd"}, {}),
+        ({"staleness": 2}, {"optimizer": "adamw", "dropout": 0.2}, {"val_check_interval": 0.5}),
+        ({}, {"optimizer": "adamw"}, {"accumulate_grad_batches": 3}),
+        ({"pipeline_level": 2}, {"optimizer": "sgd"}, {"accumulate_grad_batches": 3}),
+        ({}, {"optimizer": "sgd"}, {"gradient_clip_val": 0.1}),
+        ({"staleness": 0}, {"optimizer": "sgd"}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ({}, {"optimizer": "adamw"}, {"precision": "bf16-mixed"}),
+        ({"staleness": 3, "drain": True}, {"optimizer": "adamw"}, {}),
+    ],
+    ids=["k=0", "k=2", "accumulation", "level 2", "clip norm", "clip value", "bf16-mixed", "drained"],
+)
+def test_is_ddp_delayed(settings: dict[str, Any], module: dict[str, Any], arguments: dict[str, Any], tmp_path: Path):
+    delay = Delay(settings.get("staleness", 1), settings.get("drain", False))
+    expected = fit_on(2, tmp_path, "ddp", module, callbacks=[delay], **arguments)
+    actual = fit_on(2, tmp_path, {**PIPE_SGD, **settings}, module, **arguments)
+    assert_same(actual, expected)
+    metrics, steps = actual[0]["metrics"], actual[0]["steps"]
+    assert metrics["pipe_sgd/updates"] == steps - settings.get("staleness", 1)
+    assert metrics["pipe_sgd/staleness"] == settings.get("staleness", 1)
+    assert metrics["pipe_sgd/mib_sent"] > 0
+
+
+def test_by_its_name(tmp_path: Path) -> None:
+    assert_same(fit_on(3, tmp_path, "pipe_sgd"), fit_on(3, tmp_path, "ddp", callbacks=[Delay(1)]), exact=False)
+
+
+class NormSeen(Classifier):
+    """Records the norm of the gradient before each update, and the learning rate that the schedule has reached."""
+
+    def __init__(self) -> None:
+        super().__init__(scheduler=True)
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+
+    def on_train_epoch_end(self) -> None:
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+
+def fit_and_look(strategy: Any, directory: Path) -> tuple[list[float], list[float]]:
+    model = NormSeen()
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    trainer(chosen, 2, directory).fit(model, train_loader(), val_loader())
+    return model.norms, model.rates
+
+
+def test_hooks_see_the_gradient_that_is_about_to_be_applied(tmp_path: Path) -> None:
+    outcomes = launch(fit_and_look, 2, {**PIPE_SGD, "staleness": 2}, tmp_path, init=False)
+    norms, rates = outcomes[0]
+    assert outcomes[1] == (norms, rates)
+    assert norms[:2] == [0.0, 0.0]
+    assert all(norm > 0 for norm in norms[2:])
+    assert rates == launch(fit_and_look, 2, "ddp", tmp_path, init=False)[0][1], "schedules count steps, as ever"
+
+
+def fit_scaled(strategy: Any, directory: Path, scale: float) -> dict[str, Any]:
+    plugin = scaling()
+    assert plugin.scaler is not None
+    plugin.scaler._init_scale = scale
+    callbacks = [Delay(1)] if strategy == "ddp" else []
+    result = fit(directory, strategy, {"optimizer": "sgd"}, plugins=[plugin], callbacks=callbacks)
+    return {**result, "scale": plugin.scaler.get_scale()}
+
+
+def test_loss_scaling(tmp_path: Path) -> None:
+    expected = launch(partial(fit_scaled, "ddp", tmp_path, 2.0**10), 2, init=False)
+    actual = launch(partial(fit_scaled, PIPE_SGD, tmp_path, 2.0**10), 2, init=False)
+    assert_same(actual, expected, exact=False)
+
+
+def test_an_overflow_is_one_for_all(tmp_path: Path) -> None:
+    """The scale overflows at first, and is the same on all ranks at the end."""
+    actual = launch(partial(fit_scaled, PIPE_SGD, tmp_path, 2.0**24), 2, init=False)
+    assert torch.equal(actual[0]["weights"], actual[1]["weights"])
+    assert torch.isfinite(actual[0]["weights"]).all()
+    assert actual[0]["scale"] == actual[1]["scale"] < 2.0**24
+    assert 0 < actual[0]["metrics"]["pipe_sgd/updates"] < actual[0]["steps"] - 1
+
+
+def run_on(strategy: Any, directory: Path, path: Path | None, steps: int, scaled: bool = False) -> dict[str, Any]:
+    """Saves after every step."""
+    model = Classifier(optimizer="adamw", batch_norm=True, scheduler=True)
+    saver = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    arguments: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": steps}
+    if scaled:
+        arguments["plugins"] = [scaling()]
+    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, **arguments)
+    run.fit(model, train_loader(), val_loader(), ckpt_path=path)
+    updates = float(run.callback_metrics.get("pipe_sgd/updates", -1))
+    return {"weights": model.weights(), "steps": run.global_step, "updates": updates}
+
+
+@pytest.mark.parametrize("at", [3, 8])
+@pytest.mark.parametrize(
+    ("settings", "scaled"),
+    [({}, False), ({"staleness": 2, "compression": "int8", "error_feedback": True}, False), ({}, True)],
+    ids=["k=1", "k=2, int8", "16-mixed"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any], scaled: bool, at: int, tmp_path: Path):
+    """In mid-epoch and at the end of one."""
+    strategy = {**PIPE_SGD, **settings}
+    whole = launch(partial(run_on, strategy, tmp_path / "whole", None, 12, scaled), 2, init=False)
+    path = tmp_path / "whole" / f"step={at}.ckpt"
+    assert torch.load(path, weights_only=True)["pipesync"]["world_size"] == 2
+    resumed = launch(partial(run_on, strategy, tmp_path / "resumed", path, 12, scaled), 2, init=False)
+    for one, other in zip(resumed, whole, strict=True):
+        assert torch.equal(one["weights"], other["weights"])
+        assert one["steps"] == other["steps"] == 12
+        assert one["updates"] == other["updates"]
+
+
+def test_checkpoints_interchange_with_ddp(tmp_path: Path) -> None:
+    """Weights and optimizer; the pipeline fills anew."""
+    launch(partial(run_on, PIPE_SGD, tmp_path / "pipe_sgd", None, 8), 2, init=False)
+    launch(partial(run_on, "ddp", tmp_path / "ddp", None, 8), 2, init=False)
+    for first, second, world_size in ((PIPE_SGD, "ddp", 2), ("ddp", PIPE_SGD, 2), (PIPE_SGD, PIPE_SGD, 1)):
+        path = tmp_path / ("ddp" if first == "ddp" else "pipe_sgd") / "step=8.ckpt"
+        directory = tmp_path / f"on {world_size}"
+        for outcome in launch(partial(run_on, second, directory, path, 12), world_size, init=False):
+            assert outcome["steps"] == 12
+            assert outcome["updates"] == (-1 if second == "ddp" else 3)
+
+
+class TwoOptimizers(Classifier):
+    """As a GAN: manual optimisation, one optimizer after the other, clipped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.model[0], self.model[2])]
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        _, x, y = batch
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(self.model(x), y))
+            self.clip_gradients(optimizer, gradient_clip_val=0.05)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+def fit_manually(strategy: Any, directory: Path) -> Tensor:
+    model = TwoOptimizers()
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    trainer(chosen, int(os.environ["WORLD_SIZE"]), directory).fit(model, train_loader(), val_loader())
+    return model.weights()
+
+
+def test_manual_optimisation(tmp_path: Path) -> None:
+    expected = launch(partial(fit_manually, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
+    for weights in launch(partial(fit_manually, {**PIPE_SGD, "staleness": 0}, tmp_path), 2, init=False):
+        assert torch.equal(weights, expected[0])
+    delayed = launch(partial(fit_manually, PIPE_SGD, tmp_path), 2, init=False)
+    assert torch.equal(delayed[0], delayed[1])
+    assert not torch.equal(delayed[0], expected[0])

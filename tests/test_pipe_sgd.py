@@ -1,0 +1,329 @@
+"""Pipe-SGD on real processes against a delayed loop with plain tensors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
+from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
+from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
+from tests.reference_pipe_sgd import simulate
+
+STEPS = 12
+CLIPS = {
+    "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+}
+
+
+def decaying(step: int) -> float:
+    return 0.05 * 0.9**step
+
+
+#: The optimizer, the settings, and what else the loop does.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    **{f"k={k}": ("sgd", {"staleness": k}, {}) for k in range(4)},
+    "adamw": ("adamw", {}, {}),
+    "adamw, k=2": ("adamw", {"staleness": 2}, {}),
+    **{f"level 2, k={k}": ("sgd", {"staleness": k, "pipeline_level": 2}, {}) for k in range(3)},
+    "one segment": ("adamw", {"pipeline_level": 2, "segments": 1}, {}),
+    "many segments": ("adamw", {"pipeline_level": 2, "segments": 50}, {}),
+    "pieces": ("sgd", {"bucket_mb": 1e-4}, {}),
+    "warm-up": ("adamw", {"staleness": 2, "warmup_steps": 4}, {}),
+    "accumulation": ("sgd", {}, {"accumulate": 3}),
+    "accumulation, level 2": ("sgd", {"pipeline_level": 2}, {"accumulate": 3}),
+    "clipping by norm": ("sgd", {}, {"clip": "norm"}),
+    "clipping by value": ("sgd", {"staleness": 2}, {"clip": "value"}),
+    "drained": ("sgd", {"staleness": 3, "drain": True}, {}),
+    "gradients set to zero": ("sgd", {"warmup_steps": 2, "staleness": 2}, {"set_to_none": False}),
+    "schedule": ("sgd", {"staleness": 2, "drain": True}, {"schedule": True}),
+    "less by staleness": ("sgd", {"staleness": 3, "delay_compensation": "staleness"}, {}),
+    "less by distance": ("sgd", {"delay_compensation": "distance", "distance_constant": 1e-3}, {}),
+    **{codec: ("sgd", {"compression": codec}, {}) for codec in ("bf16", "fp16", "truncate16", "int8", "topk")},
+    **{
+        f"{codec} with feedback": ("sgd", {"compression": codec, "error_feedback": True}, {})
+        for codec in ("truncate16", "int8", "topk")
+    },
+}
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in list(model.parameters())[::-1]])
+
+
+def train(optimizer_name: str, settings: dict[str, Any], loop: dict[str, Any]) -> list[Tensor]:
+    """Returns the weights after each step, and after the pipeline is drained if the settings say so."""
+    rank, accumulate = dist.get_rank(), loop.get("accumulate", 1)
+    model = seeded_mlp(seed=rank)  # rank 0's weights count
+    optimizer = OPTIMIZERS[optimizer_name](model)
+    sync = PipeSGD(model, optimizer, **settings)
+    weights = []
+    for step in range(STEPS):
+        if "schedule" in loop:
+            optimizer.param_groups[0]["lr"] = decaying(step)
+        optimizer.zero_grad(set_to_none=loop.get("set_to_none", True))
+        for micro in range(accumulate - 1):
+            with sync.no_sync():
+                loss(model, step * accumulate + micro, rank).backward()
+        loss(model, step * accumulate + accumulate - 1, rank).backward()
+        if loop.get("clip") == "norm":
+            sync.clip(0.1)
+        elif loop.get("clip") == "value":
+            sync.clip_value(0.01)
+        sync.step()
+        weights.append(flat(model))
+    if sync.config.drain:
+        sync.drain()
+        weights.append(flat(model))
+    sync.detach()
+    return weights
+
+
+def train_all() -> dict[str, list[Tensor]]:
+    return {name: train(*case) for name, case in CASES.items()}
+
+
+@cache
+def outcomes(world_size: int) -> list[dict[str, list[Tensor]]]:
+    return launch(train_all, world_size)
+
+
+def expected(case: str, world_size: int) -> list[Tensor]:
+    optimizer_name, settings, loop = CASES[case]
+    known = {name: settings[name] for name in settings if name in ("compression", "error_feedback", "drain")}
+    compensation, constant = settings.get("delay_compensation"), settings.get("distance_constant", 1.0)
+
+    def learning_rate(rate: float, late: int, distance: float) -> float:
+        if compensation == "staleness":
+            return rate / max(1, late)
+        return min(rate, constant / distance) if compensation == "distance" and distance else rate
+
+    model = seeded_mlp()
+    return simulate(
+        model,
+        OPTIMIZERS[optimizer_name](model),
+        loss,
+        world_size=world_size,
+        num_steps=STEPS,
+        staleness=settings.get("staleness", 1),
+        warmup_steps=settings.get("warmup_steps", 0),
+        accumulate=loop.get("accumulate", 1),
+        schedule=decaying if "schedule" in loop else None,
+        clip=CLIPS.get(loop.get("clip", ""), lambda model: None),
+        learning_rate=learning_rate,
+        **known,
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_follows_algorithm_1(case: str, world_size: int) -> None:
+    """Bit for bit, at every step, on every rank; where a norm is taken, to its rounding."""
+    reference = expected(case, world_size)
+    exact = "distance" not in case
+    for outcome in outcomes(world_size):
+        assert len(outcome[case]) == len(reference)
+        for step, (weights, other) in enumerate(zip(outcome[case], reference, strict=True)):
+            if exact:
+                assert torch.equal(weights, other), f"step {step}: off by {(weights - other).abs().max()}"
+            else:
+                torch.testing.assert_close(weights, other)
+        assert all(map(torch.equal, outcome[case], outcomes(world_size)[0][case]))
+
+
+def test_the_cases_differ() -> None:
+    """Or the test above would compare nothing."""
+    last = {case: expected(case, 2)[-1] for case in CASES}
+    alike = [
+        {"k=0", "level 2, k=0"},
+        {"k=1", "level 2, k=1", "pieces"},
+        {"k=2", "level 2, k=2"},
+        {"adamw", "one segment", "many segments"},
+        {"accumulation", "accumulation, level 2"},
+    ]
+    for first, one in last.items():
+        for second, other in last.items():
+            same = first == second or any({first, second} <= cases for cases in alike)
+            assert torch.equal(one, other) == same, (first, second)
+
+
+def test_one_process() -> None:
+    [outcome] = launch(train, 1, "adamw", {"staleness": 2}, {})
+    model = seeded_mlp()
+    reference = simulate(model, OPTIMIZERS["adamw"](model), loss, world_size=1, num_steps=STEPS, staleness=2)
+    assert all(map(torch.equal, outcome, reference))
+
+
+def order_of_events(level: int) -> list[str]:
+    model = seeded_mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = PipeSGD(model, optimizer, pipeline_level=level, segments=2)
+    events: list[str] = []
+    start = sync.transport.all_reduce
+    step = 0
+
+    def recording(tensor: Tensor, **settings: Any) -> Any:
+        handle, started = start(tensor, **settings), step
+        events.append(f"start {started}")
+        wait = handle.wait
+
+        def recorded_wait() -> Tensor:
+            events.append(f"wait {started}")
+            return wait()
+
+        handle.wait = recorded_wait  # type: ignore[method-assign]
+        return handle
+
+    sync.transport.all_reduce = recording  # type: ignore[method-assign]
+    model[0].register_full_backward_hook(lambda *_: events.append(f"first layer {step}"))
+    for step in range(4):
+        optimizer.zero_grad()
+        x, _ = batch(step, dist.get_rank())
+        model(x.requires_grad_()).sum().backward()
+        sync.step()
+        events.append(f"end {step}")
+    sync.detach()
+    return events
+
+
+def test_a_step_does_not_wait_for_its_own_gradient() -> None:
+    for events in launch(order_of_events, 2, 1):
+        for step in range(3):
+            assert events.index(f"start {step}") < events.index(f"end {step}") < events.index(f"start {step + 1}")
+            assert events.index(f"start {step + 1}") < events.index(f"wait {step}")
+        assert "wait 3" not in events
+
+
+def test_segments_start_in_the_backward_pass() -> None:
+    for events in launch(order_of_events, 2, 2):
+        for step in range(4):
+            assert events.index(f"start {step}") < events.index(f"first layer {step}")
+            assert events.count(f"start {step}") == 2
+
+
+def lose_a_peer(how: str) -> tuple[tuple[str, str] | None, list[str]]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = PipeSGD(model, optimizer, timeout_s=4)
+
+    def train_on() -> None:
+        for i in range(100):
+            if i == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+            optimizer.zero_grad()
+            loss(model, i, dist.get_rank()).backward()
+            sync.step()
+
+    outcome = raised(train_on)
+    sync.detach()
+    if how == "hangs":
+        kill_stopped_siblings()
+    return outcome, [thread.name for thread in threading.enumerate() if "pipesync" in thread.name]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_peer_raises_on_the_others(how: str) -> None:
+    survived, died = launch(lose_a_peer, 2, how, may_die=(1,), timeout_s=60)
+    assert died == DIED
+    outcome, threads = survived
+    assert outcome is not None
+    assert outcome[0] == "RuntimeError"
+    assert "rank 1" in outcome[1]
+    assert threads == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("staleness", -1),
+        ("staleness", 1.5),
+        ("segments", 0),
+        ("warmup_steps", -1),
+        ("pipeline_level", 3),
+        ("compression", "zip"),
+        ("bucket_mb", 0),
+        ("delay_compensation", "some"),
+        ("distance_constant", 0),
+        ("timeout_s", 0),
+    ],
+)
+def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=setting) as caught:
+        PipeSGDConfig(**{setting: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"pipeline_level": 2, "bucket_mb": 4.0}, "bucket_mb=None"),
+        ({"error_feedback": True}, "compression='none'"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PipeSGDConfig(**settings)
+
+
+class WithoutRate(Optimizer):
+    """It has no learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"size": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        """Leaves everything as it is."""
+
+
+def misuse() -> dict[str, tuple[str, str] | None]:
+    """Returns, by the word that the message must hold, what is raised."""
+    model = seeded_mlp()
+    sgd = OPTIMIZERS["sgd"](model)
+    halves = [SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    outcomes = {
+        "pipeline_level": raised(lambda: PipeSGD(model, sgd, pipeline_level=3)),
+        "2 optimizers": raised(lambda: PipeSGD(model, halves, pipeline_level=2)),
+        "LBFGS": raised(lambda: PipeSGD(model, torch.optim.LBFGS(model.parameters()))),
+        "WithoutRate has none": raised(
+            lambda: PipeSGD(model, WithoutRate(model.parameters()), delay_compensation="staleness")
+        ),
+        "settings": raised(lambda: PipeSGD(model, sgd, staleness=1 + dist.get_rank())),
+    }
+    sync = PipeSGD(model, sgd)
+    outcomes["is not an optimizer that was given to PipeSGD"] = raised(lambda: sync.step(optimizer=halves[0]))
+    sync.detach()
+    return outcomes
+
+
+def test_misuse_is_named_on_all_ranks() -> None:
+    for outcomes in launch(misuse, 2):
+        assert_refused(outcomes)
+
+
+def go_astray() -> list[tuple[str, str] | None]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = PipeSGD(model, optimizer, pipeline_level=2)
+    loss(model, 0, dist.get_rank()).backward()
+    astray = [raised(optimizer.step), raised(lambda: loss(model, 1, dist.get_rank()).backward())]
+    sync.detach()
+    optimizer.step()
+    return astray
+
+
+def test_what_would_part_the_ranks_is_refused() -> None:
+    for step, backward in launch(go_astray, 2):
+        assert step is not None
+        assert "SGD.step() was called directly" in step[1]
+        assert backward is not None
+        assert "no_sync()" in backward[1]

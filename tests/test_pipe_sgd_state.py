@@ -1,0 +1,275 @@
+"""Pipe-SGD in loops that are not plain: gradients that come and go, several optimizers, states saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_pipesync.methods.pipe_sgd import PipeSGD
+from tests.harness import launch
+from tests.models import OPTIMIZERS, average_gradients, batch, loss, seeded_mlp
+from tests.test_pipe_sgd import flat
+
+STEPS = 10
+
+
+class Delayed:
+    """The delayed loop on real processes: averages gradients as DDP would, and applies those of k steps before."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, staleness: int) -> None:
+        self.model, self.optimizer, self.staleness = model, optimizer, staleness
+        self.in_flight: list[dict[nn.Parameter, Tensor | None]] = []
+
+    def step(self) -> None:
+        average_gradients(self.model)
+        self.in_flight.append({p: None if p.grad is None else p.grad.clone() for p in self.model.parameters()})
+        if len(self.in_flight) > self.staleness:
+            oldest = self.in_flight.pop(0)
+            for p in self.model.parameters():
+                p.grad = oldest.get(p)
+            self.optimizer.step()
+
+
+class ComesAndGoes(nn.Module):
+    """One layer is used on some ranks and in some steps only; one never is; one is thawed later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sometimes, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen, self.head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        if step % 4 == 1 or (step % 4 == 2 and dist.get_rank() == 1):
+            x = x + self.sometimes(x)
+        return self.head(x)
+
+
+def come_and_go(settings: dict[str, Any] | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = ComesAndGoes()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = AdamW([{"params": trained[:2]}, {"params": trained[2:], "lr": 0.003}], lr=0.01)
+    sync = Delayed(model, optimizer, 2) if settings is None else PipeSGD(model, optimizer, staleness=2, **settings)
+    weights = []
+    for step in range(STEPS):
+        if step == 5:
+            model.frozen.requires_grad_()
+            optimizer.add_param_group({"params": list(model.frozen.parameters()), "lr": 0.02})
+        optimizer.zero_grad()
+        x, y = batch(step, dist.get_rank())
+        nn.functional.cross_entropy(model(x, step), y).backward()
+        sync.step()
+        weights.append(flat(model))
+    if isinstance(sync, PipeSGD):
+        sync.detach()
+    return weights
+
+
+def come_and_go_in_all_ways() -> list[list[Tensor]]:
+    settings: list[dict[str, Any] | None] = [None, {}, {"pipeline_level": 2, "segments": 3}, {"bucket_mb": 1e-4}]
+    return [come_and_go(one) for one in settings]
+
+
+def test_gradients_that_come_and_go() -> None:
+    """A parameter without a gradient on any rank is left alone, as in DDP: momentum and decay, too."""
+    for reference, *outcomes in launch(come_and_go_in_all_ways, 2):
+        for outcome in outcomes:
+            for step, (weights, other) in enumerate(zip(outcome, reference, strict=True)):
+                assert torch.equal(weights, other), f"step {step}: off by {(weights - other).abs().max()}"
+
+
+def alternate(pipelined: bool) -> list[Tensor]:
+    """As a GAN: two optimizers in turns, the second one in every other step only."""
+    model = seeded_mlp()
+    parts = [model[0], model[2]]
+    optimizers = [SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+    sync = PipeSGD(model, optimizers) if pipelined else None
+    loops = [Delayed(part, optimizer, 1) for part, optimizer in zip(parts, optimizers, strict=True)]
+    weights = []
+    for step in range(STEPS):
+        for index, optimizer in enumerate(optimizers):
+            if index == 0 or step % 2:
+                model.zero_grad()
+                loss(model, step, dist.get_rank()).backward()
+                loops[index].step() if sync is None else sync.step(optimizer=optimizer)
+        weights.append(flat(model))
+    if sync is not None:
+        assert sync.metrics()["updates"] == STEPS - 1 + STEPS // 2 - 1
+        sync.detach()
+    return weights
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_two_optimizers(world_size: int) -> None:
+    expected = launch(alternate, world_size, False)
+    for outcome in launch(alternate, world_size, True):
+        assert all(map(torch.equal, outcome, expected[0]))
+
+
+class Counting(SGD):
+    """Keeps a count among its hyper-parameters, as some optimizers do."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            group["taken"] += 1
+        return super().step(closure)
+
+
+def scheduled(step: int) -> float:
+    return 10.0**-step
+
+
+def count() -> tuple[list[float], list[int], float]:
+    """Returns the learning rates that the updates used, the count after each step, and the learning rate in the end."""
+    model = seeded_mlp()
+    optimizer = Counting(model.parameters(), lr=1.0)
+    optimizer.param_groups[0]["taken"] = 0
+    sync = PipeSGD(model, optimizer, staleness=2)
+    used: list[float] = []
+    counts = []
+    optimizer.register_step_post_hook(lambda one, *_: used.append(one.param_groups[0]["lr"]))
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = scheduled(step)
+        optimizer.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        sync.step()
+        counts.append(optimizer.param_groups[0]["taken"])
+    sync.detach()
+    return used, counts, optimizer.param_groups[0]["lr"]
+
+
+def test_an_update_uses_the_learning_rate_of_its_gradient() -> None:
+    """What a schedule changes is that of the gradient's step; what the optimizer itself changes goes on."""
+    [(used, counts, last)] = launch(count, 1)
+    assert used == [scheduled(step) for step in range(4)]
+    assert counts == [0, 0, 1, 2, 3, 4]
+    assert last == scheduled(5)
+
+
+def interrupted(settings: dict[str, Any], at: int | None) -> tuple[list[Tensor], dict[str, float]]:
+    """Trains; with ``at``, goes on in a new object after so many steps, from what the old one has saved."""
+
+    def begin() -> tuple[nn.Module, Optimizer, PipeSGD]:
+        model = seeded_mlp(batch_norm=True)
+        optimizer = OPTIMIZERS["adamw"](model)
+        return model, optimizer, PipeSGD(model, optimizer, **settings)
+
+    model, optimizer, sync = begin()
+    weights = []
+    for step in range(STEPS):
+        if step in (4, 6):
+            sync.flush()
+            if step == at:
+                saved = sync.state_dict()
+                whole = [value.clone() for value in model.state_dict().values()], optimizer.state_dict()
+                sync.detach()
+                model, optimizer, sync = begin()
+                with torch.no_grad():
+                    for value, other in zip(model.state_dict().values(), whole[0], strict=True):
+                        value.copy_(other)
+                optimizer.load_state_dict(whole[1])
+                sync.load_state_dict(saved)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * 0.9**step
+        optimizer.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        sync.step()
+        weights.append(flat(model))
+    sync.drain()
+    metrics = sync.metrics()
+    sync.detach()
+    return [*weights, flat(model)], metrics
+
+
+def interrupted_in_all_ways() -> list[list[tuple[list[Tensor], dict[str, float]]]]:
+    cases: list[dict[str, Any]] = [
+        {},
+        {"staleness": 3},
+        {"staleness": 0},
+        {"staleness": 2, "compression": "int8", "error_feedback": True},
+        {"staleness": 2, "delay_compensation": "distance", "distance_constant": 1e-4},
+        {"staleness": 2, "warmup_steps": 5, "pipeline_level": 2},
+    ]
+    return [[interrupted(settings, at) for at in (None, 4, 6)] for settings in cases]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(world_size: int) -> None:
+    for cases in launch(interrupted_in_all_ways, world_size):
+        for (whole, metrics), *resumed in cases:
+            for weights, of_resumed in resumed:
+                assert all(map(torch.equal, weights, whole))
+                assert of_resumed["updates"] == metrics["updates"]
+                assert of_resumed["staleness"] == metrics["staleness"]
+
+
+def load_another() -> str:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = PipeSGD(model, optimizer)
+    saved = sync.state_dict()
+    sync.detach()
+    other = PipeSGD(model, optimizer, staleness=2)
+    try:
+        other.load_state_dict(saved)
+    except ValueError as error:
+        return str(error)
+    finally:
+        other.detach()
+    return ""
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    assert all("'staleness': 1" in message and "'staleness': 2" in message for message in launch(load_another, 2))
+
+
+def scale_losses() -> tuple[list[Tensor], list[float], list[Tensor]]:
+    """With a loss scale that overflows on one rank only; and without any, where it did not."""
+    model = seeded_mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = PipeSGD(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    weights, scales = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, step, dist.get_rank())).backward()
+        if step == 4 and dist.get_rank() == 1:
+            model[0].weight.grad[0, 0] = torch.inf
+        sync.after_backward(loss_scale=scaler.get_scale())
+        sync.step(lambda: scaler.step(optimizer))
+        scaler.update()
+        weights.append(flat(model))
+        scales.append(scaler.get_scale())
+    sync.detach()
+    model = seeded_mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    plain = Delayed(model, optimizer, 1)
+    reference = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        plain.step()
+        reference.append(flat(model))
+    return weights, scales, reference
+
+
+def test_loss_scaling() -> None:
+    """A gradient is unscaled by its own step's scale, and one that overflows on one rank is skipped by all."""
+    outcomes = launch(scale_losses, 2)
+    for weights, scales, reference in outcomes:
+        assert scales == outcomes[0][1]
+        assert all(map(torch.equal, weights, outcomes[0][0]))
+        for one, other in zip(weights[:5], reference, strict=True):
+            torch.testing.assert_close(one, other)
+        assert torch.equal(weights[5], weights[4]), "the update that is due in the step after the overflow is skipped"
+        assert not torch.equal(weights[6], weights[5])
+        assert scales[2] == 2 * scales[0], "it grows in the meantime"
+        assert scales[5] == scales[4] / 2
+        assert all(torch.isfinite(one).all() for one in weights)
