@@ -1,7 +1,8 @@
-"""Trains a small Transformer to write Python's documentation, character by character, with SelSync, DeAR or DDP.
+"""Trains a small Transformer to write Python's documentation, character by character, by any strategy.
 
     python examples/pydoc_transformer.py                                     two processes on this machine
     python examples/pydoc_transformer.py --strategy dear                     what DDP trains, scheduled otherwise
+    python examples/pydoc_transformer.py --strategy pipe_sgd                 each gradient one step later, in 8 bits
     python examples/pydoc_transformer.py --strategy ddp                      to compare with
     torchrun --nproc-per-node 2 examples/pydoc_transformer.py                as with digits.py
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipesync import DeARStrategy, SelSyncStrategy
+from lightning_pipesync import DeARStrategy, PipeSGDStrategy, SelSyncStrategy
 
 
 class TransformerLM(L.LightningModule):
@@ -159,7 +160,7 @@ class Communication(L.Callback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--strategy", choices=["selsync", "dear", "ddp"], default="selsync", help="default: %(default)s"
+        "--strategy", choices=["selsync", "dear", "pipe_sgd", "ddp"], default="selsync", help="default: %(default)s"
     )
     parser.add_argument("--delta", type=float, default=0.05, help="SelSync's threshold (default: %(default)s)")
     parser.add_argument("--smoothing", type=float, default=0.16, help="SelSync's smoothing (default: %(default)s)")
@@ -179,6 +180,7 @@ def main() -> None:
     strategy = {
         "selsync": SelSyncStrategy(delta=options.delta, smoothing=options.smoothing),
         "dear": DeARStrategy(),
+        "pipe_sgd": PipeSGDStrategy(compression="int8"),
         "ddp": "ddp",
     }[options.strategy]
     trainer = L.Trainer(

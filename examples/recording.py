@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 from rich.progress import Progress, TaskID
 
-from lightning_pipesync import DeARStrategy, SelSyncStrategy
+from lightning_pipesync import SelSyncStrategy
 
 MIB = 2**20
 
@@ -94,8 +94,9 @@ class Recorder(L.Callback):
 
 def mib_sent(trainer: L.Trainer) -> float:
     """Returns the MiB that this rank has sent for training."""
-    if isinstance(trainer.strategy, (SelSyncStrategy, DeARStrategy)):
-        return trainer.strategy.method.metrics()["mib_sent"]
+    method = getattr(trainer.strategy, "method", None)
+    if method is not None:
+        return method.metrics()["mib_sent"]
     # DDP does not count. This is what a ring all-reduce, which sends the least possible, sends of every gradient.
     gradient = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters() if p.requires_grad)
     return 2 * (trainer.world_size - 1) / trainer.world_size * gradient * trainer.global_step / MIB

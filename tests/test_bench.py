@@ -155,12 +155,15 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_search_before_steps(tmp_path: Path) -> None:
+def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     settings = ["--hosts", "2", "--scale", "0.03", "--steps", "1", "--rounds", "1", "--bucket_mb", "1"]
-    methods = ["--methods", "ddp", "dear-random"]
+    methods = ["--methods", "ddp", "dear-random", "pipe_sgd-level2", "pipe_sgd-int8"]
     assert main(["bench", "step", *settings, *methods, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]
-    ddp, dear = result["runs"][0]["contestants"][1:]
+    ddp, dear, level_2, int8 = result["runs"][0]["contestants"][1:]
+    assert (level_2["name"], int8["name"]) == ("Pipe-SGD, level 2", "Pipe-SGD, int8")
+    assert int8["limit"] < level_2["limit"]
+    assert int8["predicted"] < level_2["predicted"]
     assert (ddp["name"], ddp["search"], dear["name"]) == ("DDP, 1 MiB", None, "DeAR, random")
     assert 1 < dear["search"]["trials"] <= 20
     assert "sizes tried in" in (tmp_path / "step.md").read_text()
@@ -176,10 +179,22 @@ def test_time_that_is_hidden() -> None:
 
 def test_the_command_for_timelines(tmp_path: Path) -> None:
     """DDP communicates in backward only; DeAR's second half starts after it, under the next forward pass."""
-    options = ["--scale", "0.01", "--bucket_mb", "0.1", "--output", str(tmp_path)]
+    options = [
+        "--scale",
+        "0.01",
+        "--bucket_mb",
+        "0.1",
+        "--methods",
+        "ddp",
+        "dear",
+        "pipe_sgd",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(["bench", "timeline", *options]) == 0
     [result] = json.loads((tmp_path / "timeline.json").read_text())["results"]
-    ddp, dear = result["timelines"]
+    ddp, dear, pipe_sgd = result["timelines"]
+    assert {span["kind"] for span in pipe_sgd["spans"]} == {"forward", "backward", "all-reduce"}
     assert {span["kind"] for span in ddp["spans"]} == {"forward", "backward", "all-reduce"}
     assert {span["kind"] for span in dear["spans"]} == {"forward", "backward", "reduce-scatter", "all-gather"}
     assert len(ddp["steps"]) == len(dear["steps"]) == 2

@@ -18,7 +18,7 @@ from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_
 from lightning_pipesync.bench.fedavg import FedAvg
 from lightning_pipesync.bench.ssp import SSP, ParameterServer
 from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
-from lightning_pipesync.bench.trainings import WithDDP, WithSelSync
+from lightning_pipesync.bench.trainings import WithDDP, WithPipeSGD, WithSelSync
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import Bucket
 from tests.harness import launch
@@ -166,8 +166,15 @@ def test_delta_zero_with_gradients_is_ddp() -> None:
     assert selsync["points"][0]["mib"] == pytest.approx(20 * size, rel=0.01), "and the initial weights"
 
 
+def test_pipe_sgd_without_delay_is_ddp() -> None:
+    ddp = launch(one_training, 2, "ddp")[0]
+    pipe_sgd = launch(one_training, 2, "pipe_sgd:staleness=0")[0]
+    assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in pipe_sgd["points"]]
+
+
 def test_methods_are_parsed() -> None:
     kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "ssp": SSP, "selsync:delta=0.3,partition=defdp": WithSelSync}
+    kinds["pipe_sgd:compression=int8,error_feedback=true"] = WithPipeSGD
     assert set(kinds) == set(filter(parse_method, kinds))
 
 
@@ -240,7 +247,7 @@ def test_the_command(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--task", "nope"], ["task='nope'", "digits, topics"]),
-        (["--methods", "nope"], ["'nope'", "ddp, fedavg, ssp, selsync"]),
+        (["--methods", "nope"], ["'nope'", "ddp, fedavg, pipe_sgd, ssp, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
         (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
         (["--methods", "selsync:delta=x"], ["selsync:delta=x"]),

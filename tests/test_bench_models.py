@@ -30,7 +30,9 @@ from tests.harness import launch
 
 # DeAR Table I: layers, tensors; the exact number of values of which it gives millions, and GFLOP of a forward pass, are
 # those of timm 1.0 (its convolutions', norms' and classifier's, counted on the meta device) and of transformers.
+# AlexNet's are torchvision's.
 COUNTS = {
+    "alexnet": (8, 16, 61_100_840, 1.42837696),
     "resnet50": (107, 161, 25_557_032, 8.20059648),
     "densenet201": (402, 604, 20_013_928, 8.632142592),
     "inceptionv4": (299, 449, 42_679_816, 12.259325184),

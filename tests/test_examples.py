@@ -62,8 +62,8 @@ def test_digits(launcher: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "strategy"),
-    [(PLAIN, "selsync"), (PLAIN, "dear"), (TORCHRUN, "ddp")],
-    ids=["plain-selsync", "plain-dear", "torchrun-ddp"],
+    [(PLAIN, "pipe_sgd"), (PLAIN, "dear"), (TORCHRUN, "selsync")],
+    ids=["plain-pipe_sgd", "plain-dear", "torchrun-selsync"],
 )
 def test_pydoc_transformer(launcher: list[str], strategy: str) -> None:
     result = run(launcher, "pydoc_transformer.py", "--strategy", strategy, "--max-steps", 3)

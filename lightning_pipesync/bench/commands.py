@@ -58,11 +58,11 @@ def step(
         rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
-        model: transformer, cnn, resnet50 or bert-base; or emulated-resnet50, emulated-densenet201,
+        model: transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
-        methods: What is compared: ddp, fsdp2, zero, dear, selsync; dear-bo, dear-random and dear-grid search for a
-            bucket size first, which takes some 100 steps.
+        methods: What is compared: ddp, fsdp2, zero, dear, selsync, pipe_sgd; dear-bo, dear-random and dear-grid search
+            for a bucket size first, which takes some 100 steps; pipe_sgd-level2, pipe_sgd-truncate16, pipe_sgd-int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
         bucket_mb: Bucket sizes of DDP and DeAR in MiB; the best one of DDP is what others are compared to.
         steps: Steps of one measurement.
@@ -107,10 +107,10 @@ def timeline(
         rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
-        model: emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
+        model: emulated-alexnet, emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
             emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor over the true number.
-        methods: What is drawn: ddp, dear, dear-bo, selsync.
+        methods: What is drawn: ddp, dear, dear-bo, pipe_sgd, selsync.
         ratio: Communication time over computation time.
         bucket_mb: Bucket sizes of DDP and DeAR in MiB.
         steps: Steps that are drawn.
@@ -160,7 +160,7 @@ def converge(
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         task: digits (scikit-learn's, accuracy) or topics (the text of Python's documentation, perplexity).
-        methods: ddp, fedavg, ssp or selsync, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
+        methods: ddp, fedavg, pipe_sgd, selsync or ssp, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.
         epochs: Of each training; the task's own if not given.

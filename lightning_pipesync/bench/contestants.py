@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.bench.models import BenchModel
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR
+from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 
 #: Every contestant trains with SGD, learning rate and momentum.
@@ -31,9 +35,13 @@ class Contestant(ABC):
         name: in tables.
         model: what it trains.
         limit: the property of :class:`StepCost` that it cannot be faster than.
+        compression: the size of the gradient over that of what travels.
+        segments: into which an all-reduce is divided that runs under the next step; None: there is none such.
     """
 
     limit = "compute"
+    compression = 1.0
+    segments: int | None = None
 
     def __init__(self, name: str, model: BenchModel) -> None:
         self.name, self.model = name, model
@@ -70,11 +78,11 @@ class Wrapped(Contestant):
 class WithMethod(Contestant):
     """One of our methods."""
 
-    def __init__(self, name: str, model: BenchModel, limit: str, method: type[SelSync | DeAR], **settings: Any) -> None:
+    def __init__(self, name: str, model: BenchModel, limit: str, method: type[SyncMethod], **settings: Any) -> None:
         super().__init__(name, model)
         self.limit = limit
         self.optimizer = sgd(model.module)
-        self.sync = method(model.module, self.optimizer, **settings)
+        self.sync = method(model.module, self.optimizer, **settings)  # type: ignore[call-arg]
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -151,6 +159,22 @@ def selsync(model: BenchModel, name: str, limit: str, delta: float) -> WithMetho
     return WithMethod(f"SelSync, {name} step", model, limit, SelSync, delta=delta)
 
 
+class WithPipeSGD(WithMethod):
+    """Pipe-SGD, one step stale."""
+
+    def __init__(self, model: BenchModel, compression: str = "none", level: int = 1, segments: int = 4) -> None:
+        details = [compression] * (compression != "none") + [f"level {level}"] * (level != 1)
+        settings = {"compression": compression, "pipeline_level": level, "segments": segments}
+        super().__init__(", ".join(["Pipe-SGD", *details]), model, "pipe_sgd", PipeSGD, **settings)
+        self.sync: PipeSGD
+        numel = sum(parameter.numel() for parameter in model.module.parameters())
+        self.compression = 4 * numel / get_codec(compression).wire_bytes(numel, torch.float32)
+        self.segments = segments if level == 2 else 1
+
+    def drain(self) -> None:
+        self.sync.drain()
+
+
 #: What can be compared, by name: for the bucket sizes in MiB, what makes contestants of a model each.
 METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Contestant]]]] = {
     "ddp": lambda sizes: [partial(ddp, bucket_mb=size) for size in sizes],
@@ -160,6 +184,10 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Conte
     "dear-bo": lambda _: [partial(searched, search="bo")],
     "dear-random": lambda _: [partial(searched, search="random")],
     "dear-grid": lambda _: [partial(searched, search="grid")],
+    "pipe_sgd": lambda _: [WithPipeSGD],
+    "pipe_sgd-level2": lambda _: [partial(WithPipeSGD, level=2)],
+    "pipe_sgd-truncate16": lambda _: [partial(WithPipeSGD, compression="truncate16")],
+    "pipe_sgd-int8": lambda _: [partial(WithPipeSGD, compression="int8")],
     "selsync": lambda _: [
         partial(selsync, name="synchronised", limit="serial", delta=0.0),
         partial(selsync, name="local", limit="compute", delta=1e9),

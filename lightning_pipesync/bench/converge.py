@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
 from lightning_pipesync.bench.ssp import SSP, SSPConfig
 from lightning_pipesync.bench.tasks import TASK_NAMES, Task, build_task
-from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithSelSync
+from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithPipeSGD, WithSelSync
+from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
 
 #: What a method's name stands for, and the settings that may follow it.
 METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
     "ddp": (WithDDP, DDPConfig),
     "fedavg": (FedAvg, FedAvgConfig),
+    "pipe_sgd": (WithPipeSGD, PipeSGDConfig),
     "ssp": (SSP, SSPConfig),
     "selsync": (WithSelSync, SelSyncConfig),
 }

@@ -25,6 +25,7 @@ from lightning_pipesync.bench.interleaved import time_in_turns
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model, computation_seconds
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
+from lightning_pipesync.core.pipe_cost import PipeCost
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ def measure_run(
 
     Returns:
         ``num_bytes`` of the gradient; ``cost``: the parts of a step, which make the limits; for each contestant
-        its ``seconds`` a step, round by round, its ``limit``, for DDP what the cost model has ``predicted``, and what a
-        ``search`` has found, if there is one.
+        its ``seconds`` a step, round by round, its ``limit``, for DDP and Pipe-SGD what the cost model has
+        ``predicted``, and what a ``search`` has found, if there is one.
     """
     torch.manual_seed(0)  # the same weights on all ranks: not every contestant sees to that
     alone = without_communication(build())
@@ -163,6 +164,10 @@ def measure_run(
     for contestant in field:
         contestant.close()
     predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in settings.bucket_mb}
+    pipe = PipeCost(profile.update, profile.forward, profile.backward, num_bytes, world_size, link)
+    for one in field:
+        if one.segments is not None:
+            predicted[one.name] = pipe.step(segments=one.segments, compression=one.compression)
     return {
         "num_bytes": num_bytes,
         "cost": asdict(cost),
@@ -170,7 +175,7 @@ def measure_run(
             {
                 "name": name,
                 "seconds": [value / settings.steps for value in values],
-                "limit": getattr(cost, by_name[name].limit),
+                "limit": getattr(cost.compressed(by_name[name].compression), by_name[name].limit),
                 "predicted": predicted.get(name),
                 "search": found[name],
             }

@@ -17,6 +17,7 @@ from lightning_pipesync.bench.tasks import Task
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.data import SelDPSampler
 from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 
 
@@ -138,6 +139,13 @@ class WithMethod(Training):
 
     def close(self) -> None:
         self.method.detach()
+
+
+class WithPipeSGD(WithMethod):
+    """Pipe-SGD; its last gradients are dropped, as in the paper."""
+
+    def __init__(self, task: Task, config: PipeSGDConfig) -> None:
+        super().__init__(task, PipeSGD, config)
 
 
 class WithSelSync(WithMethod):

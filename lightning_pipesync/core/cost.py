@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -82,6 +82,10 @@ class StepCost:
     update: float
     reduce_scatter: float
     all_gather: float
+
+    def compressed(self, ratio: float) -> StepCost:
+        """Returns the same with messages that are smaller by a factor of ``ratio``."""
+        return replace(self, reduce_scatter=self.reduce_scatter / ratio, all_gather=self.all_gather / ratio)
 
     @property
     def compute(self) -> float:

@@ -12,8 +12,9 @@ from lightning_pipesync.bench.models.bench_model import BenchModel
 from lightning_pipesync.bench.models.emulated import EmulatedModel
 from lightning_pipesync.bench.models.table import ModelTable
 
-#: The networks of DeAR Table I, by name, that can be emulated.
+#: The networks that can be emulated, by name: those of DeAR Table I, and AlexNet.
 TABLES: dict[str, Callable[[], ModelTable]] = {
+    "alexnet": image_tables.alexnet,
     "resnet50": image_tables.resnet50,
     "densenet201": image_tables.densenet201,
     "inceptionv4": image_tables.inceptionv4,

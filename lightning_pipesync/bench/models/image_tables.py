@@ -1,10 +1,26 @@
-"""Tables of the image classifiers in DeAR Table I: 1000 classes, images of 3 x 224 x 224 (Section VI-A)."""
+"""Tables of image classifiers, those in DeAR Table I and AlexNet: 1000 classes, images of 3 x 224 x 224."""
 
 from __future__ import annotations
+
+import math
 
 from lightning_pipesync.bench.models.table import ModelTable, TableBuilder
 
 _NUM_CLASSES = 1000
+
+
+def alexnet() -> ModelTable:
+    """Returns AlexNet (8 layers, 16 tensors, 61.1 million values), in torchvision's order: few large tensors."""
+    builder = TableBuilder()
+    convolutions = [(3, 64, 11, 55), (64, 192, 5, 27), (192, 384, 3, 13), (384, 256, 3, 13), (256, 256, 3, 13)]
+    for index, (inputs, outputs, kernel, size) in enumerate(convolutions):
+        builder.block = f"features.{index}"
+        weight = (outputs, inputs, kernel, kernel)
+        builder.add("", 2 * math.prod(weight) * size**2, weight=weight, bias=(outputs,))
+    for index, (inputs, outputs) in enumerate([(256 * 6 * 6, 4096), (4096, 4096), (4096, _NUM_CLASSES)]):
+        builder.block = f"classifier.{index}"
+        builder.linear("", inputs, outputs)
+    return builder.build("alexnet")
 
 
 def resnet50() -> ModelTable:

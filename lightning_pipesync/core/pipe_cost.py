@@ -1,0 +1,109 @@
+"""The timing models of Pipe-SGD: what pipelining the steps of a training can gain, and what it cannot."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_pipesync.core.cost import LinkCost
+
+
+@dataclass(frozen=True)
+class PipeCost:
+    """The parts of a step of Pipe-SGD, in seconds (Pipe-SGD, "Timing Model and Notation").
+
+    Attributes:
+        update: l_up.
+        forward: l_for.
+        backward: l_back.
+        num_bytes: n, the size of the gradient.
+        world_size: p.
+        link: alpha and beta.
+        gamma: seconds to add two bytes.
+        synchronisation: S, seconds until all ranks have begun an all-reduce.
+    """
+
+    update: float
+    forward: float
+    backward: float
+    num_bytes: float
+    world_size: int
+    link: LinkCost
+    gamma: float = 0.0
+    synchronisation: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """l_up + l_comp: a step without communication."""
+        return self.update + self.forward + self.backward
+
+    def communication(self, segments: int = 1, compression: float = 1.0) -> float:
+        """Returns l_comm: an all-reduce of the gradient around a ring, in L ``segments``.
+
+        Args:
+            segments: L; 1 is level 1.
+            compression: the size of the gradient over that of what travels.
+        """
+        fixed = 2 * (self.world_size - 1) * self.link.alpha + self.synchronisation
+        return segments * fixed + self._transfer / compression + self._addition
+
+    def ideal(self, staleness: int) -> float:
+        """Returns l_total / T with unlimited resources: k + 1 steps are under way at a time (Fig. 5)."""
+        return (self.compute + self.communication()) / (staleness + 1)
+
+    def step(self, staleness: int = 1, segments: int = 1, compression: float = 1.0) -> float:
+        """Returns l_total / T with limited resources: one computes, and one communicates, at a time (Fig. 6).
+
+        The same for every staleness above 0. Without any, the all-reduce is hidden under nothing; in segments, under
+        what follows the first of them in the backward pass.
+        """
+        communication = self.communication(segments, compression)
+        if staleness > 0:
+            return max(self.compute, communication)
+        first = self.backward / segments
+        return self.forward + first + max(self.backward - first, communication) + self.update
+
+    def level_2(self, segments: int, first_segment: float, compression: float = 1.0) -> float:
+        """Returns l_total_pipe_2 / T as the poster has it, where only what precedes the first segment is in the way.
+
+        Args:
+            segments: L.
+            first_segment: l_b1, seconds of backward until the first segment is ready.
+            compression: the size of the gradient over that of what travels.
+        """
+        return max(self.update + self.forward + first_segment, self.communication(segments, compression))
+
+    def scaling_efficiency(self, compression: float = 1.0) -> float:
+        """Returns SE, the speed-up over one worker on as many epochs, over the number of workers."""
+        return self.compute / self.step(compression=compression)
+
+    def optimum(self, segments: int) -> tuple[int, int]:
+        """Returns the best staleness k* and the best level of pipelining, if level 2 has so many segments.
+
+        More staleness than is needed only harms, and so does a higher level that is not faster. It is (1, 1), as the
+        poster finds, but where the backward pass hides the communication of synchronous segments, or there is none.
+        """
+        choices = [(staleness, level) for staleness in (0, 1) for level in (1, 2)]
+        return min(choices, key=lambda choice: (self.step(choice[0], segments if choice[1] == 2 else 1), choice))
+
+    def compute_bound_compression(self) -> float:
+        """Returns the least compression with which the step takes no longer than computation; infinite if none does.
+
+        From there on linear speed-up is possible: the communication ratio is below 50 %.
+        """
+        left = self.compute - self.communication(compression=math.inf)
+        if self._transfer == 0:
+            return 1.0
+        return max(1.0, self._transfer / left) if left > 0 else math.inf
+
+    @property
+    def _transfer(self) -> float:
+        return 2 * self._share * self.num_bytes * self.link.beta
+
+    @property
+    def _addition(self) -> float:
+        return self._share * self.num_bytes * self.gamma
+
+    @property
+    def _share(self) -> float:
+        return (self.world_size - 1) / self.world_size
