@@ -169,22 +169,22 @@ def order_of_events(level: int) -> list[str]:
     optimizer = SGD(model.parameters(), lr=0.1)
     sync = PipeSGD(model, optimizer, pipeline_level=level, segments=2)
     events: list[str] = []
-    start = sync.transport.all_reduce
+    submit = sync._lane.submit
     step = 0
 
-    def recording(tensor: Tensor, **settings: Any) -> Any:
-        handle, started = start(tensor, **settings), step
-        events.append(f"start {started}")
+    def recording(start: Any) -> Any:
+        handle, submitted = submit(start), step
+        events.append(f"start {submitted}")
         wait = handle.wait
 
         def recorded_wait() -> Tensor:
-            events.append(f"wait {started}")
+            events.append(f"wait {submitted}")
             return wait()
 
         handle.wait = recorded_wait  # type: ignore[method-assign]
         return handle
 
-    sync.transport.all_reduce = recording  # type: ignore[method-assign]
+    sync._lane.submit = recording  # type: ignore[method-assign]
     model[0].register_full_backward_hook(lambda *_: events.append(f"first layer {step}"))
     for step in range(4):
         optimizer.zero_grad()

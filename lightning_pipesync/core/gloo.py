@@ -18,6 +18,9 @@ from lightning_pipesync.core.pool import BufferPool
 from lightning_pipesync.core.ring import RingExchange, worthwhile
 from lightning_pipesync.core.shards import accumulation_dtype, shard_of
 
+#: Numbers of operations before they begin anew; there are two series of them.
+NUM_TAGS = 2**29
+
 
 class GlooExchange:
     """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
@@ -34,13 +37,17 @@ class GlooExchange:
         self._group, self._timeout = group, timeout
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._pool = BufferPool()
-        self._tag = 0
+        self._tag = self._small_tag = 0
         self._reducing = Worker("pipesync-reduce")
         self._gathering = Worker("pipesync-gather")
 
     def pairwise(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
-        """Starts one small message to and from each peer, all at once."""
-        return PairwiseExchange(self._messages(self._next_tag()), outgoing, incoming, window=self._world_size)
+        """Starts one small message to and from each peer, all at once.
+
+        These are numbered by themselves: another thread than that of the collectives may send them at any time.
+        """
+        self._small_tag = (self._small_tag + 1) % NUM_TAGS
+        return PairwiseExchange(self._messages(NUM_TAGS + self._small_tag), outgoing, incoming, window=self._world_size)
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -228,5 +235,5 @@ class GlooExchange:
         return [shard_of(flat, rank, self._world_size) for rank in range(self._world_size)]
 
     def _next_tag(self) -> int:
-        self._tag = (self._tag + 1) % 2**30
+        self._tag = (self._tag + 1) % NUM_TAGS
         return self._tag

@@ -141,7 +141,8 @@ class Transport:
     def union(self, flags: Sequence[bool]) -> Handle[list[bool]]:
         """Tells for each of some ``flags``, as many on every rank, whether it is true on any rank.
 
-        As with :meth:`exchange_flags` nothing that is on its way already has to arrive before.
+        This and :meth:`exchange_flags` wait for nothing else that is on its way, and may be called on another thread
+        than the collectives, though always on the same.
         """
         return self._exchange_bytes("union", flags, lambda of_ranks: of_ranks.bool().any(dim=0).tolist())
 

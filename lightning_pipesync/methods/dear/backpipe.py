@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
+from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.fused import FusedBuckets
 from lightning_pipesync.methods.dear.order import ExecutionOrder
-from lightning_pipesync.methods.dear.pipeline import Pipeline
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 
 # The bits of a rank's flag: a parameter has no gradient; one has changed after its bucket was launched; rank 0 knows
@@ -28,7 +30,7 @@ class BackPipe:
     Args:
         buckets: what travels together.
         order: learns in which order gradients become ready.
-        pipeline: what drives the communication.
+        lane: on which they travel.
         tuner: knows when other parameters are to travel together.
         transport: the way to the other ranks.
     """
@@ -37,11 +39,11 @@ class BackPipe:
         self,
         buckets: FusedBuckets,
         order: ExecutionOrder,
-        pipeline: Pipeline,
+        lane: Lane,
         tuner: FusionTuner,
         transport: Transport,
     ) -> None:
-        self._buckets, self._order, self._pipeline = buckets, order, pipeline
+        self._buckets, self._order, self._lane = buckets, order, lane
         self._tuner, self._transport = tuner, transport
         self._num_launched = 0
         self._reducing = self.reduced = self._outdated = False
@@ -93,9 +95,9 @@ class BackPipe:
 
     def drain(self) -> None:
         """Waits until nothing is under way, and all weights are up to date."""
-        self._pipeline.drain()
+        self._lane.drain()
         for bucket in self._buckets:
-            self._pipeline.wait_for(bucket)
+            bucket.wait()
 
     def forget(self) -> None:
         """Has :meth:`finish` reduce everything anew: the buckets are about to change; a collective call."""
@@ -109,7 +111,9 @@ class BackPipe:
         self._launch(len(self._buckets))
         missing = not all(all(bucket.present) for bucket in self._buckets)
         flag = MISSING * missing | OUTDATED * self._outdated | END_OF_TRIAL * self._tuner.end_of_trial()
-        flags = self._pipeline.finish_reducing(flag)
+        exchanged = self._lane.submit(lambda: self._transport.exchange_flags(flag))
+        self._lane.drain()
+        flags = functools.reduce(operator.or_, exchanged.wait())
         if flags & END_OF_TRIAL:
             self._tuner.over = True
         return flags
@@ -125,13 +129,13 @@ class BackPipe:
         """Starts the reduce-scatters of the buckets up to ``end``."""
         for bucket in self._buckets[self._num_launched : end]:
             bucket.take_gradients()
-            self._pipeline.reduce(bucket)
+            self._lane.submit(bucket.start_reducing)
         self._num_launched = max(end, self._num_launched)
 
     def _find_present(self) -> None:
         """Finds out which parameters have a gradient on some rank; the others are not updated, as in DDP."""
         flags = [present for bucket in self._buckets for present in bucket.present]
-        with self._pipeline.exposed():
+        with self._lane.exposed():
             somewhere = iter(self._transport.union(flags).wait())
         for bucket in self._buckets:
             bucket.present = [next(somewhere) for _ in bucket.present]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning_pipesync.compat import foreach_copy_
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -35,7 +35,6 @@ class FusedBucket:
         present: for each of them whether it has a gradient in this step, on any rank once that is known.
         num_awaited: how many of their gradients are not ready yet, in this backward pass.
         launched: whether the gradients are on their way.
-        arrived: whether the weights are up to date.
 
     Args:
         members: the parameters.
@@ -74,8 +73,7 @@ class FusedBucket:
         self.present = [True] * len(self._tensors)
         self.num_awaited = 0
         self.launched = False
-        self.arrived = threading.Event()
-        self.arrived.set()
+        self._arriving: Handle[Tensor] | None = None  # what brings the weights up to date
 
     def expect_gradients(self) -> None:
         """Gets ready for a backward pass."""
@@ -97,33 +95,24 @@ class FusedBucket:
         pairs = [(v, g) for v, g in zip(self.gradients.views, gradients, strict=True) if g is not None]
         foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
 
+    def feed(self, lane: Lane) -> None:
+        """Starts to bring the weights up to date."""
+        self._arriving = lane.submit(self._start_feeding, lambda _: self._finish_feeding())
+
+    def wait(self) -> None:
+        """Blocks until the weights are up to date.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if self._arriving is not None:
+            self._arriving.wait()
+
     def start_reducing(self) -> Handle[Tensor]:
         """Starts the reduce-scatter."""
         return self._transport.reduce_scatter(
             self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
         )
-
-    @torch.no_grad()
-    def start_feeding(self) -> Handle[Tensor]:
-        """Starts the all-gather: of the weights that this rank has updated, or of the averaged gradients."""
-        if not self.sharded:
-            return self._transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
-        if self._difference is None or self._dropped is None:
-            self.update.apply(self.present)
-            return self._transport.all_gather(self.values.flat, codec=self._codec)
-        torch.add(self._own, self._dropped, out=self._updated)
-        self.update.apply(self.present)
-        torch.sub(self._updated, self._own, out=self._transport.shard(self._difference))
-        return self._transport.all_gather(self._difference, codec=self._codec)
-
-    @torch.no_grad()
-    def finish_feeding(self) -> None:
-        """Has the weights up to date when the all-gather is complete."""
-        if not self.sharded:
-            self.update.apply(self.present)
-        elif self._difference is not None:
-            self.values.flat.add_(self._difference)
-            torch.sub(self._updated, self._own, out=self._dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the codec needs besides the weights: nothing, if it is lossless."""
@@ -202,3 +191,25 @@ class FusedBucket:
             for i, (name, tensor) in enumerate(zip(names, tensors, strict=True))
             if name in parts
         ]
+
+    @torch.no_grad()
+    def _start_feeding(self) -> Handle[Tensor]:
+        """Starts the all-gather: of the weights that this rank has updated, or of the averaged gradients."""
+        if not self.sharded:
+            return self._transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
+        if self._difference is None or self._dropped is None:
+            self.update.apply(self.present)
+            return self._transport.all_gather(self.values.flat, codec=self._codec)
+        torch.add(self._own, self._dropped, out=self._updated)
+        self.update.apply(self.present)
+        torch.sub(self._updated, self._own, out=self._transport.shard(self._difference))
+        return self._transport.all_gather(self._difference, codec=self._codec)
+
+    @torch.no_grad()
+    def _finish_feeding(self) -> None:
+        """Has the weights up to date when the all-gather is complete."""
+        if not self.sharded:
+            self.update.apply(self.present)
+        elif self._difference is not None:
+            self.values.flat.add_(self._difference)
+            torch.sub(self._updated, self._own, out=self._dropped)

@@ -14,6 +14,7 @@ from lightning_pipesync.compat import mark_stepped
 from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, Fusion, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.backpipe import BackPipe
@@ -21,7 +22,6 @@ from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused import FusedBuckets
 from lightning_pipesync.methods.dear.hook import ModuleHook
 from lightning_pipesync.methods.dear.order import ExecutionOrder
-from lightning_pipesync.methods.dear.pipeline import Pipeline
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
@@ -98,10 +98,10 @@ class DeAR(AveragingMethod):
         exchange_fused(self._read_buffers(), self.config.buffer_mb, self.transport.broadcast)
         self._module = module
         self._order = ExecutionOrder(module)
-        self._pipeline = Pipeline(self.transport)
+        self._lane = Lane("pipesync-dear")
         self._buckets = FusedBuckets(self._order, self._optimizers, self.config, self.transport)
         self._tuner = FusionTuner(self.config, self._buckets, self.transport, self._tuning_file)
-        self._backpipe = BackPipe(self._buckets, self._order, self._pipeline, self._tuner, self.transport)
+        self._backpipe = BackPipe(self._buckets, self._order, self._lane, self._tuner, self.transport)
         self._stepped: set[int] = set()  # optimizers that have used the gradients of this backward pass
         self._eager = False
         self.flushed = False
@@ -162,8 +162,8 @@ class DeAR(AveragingMethod):
         self.after_backward(optimizer)
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
         squares = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32).square() for flat in gradients])
-        self._pipeline.drain()  # another optimizer's weights may be on their way
-        with self._pipeline.exposed():
+        self._lane.drain()  # another optimizer's weights may be on their way
+        with self._lane.exposed():
             norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for flat in gradients:
@@ -184,7 +184,9 @@ class DeAR(AveragingMethod):
             buckets = self._buckets.of_optimizer(index)
             for bucket in buckets:
                 bucket.update.keep_hyperparameters()
-            self._pipeline.feed(buckets)
+            for bucket in buckets:
+                bucket.feed(self._lane)
+            self._lane.land()
         if index == 0:
             self._tuner.note_step()
         mark_stepped(self._optimizers[index])
@@ -193,7 +195,7 @@ class DeAR(AveragingMethod):
         self._order.begin_step()
         for parameter in self._order.used_elsewhere:
             if (used := self._buckets.with_parameter(parameter)) is not None:
-                self._pipeline.wait_for(used)
+                used.wait()
         if self._eager:
             self.synchronize()
         return result
@@ -211,8 +213,8 @@ class DeAR(AveragingMethod):
         self.after_backward(optimizer)
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
         finite = [bool(torch.isfinite(flat.mul_(factor)).all()) for flat in gradients]
-        self._pipeline.drain()
-        with self._pipeline.exposed():
+        self._lane.drain()
+        with self._lane.exposed():
             return any(self.transport.exchange_flags(not all(finite)).wait())
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
@@ -224,7 +226,7 @@ class DeAR(AveragingMethod):
     def synchronize(self) -> None:
         """Waits until all weights are up to date; not a collective call (Listing 1)."""
         for bucket in self._buckets:
-            self._pipeline.wait_for(bucket)
+            bucket.wait()
 
     def flush(self) -> None:
         """Has weights and buffers be those of synchronous training; buffers follow rank 0. A collective call."""
@@ -240,7 +242,7 @@ class DeAR(AveragingMethod):
         return {
             "buckets": len(self._buckets),
             "mib_sent": self.transport.traffic.total_bytes_sent / MIB,
-            "exposed_seconds": self._pipeline.exposed_seconds,
+            "exposed_seconds": self._lane.exposed_seconds,
         }
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -302,7 +304,7 @@ class DeAR(AveragingMethod):
         for guard in self._guards:
             guard.release()
         self._tuner.close(timeout_s)
-        self._pipeline.close(timeout_s)
+        self._lane.close(timeout_s)
         self._buckets.release()
         self.transport.close(timeout_s)
 
@@ -311,7 +313,7 @@ class DeAR(AveragingMethod):
         """FeedPipe: waits for the weights of this module."""
         self._order.runs(module)
         for bucket in self._buckets.needed_by(module):
-            self._pipeline.wait_for(bucket)
+            bucket.wait()
 
     def _before_saving(self, *_: Any) -> None:
         """Has a state_dict hold the weights of the last step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_pipesync.compat import foreach_copy_, foreach_norm
 from lightning_pipesync.core.buckets import Bucket, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -80,6 +82,7 @@ class GradientInFlight:
 
     Args:
         plan: how it is packed.
+        lane: on which it travels (Algorithm 1, communication thread).
         transport: the way to the other ranks.
     """
 
@@ -87,8 +90,8 @@ class GradientInFlight:
     loss_scale: float
     num_updates: int
 
-    def __init__(self, plan: GradientPlan, transport: Transport) -> None:
-        self._plan, self._transport = plan, transport
+    def __init__(self, plan: GradientPlan, lane: Lane, transport: Transport) -> None:
+        self._plan, self._lane, self._transport = plan, lane, transport
         self._buffers = plan.take_buffers()
         self._weights: list[Bucket] | None = None
         self._awaited = [sum(member.tensor.requires_grad for member in members) for members in plan.buckets]
@@ -130,6 +133,7 @@ class GradientInFlight:
         """Sends all segments that have not been sent."""
         while len(self._handles) < len(self._buffers):
             self._send_next()
+        self._lane.land()
 
     def settle(self) -> None:
         """Waits until it is averaged (Algorithm 1, line 3); a collective call.
@@ -217,7 +221,8 @@ class GradientInFlight:
         present = [(view, gradient) for view, gradient in pairs if gradient is not None]
         foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
         codec, feedback = self._plan.codec, self._plan.feedback[index]
-        self._handles.append(self._transport.all_reduce(bucket.flat, codec=codec, mean=True, feedback=feedback))
+        start = partial(self._transport.all_reduce, bucket.flat, codec=codec, mean=True, feedback=feedback)
+        self._handles.append(self._lane.submit(start))
 
     def _by_name(self, buffers: list[Bucket] | None) -> dict[str, Tensor] | None:
         if buffers is None or self._transport.rank != 0:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.compat import foreach_zero_, mark_stepped
+from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -42,13 +43,20 @@ class GradientPipe:
         optimizer: the user's own.
         parameters: its parameters, in the order of registration.
         config: the settings.
+        lane: on which gradients travel.
         transport: the way to the other ranks.
     """
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Sequence[NamedParameter], config: PipeSGDConfig, transport: Transport
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[NamedParameter],
+        config: PipeSGDConfig,
+        lane: Lane,
+        transport: Transport,
     ) -> None:
-        self.optimizer, self._config, self._transport = optimizer, config, transport
+        self.optimizer, self._config = optimizer, config
+        self._lane, self._transport = lane, transport
         self.guard = StepGuard(optimizer, "PipeSGD")
         self.handed_over = False
         self.num_steps = self.num_updates = self.staleness = 0
@@ -141,7 +149,7 @@ class GradientPipe:
         self.num_steps, self.num_updates, self.staleness = state["steps"]
         self._in_flight.clear()
         for saved in state["in_flight"]:
-            gradient = GradientInFlight(self._plan, self._transport)
+            gradient = GradientInFlight(self._plan, self._lane, self._transport)
             gradient.load_state_dict(saved)
             self._in_flight.append(gradient)
         for feedback, residuals in zip(filter(None, self._plan.feedback), state["feedback"], strict=True):
@@ -152,7 +160,7 @@ class GradientPipe:
         if self._shown is not None and not self._shown.is_shown():  # but if it was set to zero, and added to
             self._shown.release()
             self._shown = None
-        return GradientInFlight(self._plan, self._transport)
+        return GradientInFlight(self._plan, self._lane, self._transport)
 
     def _show_next(self, loss_scale: float) -> None:
         """Waits for the oldest gradient in flight, and has it be what is applied next (Algorithm 1, lines 3 and 4)."""

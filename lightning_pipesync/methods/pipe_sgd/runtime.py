@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.method import AveragingMethod, device_of, group_sizes, index_of, one_config
@@ -91,8 +92,9 @@ class PipeSGD(AveragingMethod):
         self._syncing = True
         self.flushed = False
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._lane = Lane("pipesync-pipe-sgd")
         self._pipes = [
-            GradientPipe(optimizer, of_optimizer, self.config, self.transport)
+            GradientPipe(optimizer, of_optimizer, self.config, self._lane, self.transport)
             for optimizer, of_optimizer in zip(self._optimizers, self._by_optimizer(parameters), strict=True)
         ]
         self._begin_to_watch(parameters)
@@ -170,12 +172,11 @@ class PipeSGD(AveragingMethod):
 
         With several optimizers the updates are those of all, and the delay that of the first.
         """
-        traffic = self.transport.traffic
         return {
             "updates": sum(pipe.num_updates for pipe in self._pipes),
             "staleness": self._pipes[0].staleness,
-            "mib_sent": traffic.total_bytes_sent / MIB,
-            "exposed_seconds": traffic.total_seconds_waited,
+            "mib_sent": self.transport.traffic.total_bytes_sent / MIB,
+            "exposed_seconds": self._lane.exposed_seconds,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,6 +206,7 @@ class PipeSGD(AveragingMethod):
             hook.remove()
         for pipe in self._pipes:
             pipe.guard.release()
+        self._lane.close(timeout_s)
         self.transport.close(timeout_s)
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:

@@ -1,0 +1,74 @@
+"""Operations of a lane: in order, few at a time, and nobody waits for ever after an error."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.lane import IN_FLIGHT, Lane
+from tests.harness import raised
+
+
+class Operations:
+    """Operations that finish when they are told to; notes what happens."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.may_finish = [threading.Event() for _ in range(4)]
+
+    def start(self, number: int) -> Handle[int]:
+        self.events.append(f"start {number}")
+
+        def wait() -> int:
+            assert self.may_finish[number].wait(10)
+            self.events.append(f"end {number}")
+            return number
+
+        return Handle(wait)
+
+
+@pytest.fixture
+def lane() -> Lane:
+    return Lane("test")
+
+
+def test_in_order_and_few_at_a_time(lane: Lane) -> None:
+    operations, after = Operations(), []
+    handles = [lane.submit(lambda i=i: operations.start(i), after.append) for i in range(4)]
+    for number, handle in enumerate(handles):
+        if number == 3:
+            lane.land()
+        operations.may_finish[number].set()
+        assert handle.wait() == number
+        assert after == list(range(number + 1)), "what is to be done after it is done when it has been waited for"
+    assert IN_FLIGHT == 2
+    assert operations.events == ["start 0", "start 1", "end 0", "start 2", "end 1", "start 3", "end 2", "end 3"]
+    lane.close(10)
+
+
+def test_draining_waits_for_all(lane: Lane) -> None:
+    operations = Operations()
+    lane.submit(lambda: operations.start(0))
+    threading.Timer(0.2, operations.may_finish[0].set).start()
+    lane.drain()
+    assert operations.events == ["start 0", "end 0"]
+    assert lane.exposed_seconds > 0.1
+    lane.close(10)
+
+
+def test_an_error_is_everybodys(lane: Lane) -> None:
+    operations = Operations()
+
+    def fail() -> Handle[int]:
+        raise RuntimeError("a peer is lost")
+
+    failed = lane.submit(fail)
+    later = lane.submit(lambda: operations.start(0))
+    lane.land()
+    for wait in (failed.wait, later.wait, later.wait, lane.drain):
+        assert raised(wait) == ("RuntimeError", "a peer is lost")
+    assert operations.events == []
+    lane.close(10)
+    assert raised(lambda: lane.submit(fail)) is not None
