@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,14 @@ def replace_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
     from lightning.pytorch.utilities.data import _update_dataloader
 
     return _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+
+
+def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader], DataLoader]) -> None:
+    """Changes the training loaders, if they are set up already, and begins to iterate over them anew."""
+    loaders, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    if loaders is not None and fetcher is not None:
+        loaders.flattened = [change(one) if isinstance(one, DataLoader) else one for one in loaders.flattened]
+        iter(fetcher)
 
 
 def logs_this_batch(trainer: Trainer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import IN_FLIGHT, Lane
@@ -31,7 +32,7 @@ class Operations:
 
 @pytest.fixture
 def lane() -> Lane:
-    return Lane("test")
+    return Lane("test", torch.device("cpu"))
 
 
 def test_in_order_and_few_at_a_time(lane: Lane) -> None:

@@ -72,16 +72,17 @@ def resumed_and_whole(
     module: dict[str, Any],
     world_size: int = 2,
     step: int | None = None,
+    epochs: int = 4,
     **kwargs: Any,
 ) -> None:
-    """Runs 4 epochs at once, then again from the checkpoint, in new processes."""
+    """Runs some epochs at once, then again from the checkpoint, in new processes."""
     saving, how, batches = MOMENTS[moment]
     arguments = {**how, **kwargs}
-    whole = launch(partial(run, tmp_path, settings, module, saving, None, 4, **arguments), world_size, init=False)
+    whole = launch(partial(run, tmp_path, settings, module, saving, None, epochs, **arguments), world_size, init=False)
     checkpoint = tmp_path / f"step={step or batches}.ckpt"
     assert checkpoint.exists(), list(tmp_path.iterdir())
     resumed = launch(
-        partial(run, tmp_path, settings, module, saving, str(checkpoint), 4, **arguments), world_size, init=False
+        partial(run, tmp_path, settings, module, saving, str(checkpoint), epochs, **arguments), world_size, init=False
     )
     for first, second in zip(whole, resumed, strict=True):
         assert second["seen"] == first["seen"][batches:], "the next unseen batch, and no other"
@@ -125,6 +126,7 @@ def test_resume_with_workers_and_accumulation(tmp_path: Path) -> None:
         {"optimizer": "sgd"},
         loader={"num_workers": 1, "batch_size": 2},
         step=5,  # of two batches each
+        epochs=2,
         accumulate_grad_batches=2,
     )
 

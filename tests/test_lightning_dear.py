@@ -13,9 +13,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from tests.harness import launch
-from tests.lightning_models import Classifier, fit, fit_on, make_strategy, scaling, train_loader, trainer, val_loader
+from tests.lightning_models import (
+    Classifier,
+    dataset,
+    fit,
+    fit_on,
+    make_strategy,
+    scaling,
+    train_loader,
+    trainer,
+    val_loader,
+)
 
 DEAR = {"name": "dear", "buffer_mb": 1e-4}
 
@@ -144,8 +155,8 @@ def save(strategy: Any, world_size: int, directory: Path, steps: int) -> Path:
     return path
 
 
-def go_on(strategy: Any, directory: Path, path: Path | None, dropout: float = 0.0) -> dict[str, Any]:
-    model = Classifier(optimizer="adamw", dropout=dropout)
+def go_on(strategy: Any, directory: Path, path: Path | None) -> dict[str, Any]:
+    model = Classifier(optimizer="adamw")
     chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
     run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory)
     run.fit(model, train_loader(), val_loader(), ckpt_path=path)
@@ -166,24 +177,49 @@ def test_checkpoints(first: Any, second: Any, steps: int, tmp_path: Path) -> Non
         assert torch.equal(one["weights"], other["weights"])
 
 
-def train_whole(strategy: Any, directory: Path) -> Tensor:
-    """Two epochs with dropout; saves at the end of each, and within."""
-    model = Classifier(optimizer="adamw", dropout=0.2)
+class Random(Classifier):
+    """With dropout, and a schedule for which the loaders are set up before a checkpoint's position is known."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adamw", dropout=0.2)
+
+    def configure_optimizers(self) -> Any:
+        optimizer, steps = super().configure_optimizers(), int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Augmented(Dataset[Any]):
+    """Draws a number for each sample that is fetched."""
+
+    def __len__(self) -> int:
+        return len(dataset())
+
+    def __getitem__(self, index: int) -> Any:
+        number, x, y = dataset()[index]
+        return number, x + 0.1 * torch.randn(6), y
+
+
+def train_randomly(strategy: Any, directory: Path, path: Path | None) -> tuple[Tensor, list[Any]]:
+    """Two epochs; saves at the end of each, and within."""
+    model = Random()
     savers = [ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)]
     savers.append(ModelCheckpoint(directory, filename="{step}", every_n_train_steps=3, save_top_k=-1))
     run = trainer(make_strategy(strategy), 2, directory, callbacks=savers, enable_checkpointing=True)
-    run.fit(model, train_loader(), val_loader())
-    return model.weights()
+    run.fit(model, DataLoader(Augmented(), 4, shuffle=True), val_loader(), ckpt_path=path)
+    return model.weights(), model.seen
 
 
-@pytest.mark.parametrize("strategy", [DEAR, {"name": "pipe_sgd"}], ids=["dear", "pipe_sgd"])
-def test_random_numbers_go_on(strategy: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["dear", "pipe_sgd", "selsync"])
+def test_random_numbers_go_on(name: str, tmp_path: Path) -> None:
     """In mid-epoch, and at the end of one, after its validation."""
-    [whole, _] = launch(train_whole, 2, strategy, tmp_path, init=False)
-    for name in ("step=3", "epoch=0"):
-        path = tmp_path / f"{name}.ckpt"
-        for one in launch(partial(go_on, strategy, tmp_path, path, 0.2), 2, init=False):
-            assert torch.equal(one["weights"], whole), name
+    whole = launch(train_randomly, 2, {"name": name}, tmp_path, None, init=False)
+    for saved, steps in (("step=3", 3), ("epoch=0", 8)):
+        path = tmp_path / f"{saved}.ckpt"
+        resumed = launch(train_randomly, 2, {"name": name}, tmp_path / "resumed", path, init=False)
+        for (weights, seen), (expected, all_seen) in zip(resumed, whole, strict=True):
+            assert seen == all_seen[steps:]
+            assert torch.equal(weights, expected), saved
 
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.harness import launch
 from tests.lightning_models import Classifier, fit, fit_on, make_strategy, scaling, train_loader, trainer, val_loader
+from tests.test_lightning_dear import AverageGradients, FineTuned, Thaw
 
 PIPE_SGD = {"name": "pipe_sgd"}
 
@@ -38,6 +39,7 @@ class Delay(pl.Callback):
         for gradients in self.in_flight if self.drain else []:
             for parameter, gradient in zip(module.parameters(), gradients, strict=True):
                 parameter.grad = gradient
+            nn.utils.clip_grad_norm_(module.parameters(), trainer.gradient_clip_val)
             trainer.optimizers[0].step()
 
 
@@ -66,7 +68,7 @@ def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]], ex
         ({}, {"optimizer": "sgd"}, {"gradient_clip_val": 0.1}),
         ({"staleness": 0}, {"optimizer": "sgd"}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
         ({}, {"optimizer": "adamw"}, {"precision": "bf16-mixed"}),
-        ({"staleness": 3, "drain": True}, {"optimizer": "adamw"}, {}),
+        ({"staleness": 3, "drain": True}, {"optimizer": "adamw"}, {"gradient_clip_val": 0.1}),
     ],
     ids=["k=0", "k=2", "accumulation", "level 2", "clip norm", "clip value", "bf16-mixed", "drained"],
 )
@@ -83,6 +85,33 @@ def test_is_ddp_delayed(settings: dict[str, Any], module: dict[str, Any], argume
 
 def test_by_its_name(tmp_path: Path) -> None:
     assert_same(fit_on(3, tmp_path, "pipe_sgd"), fit_on(3, tmp_path, "ddp", callbacks=[Delay(1)]), exact=False)
+
+
+def fit_averaged(strategy: Any, directory: Path) -> dict[str, Any]:
+    callbacks = [EMAWeightAveraging(decay=0.5), *([Delay(1)] if strategy == "ddp" else [])]
+    return fit(directory, strategy, {"optimizer": "adamw"}, callbacks=callbacks)
+
+
+def test_running_average_of_the_weights(tmp_path: Path) -> None:
+    expected = launch(partial(fit_averaged, "ddp", tmp_path), 2, init=False)
+    assert_same(launch(partial(fit_averaged, PIPE_SGD, tmp_path), 2, init=False), expected)
+
+
+def fine_tune(strategy: Any, directory: Path) -> list[Tensor]:
+    model = FineTuned()
+    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
+    callbacks = [Thaw()] if isinstance(strategy, dict) else [Thaw(), AverageGradients(), Delay(1)]
+    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, callbacks=callbacks, max_epochs=3)
+    run.fit(model, train_loader(), val_loader())
+    return [model.weights(), *model.validated_with]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_fine_tuning(level: int, tmp_path: Path) -> None:
+    expected = launch(partial(fine_tune, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
+    strategy = {**PIPE_SGD, "pipeline_level": level}
+    for actual, reference in zip(launch(partial(fine_tune, strategy, tmp_path), 2, init=False), expected, strict=True):
+        assert all(map(torch.equal, actual, reference))
 
 
 class NormSeen(Classifier):
@@ -205,6 +234,29 @@ class TwoOptimizers(Classifier):
             self.clip_gradients(optimizer, gradient_clip_val=0.05)
             optimizer.step()
             self.untoggle_optimizer(optimizer)
+
+
+def fit_manually_scaled(directory: Path) -> tuple[Tensor, list[float]]:
+    model, plugin = TwoOptimizers(), scaling()
+    assert plugin.scaler is not None
+    plugin.scaler._init_scale, plugin.scaler._growth_interval = 2.0**10, 5
+    run = trainer(make_strategy(PIPE_SGD), 2, directory, plugins=[plugin])
+    scales: list[float] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            scales.append(run.strategy.method._pipes[0]._in_flight[-1].loss_scale)
+
+    run.callbacks.append(Look())
+    run.fit(model, train_loader(), val_loader())
+    return model.weights(), scales
+
+
+def test_clipping_by_hand_knows_the_loss_scale(tmp_path: Path) -> None:
+    outcomes = launch(fit_manually_scaled, 2, tmp_path, init=False)
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert outcomes[0][1][0] == 2.0**10
+    assert outcomes[0][1][-1] > 2.0**10
 
 
 def fit_manually(strategy: Any, directory: Path) -> Tensor:

@@ -321,6 +321,67 @@ def go_astray() -> list[tuple[str, str] | None]:
     return astray
 
 
+def skip_updates(settings: dict[str, Any]) -> list[Tensor]:
+    """Looks at the gradient, and leaves out every third update; all ranks alike."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = PipeSGD(model, optimizer, **settings)
+    weights = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss(model, step, dist.get_rank()).backward()
+        norm = sync.clip(10.0)
+        assert norm > 0 or step < sync.config.staleness
+        if step % 3 != 2:
+            sync.step()
+        weights.append(flat(model))
+    sync.detach()
+    return weights
+
+
+@pytest.mark.parametrize("settings", [{}, {"pipeline_level": 2}, {"staleness": 2}], ids=str)
+def test_updates_may_be_left_out(settings: dict[str, Any]) -> None:
+    outcomes = launch(skip_updates, 2, settings)
+    assert all(map(torch.equal, outcomes[0], outcomes[1]))
+    for step in range(2, STEPS):
+        assert torch.equal(outcomes[0][step], outcomes[0][step - 1]) == (step % 3 == 2)
+
+
+def scale_by_hand(unscales_first: bool) -> tuple[tuple[str, str] | None, ...]:
+    """A loss scaler that looks at this rank's own gradient, which overflows on one rank in the fourth step."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = PipeSGD(model, optimizer, timeout_s=5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def train_on() -> None:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, step, dist.get_rank())).backward()
+            if step == 3 and dist.get_rank() == 1:
+                model[0].weight.grad[0, 0] = torch.inf
+            if unscales_first:
+                scaler.unscale_(optimizer)
+                sync.clip(1.0)
+            sync.step(lambda: scaler.step(optimizer))
+            scaler.update()
+
+    outcomes = raised(train_on), raised(sync.step)
+    sync.detach(timeout_s=0)
+    return outcomes
+
+
+@pytest.mark.parametrize("unscales_first", [True, False])
+def test_one_ranks_own_decision_to_skip_is_refused(unscales_first: bool) -> None:
+    (other, _), (outcome, next_step) = launch(scale_by_hand, 2, unscales_first)
+    assert outcome is not None
+    assert "after_backward(loss_scale=scaler.get_scale())" in outcome[1]
+    assert next_step is not None
+    assert "An earlier step ended with an error" in next_step[1]
+    assert other is not None
+    assert "rank 1" in other[1]
+
+
 def test_what_would_part_the_ranks_is_refused() -> None:
     for step, backward in launch(go_astray, 2):
         assert step is not None

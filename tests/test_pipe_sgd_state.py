@@ -119,6 +119,7 @@ class Counting(SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             group["taken"] += 1
+            group["in_place"].add_(1)
         return super().step(closure)
 
 
@@ -130,7 +131,7 @@ def count() -> tuple[list[float], list[int], float]:
     """Returns the learning rates that the updates used, the count after each step, and the learning rate in the end."""
     model = seeded_mlp()
     optimizer = Counting(model.parameters(), lr=1.0)
-    optimizer.param_groups[0]["taken"] = 0
+    optimizer.param_groups[0].update(taken=0, in_place=torch.zeros(()))
     sync = PipeSGD(model, optimizer, staleness=2)
     used: list[float] = []
     counts = []
@@ -140,6 +141,7 @@ def count() -> tuple[list[float], list[int], float]:
         optimizer.zero_grad()
         loss(model, step, dist.get_rank()).backward()
         sync.step()
+        assert optimizer.param_groups[0]["in_place"] == optimizer.param_groups[0]["taken"]
         counts.append(optimizer.param_groups[0]["taken"])
     sync.detach()
     return used, counts, optimizer.param_groups[0]["lr"]

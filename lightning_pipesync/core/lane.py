@@ -4,6 +4,11 @@
 All operations of a lane are issued by one thread, in the order in which they are handed over, which has to be the same
 on all ranks. ``IN_FLIGHT`` of them are on their way at a time: enough to keep the network busy, and so few that what is
 needed first does not share it with all the rest.
+
+[Note: streams]
+On CUDA the thread works on a stream of its own: it begins after what the caller had enqueued when it submitted, and who
+waits has his own stream wait for it, not the host. Waiting on the default stream would hold up the training instead.
+What an operation uses may be freed only by who has waited for it: the allocator knows nothing of this stream.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
+
+import torch
 
 from lightning_pipesync.core.handle import Handle, Promise, Worker
 
@@ -28,14 +35,18 @@ class Lane:
     After an error no further operation is started, and whoever waits for one gets the error.
 
     Attributes:
-        exposed_seconds: how long other threads have waited here.
+        exposed_seconds: how long other threads have waited here; not their streams.
 
     Args:
         name: of the thread.
+        device: where the tensors are.
     """
 
-    def __init__(self, name: str) -> None:
-        self._worker = Worker(name)
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._worker, self._device = Worker(name), device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._worker.submit(lambda: torch.cuda.set_device(device))
         self._in_flight: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
         self.exposed_seconds = 0.0
@@ -45,16 +56,22 @@ class Lane:
 
         It may stay unfinished until as many others have been started as may be in flight, or until :meth:`land`.
         """
-        promise: Promise[T] = Promise()
+        promise: Promise[tuple[T, torch.cuda.Event | None]] = Promise()
         started: Promise[Handle[T]] = Promise()
+        submitted = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
-        def finish() -> T:
+        def start_after_the_caller() -> Handle[T]:
+            if self._stream is not None and submitted is not None:
+                self._stream.wait_event(submitted)
+            return start()
+
+        def finish() -> tuple[T, torch.cuda.Event | None]:
             result = started.wait().wait()
             after(result)
-            return result
+            return result, self._record()
 
         def begin() -> None:
-            self._run(started, start)
+            self._run(started, start_after_the_caller)
             self._in_flight.append(lambda: self._run(promise, finish))
             if len(self._in_flight) == IN_FLIGHT:
                 self._in_flight.popleft()()
@@ -72,9 +89,9 @@ class Lane:
         Raises:
             RuntimeError: a peer is lost.
         """
-        landed: Promise[None] = Promise()
+        landed: Promise[tuple[None, torch.cuda.Event | None]] = Promise()
         self.land()
-        self._worker.submit(lambda: self._run(landed, lambda: None))
+        self._worker.submit(lambda: self._run(landed, lambda: (None, self._record())))
         self._wait(landed)
 
     @contextmanager
@@ -99,15 +116,23 @@ class Lane:
             if self._error is not None:
                 raise self._error
             try:
-                return function()
+                with self._on_stream():
+                    return function()
             except BaseException as error:
                 self._error = error
                 raise
 
         promise.run(checked)
 
-    def _wait(self, promise: Promise[T]) -> T:
-        if promise.done:
-            return promise.wait()
-        with self.exposed():
-            return promise.wait()
+    def _wait(self, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
+        with nullcontext() if promise.done else self.exposed():
+            result, event = promise.wait()
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return result
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _record(self) -> torch.cuda.Event | None:
+        return None if self._stream is None else self._stream.record_event()

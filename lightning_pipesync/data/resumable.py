@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler
@@ -24,6 +24,9 @@ class ResumableSampler(DistributedSampler[int]):
             cycles its shorter loaders: the first iteration is empty, and the next skips the remainder. ``len()``
             remains that of a whole epoch, and other epochs are not shortened.
 
+    Attributes:
+        on_skip: called when the first epoch begins within, before the first sample is fetched.
+
     Raises:
         ValueError: If ``rank`` or ``start`` is out of range.
     """
@@ -42,6 +45,7 @@ class ResumableSampler(DistributedSampler[int]):
         if min(start) < 0:
             raise ValueError(f"start={start} is out of range: epoch and number of samples must be at least 0.")
         self.start = start
+        self.on_skip: Callable[[], object] = lambda: None
         self.set_epoch(start[0])
 
     def __iter__(self) -> Iterator[int]:
@@ -54,4 +58,6 @@ class ResumableSampler(DistributedSampler[int]):
         if self.epoch != epoch:
             return 0
         self.start = (epoch, samples % len(self) if samples >= len(self) else 0)
+        if samples:
+            self.on_skip()
         return min(samples, len(self))

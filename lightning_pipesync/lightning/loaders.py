@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_pipesync.compat import replace_sampler
 from lightning_pipesync.data import ResumableSampler, SelDPSampler, adjusted_batch_size
@@ -84,7 +84,7 @@ def with_seldp(
 def resumable(loader: DataLoader) -> DataLoader:
     """Returns ``loader`` in the same order, with which :func:`begin_at` works if the order is Lightning's own."""
     given = _sampler(loader)
-    if type(given) is not DistributedSampler:
+    if type(given) is not DistributedSampler or not _counts_samples(loader):
         return loader
     sampler = ResumableSampler(
         given.dataset, given.num_replicas, given.rank, given.shuffle, given.seed, given.drop_last
@@ -92,25 +92,26 @@ def resumable(loader: DataLoader) -> DataLoader:
     return replace_sampler(loader, sampler)
 
 
-def begin_at(loader: DataLoader, epoch: int, num_batches: int) -> bool:
+def begin_at(loader: DataLoader, epoch: int, num_batches: int, on_skip: Callable[[], object]) -> bool:
     """Has ``loader``, if its order is one that can, begin where a resumed run does.
 
     Args:
         loader: as training uses it.
         epoch: the epoch in which the run goes on.
         num_batches: how many batches that epoch already had; more than ``loader`` has if it was cycled, or used up.
+        on_skip: called before its first sample is fetched, if it begins within an epoch.
 
     Returns:
         Whether it begins within an epoch.
     """
     sampler = _sampler(loader)
-    if not isinstance(sampler, ResumableSampler):
+    if not isinstance(sampler, ResumableSampler) or not _counts_samples(loader):
         return False
     sampler.set_epoch(epoch)  # Lightning does so, too, but after worker processes have begun to fetch
     if num_batches == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return False  # with those, Lightning has the loader itself go on where it was
     rounds, batches = divmod(num_batches, len(loader))
-    sampler.start = (epoch, rounds * len(sampler) + batches * batch_size(loader))
+    sampler.start, sampler.on_skip = (epoch, rounds * len(sampler) + batches * batch_size(loader)), on_skip
     return True
 
 
@@ -162,6 +163,11 @@ def batch_size(loader: DataLoader) -> int:
             "SelDP and data injection need: give it one, or set partition='defdp' and injection=None."
         )
     return int(num_samples)
+
+
+def _counts_samples(loader: DataLoader) -> bool:
+    """Returns whether so many batches are so many samples: a batch sampler of the user's own may do as it likes."""
+    return loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
 
 
 def _sampler(loader: DataLoader) -> object:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.compat import handles_unscaling, mark_overflow
+from lightning_pipesync.compat import change_train_loaders, handles_unscaling, mark_overflow
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.loaders import begin_at, no_warning_about_resuming, resumable
 from lightning_pipesync.methods.method import SyncMethod
@@ -144,7 +144,7 @@ class PipeSyncStrategyMixin(_Base):
         """Returns the training loader, in a resumed run with the next unseen batch first, if its order is known."""
         if self._start != (0, 0) and not self._overfitting:
             dataloader = resumable(dataloader)
-        if begin_at(dataloader, *self._start):
+        if begin_at(dataloader, *self._start, on_skip=self._restore_rng):
             self._until_teardown.enter_context(no_warning_about_resuming())
         else:
             self._restore_rng()  # an epoch begins with a draw by its loader
@@ -185,10 +185,17 @@ class PipeSyncStrategyMixin(_Base):
             ValueError: the checkpoint was written by this strategy with another number of ranks.
         """
         super().load_optimizer_state_dict(checkpoint)
-        self._start = self._position()
         saved = checkpoint.get(CHECKPOINT_KEY)
-        if saved is None:  # of a plain strategy: all ranks go on from the same weights
-            return
+        self._start = self._position()
+        if saved is not None and saved["world_size"] != self.world_size:  # other batches than now
+            self._start = (self._start[0], 0)
+        if saved is not None:
+            self._load_from(saved)
+        assert self.lightning_module is not None
+        # If configure_optimizers has asked for the number of steps, the loaders were set up before all this was known.
+        change_train_loaders(self.lightning_module.trainer, self.begin_where_stopped)
+
+    def _load_from(self, saved: dict[str, Any]) -> None:
         if saved["strategy"] != self.name:
             rank_zero_warn(
                 f"The checkpoint is of strategy={saved['strategy']!r}. Training goes on with {self.name!r} "

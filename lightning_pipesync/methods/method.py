@@ -134,6 +134,6 @@ def index_of(optimizer: Optimizer | None, optimizers: Sequence[Optimizer], metho
     raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to {method}.")
 
 
-def group_sizes(optimizers: Sequence[Optimizer]) -> list[list[int]]:
-    """Returns the number of parameters in each group of each optimizer: it changes when a callback thaws layers."""
-    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+def group_members(optimizers: Sequence[Optimizer]) -> list[list[list[int]]]:
+    """Returns the ids of the parameters in each group of each optimizer: they change when a callback thaws layers."""
+    return [[[id(p) for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]

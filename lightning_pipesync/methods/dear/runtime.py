@@ -25,7 +25,7 @@ from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
-from lightning_pipesync.methods.method import AveragingMethod, device_of, group_sizes, index_of, one_config
+from lightning_pipesync.methods.method import AveragingMethod, device_of, group_members, index_of, one_config
 from lightning_pipesync.methods.stepping import StepGuard, replaced_step
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class DeAR(AveragingMethod):
         exchange_fused(self._read_buffers(), self.config.buffer_mb, self.transport.broadcast)
         self._module = module
         self._order = ExecutionOrder(module)
-        self._lane = Lane("pipesync-dear")
+        self._lane = Lane("pipesync-dear", self.transport.device)
         self._buckets = FusedBuckets(self._order, self._optimizers, self.config, self.transport)
         self._tuner = FusionTuner(self.config, self._buckets, self.transport, self._tuning_file)
         self._backpipe = BackPipe(self._buckets, self._order, self._lane, self._tuner, self.transport)
@@ -144,7 +144,7 @@ class DeAR(AveragingMethod):
         if self._backpipe.reduced and self._index(optimizer) not in self._stepped:
             return False
         # A state was loaded, or there are further parameters, as a callback adds that thaws layers.
-        if self._buckets and (self._loaded or self._groups != group_sizes(self._optimizers)):
+        if self._buckets and (self._loaded or self._members != group_members(self._optimizers)):
             self._backpipe.forget()
             self.return_optimizer_states()
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
@@ -277,7 +277,7 @@ class DeAR(AveragingMethod):
         """
         if state["settings"] != self._shape_settings():
             raise ValueError(f"The state was saved with {state['settings']}, this run has {self._shape_settings()}.")
-        if self._groups != group_sizes(self._optimizers):
+        if self._members != group_members(self._optimizers):
             self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
         self._buckets.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
@@ -329,7 +329,7 @@ class DeAR(AveragingMethod):
         trained = [parameter for parameter in parameters if parameter.group]
         self._buckets.begin_anew(trained)
         self._tuner.begin(trained)
-        self._groups = group_sizes(self._optimizers)
+        self._members = group_members(self._optimizers)
         self._loaded.clear()
         for parameter in trained:
             if id(parameter.tensor) not in self._hooked:

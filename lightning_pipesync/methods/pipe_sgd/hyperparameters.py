@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipesync.compat import version
+
 #: Learning rate and so on of each parameter group.
 Hyperparameters = list[dict[str, Any]]
 
@@ -32,12 +34,12 @@ def in_use(optimizer: Optimizer, hyperparameters: Hyperparameters, later: Sequen
     before = _groups(optimizer)
     for group, used in zip(optimizer.param_groups, hyperparameters, strict=False):
         group.update(used)
-    put = _groups(optimizer)
+    put = [{name: (value, _mark(value)) for name, value in group.items()} for group in _groups(optimizer)]
     try:
         yield
     finally:
         for index, (old, used, now) in enumerate(zip(before, put, _groups(optimizer), strict=True)):
-            changed = {name: value for name, value in now.items() if name not in used or _differ(value, used[name])}
+            changed = {name: value for name, value in now.items() if name not in used or _differ(value, *used[name])}
             optimizer.param_groups[index].update({**old, **changed})
             for other in later:
                 other[index : index + 1] = [{**group, **changed} for group in other[index : index + 1]]
@@ -47,5 +49,12 @@ def _groups(optimizer: Optimizer) -> Hyperparameters:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def _differ(value: Any, other: Any) -> bool:
-    return value is not other and (isinstance(value, Tensor) or bool(value != other))
+def _mark(value: Any) -> int:
+    """Returns what changes when a value is written in place."""
+    return version(value) if isinstance(value, Tensor) else 0
+
+
+def _differ(value: Any, other: Any, mark: int) -> bool:
+    if value is other:
+        return _mark(value) != mark
+    return isinstance(value, Tensor) or bool(value != other)

@@ -60,6 +60,7 @@ class GradientPipe:
         self.guard = StepGuard(optimizer, "PipeSGD")
         self.handed_over = False
         self.num_steps = self.num_updates = self.staleness = 0
+        self._failed = False
         self._in_flight: deque[GradientInFlight] = deque()
         self._started: GradientInFlight | None = None  # some of its segments are on their way
         self._due: GradientInFlight | None = None  # about to be applied
@@ -75,8 +76,15 @@ class GradientPipe:
             self._started = None
         self._plan = GradientPlan(parameters, self._config, self._transport)
 
-    def gradient_is_ready(self, parameter: Tensor) -> None:
-        """Sends the segment whose last gradient this is."""
+    def gradient_is_ready(self, parameter: Tensor, send: bool) -> None:
+        """Sends the segment whose last gradient this is, if ``send`` and at level 2.
+
+        A backward pass after the gradient was handed over begins the next step: the user has skipped the update.
+        """
+        if self.handed_over:
+            self._end_step()
+        if not send or self._config.pipeline_level == 1:
+            return
         if self._started is None:
             self._started = self._begin()
         self._started.is_ready(parameter)
@@ -89,6 +97,7 @@ class GradientPipe:
         Raises:
             RuntimeError: a peer is lost.
         """
+        self._check()
         gradient = self._started or self._begin()
         self._started = None
         gradient.hand_over(self.optimizer, loss_scale, self.num_updates)
@@ -107,7 +116,12 @@ class GradientPipe:
         Args:
             update: what steps the optimizer; None: that alone.
             hand_over: called before the update, when a closure has been evaluated.
+
+        Raises:
+            RuntimeError: ``update`` did not step the optimizer, and the gradient that was due is finite: a loss scaler
+                that looks at this rank's own gradient would have this rank alone skip the update.
         """
+        self._check()
         optimizer_step = self.optimizer.step
 
         def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -116,25 +130,34 @@ class GradientPipe:
             self._apply(lambda: optimizer_step(**kwargs))
             return result
 
-        with self.guard.stepping(), replaced_step(self.optimizer, step):
-            result = step() if update is None else update()
+        try:
+            with self.guard.stepping(), replaced_step(self.optimizer, step):
+                result = step() if update is None else update()
+            if not self.handed_over or (self._due is not None and self._due.is_finite()):
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__}.step() was not called within step(), as by a loss scaler that "
+                    "has looked at this rank's own gradient. Call after_backward(loss_scale=scaler.get_scale()) before "
+                    "it unscales or anything clips: then it looks at the gradient of all ranks."
+                )
+        except BaseException:
+            self._failed = True
+            raise
         mark_stepped(self.optimizer)
-        self.handed_over, self._due = False, None
-        self.num_steps += 1
+        self._end_step()
         return result
 
     def drain(self, before_update: Callable[[Optimizer], object]) -> None:
         """Applies all gradients in flight, in order; a collective call."""
         self.handed_over = True
-        while self._in_flight:
-            self._show_next(loss_scale=1.0)
-            assert self._due is not None
-            if self._due.loss_scale == 1.0 or self._due.is_finite():
-                before_update(self.optimizer)
-                with self.guard.stepping():
-                    self._apply(self.optimizer.step)
-            self._due = None
-        self.handed_over = False
+        try:
+            while self._in_flight:
+                self._show_next(loss_scale=1.0)
+                if self._due is not None and (self._due.loss_scale == 1.0 or self._due.is_finite()):
+                    before_update(self.optimizer)
+                    with self.guard.stepping():
+                        self._apply(self.optimizer.step)
+        finally:
+            self.handed_over, self._due = False, None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the gradients in flight, the counters and what the codec has dropped; a collective call."""
@@ -164,8 +187,8 @@ class GradientPipe:
 
     def _show_next(self, loss_scale: float) -> None:
         """Waits for the oldest gradient in flight, and has it be what is applied next (Algorithm 1, lines 3 and 4)."""
+        self._in_flight[0].settle()
         self._due = self._in_flight.popleft()
-        self._due.settle()
         self._due.install(self.optimizer, loss_scale)
         if self._shown is not None:
             self._shown.release()
@@ -179,7 +202,19 @@ class GradientPipe:
         later = [gradient.hyperparameters for gradient in self._in_flight]
         with in_use(self.optimizer, self._compensated(self._due), later):
             optimizer_step()
+        self._due = None
         self.num_updates += 1
+
+    def _check(self) -> None:
+        if self._failed:
+            raise RuntimeError(
+                "An earlier step ended with an error on this rank, and the other ranks may have taken it: detach, and "
+                "begin anew from a checkpoint."
+            )
+
+    def _end_step(self) -> None:
+        self.handed_over, self._due = False, None
+        self.num_steps += 1
 
     def _compensated(self, gradient: GradientInFlight) -> Hyperparameters:
         """Returns the hyper-parameters of the gradient's step, with what its delay makes of the learning rate."""

@@ -16,7 +16,7 @@ from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.method import AveragingMethod, device_of, group_sizes, index_of, one_config
+from lightning_pipesync.methods.method import AveragingMethod, device_of, group_members, index_of, one_config
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 
@@ -92,7 +92,7 @@ class PipeSGD(AveragingMethod):
         self._syncing = True
         self.flushed = False
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._lane = Lane("pipesync-pipe-sgd")
+        self._lane = Lane("pipesync-pipe-sgd", self.transport.device)
         self._pipes = [
             GradientPipe(optimizer, of_optimizer, self.config, self._lane, self.transport)
             for optimizer, of_optimizer in zip(self._optimizers, self._by_optimizer(parameters), strict=True)
@@ -122,7 +122,7 @@ class PipeSGD(AveragingMethod):
         pipe = self._pipe(optimizer)
         if pipe.handed_over:
             return False
-        if self._groups != group_sizes(self._optimizers):
+        if self._members != group_members(self._optimizers):
             parameters = agreed_parameters(self.transport, self.config, self._module, self._optimizers)
             for one, of_optimizer in zip(self._pipes, self._by_optimizer(parameters), strict=True):
                 one.begin_anew(of_optimizer)
@@ -161,6 +161,7 @@ class PipeSGD(AveragingMethod):
 
     def flush(self) -> None:
         """Gives all ranks the buffers of rank 0; the weights are the same already. A collective call."""
+        self._lane.drain()  # broadcasts and all-reduces have one order on all ranks
         exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
         self.flushed = True
 
@@ -197,6 +198,7 @@ class PipeSGD(AveragingMethod):
                 f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
                 "same settings, or remove the key 'pipesync' from the checkpoint to begin with an empty pipeline."
             )
+        self._lane.drain()
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)
 
@@ -210,14 +212,14 @@ class PipeSGD(AveragingMethod):
         self.transport.close(timeout_s)
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
-        if self._syncing:
-            self._pipes[0].gradient_is_ready(parameter)
+        pipe = self._pipe_of.get(id(parameter))
+        if pipe is not None:  # otherwise no optimizer has it any more
+            pipe.gradient_is_ready(parameter, send=self._syncing)
 
     def _begin_to_watch(self, parameters: Sequence[NamedParameter]) -> None:
-        """Remembers what the optimizers have now, and at level 2 watches their gradients."""
-        self._groups = group_sizes(self._optimizers)
-        if self.config.pipeline_level == 1:
-            return
+        """Remembers what the optimizers have now, and watches their gradients."""
+        self._members = group_members(self._optimizers)
+        self._pipe_of = {id(p.tensor): self._pipes[p.group[0]] for p in parameters if p.group}
         for parameter in parameters:
             if parameter.group and id(parameter.tensor) not in self._hooks:
                 self._hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, self._gradient_is_ready)
