@@ -157,6 +157,21 @@ def test_the_cases_differ() -> None:
             assert torch.equal(one, other) == same, (first, second)
 
 
+def train_in_pieces() -> dict[str, list[Tensor]]:
+    from lightning_pipesync.methods.pipe_sgd import gradient
+
+    gradient.SHARD_OF_PIECE = 20
+    return {name: train(*CASES[name]) for name in ("k=1", "int8 with feedback", "level 2, k=1")}
+
+
+def test_pieces_of_a_large_buffer() -> None:
+    """As if it were exchanged at once, but for what int8 rounds."""
+    for outcome in launch(train_in_pieces, 2):
+        for case, weights in outcome.items():
+            for one, other in zip(weights, expected(case, 2), strict=True):
+                assert torch.equal(one, other) if "int8" not in case else torch.allclose(one, other, atol=0.05)
+
+
 def test_one_process() -> None:
     [outcome] = launch(train, 1, "adamw", {"staleness": 2}, {})
     model = seeded_mlp()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.compat import foreach_copy_, foreach_norm
-from lightning_pipesync.core.buckets import Bucket, Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import Lane
@@ -23,6 +23,10 @@ from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.presence import Presence
 
+#: Bytes of a piece that each rank sums: so much that messages are large, and so little that one half of an all-reduce
+#: of a large buffer overlaps with the other half.
+SHARD_OF_PIECE = 4 * MIB
+
 
 class GradientPlan:
     """Into which buffers the gradients of some parameters are packed, step after step.
@@ -31,7 +35,7 @@ class GradientPlan:
         buckets: the parameters that travel together, in the order in which their gradients are expected.
         place: by the id of a parameter the index of its bucket.
         compared: which parameters, bucket by bucket, had a gradient when the ranks last compared: on this rank, on any.
-        feedback: for each bucket what its codec dropped, if that is wanted.
+        feedback: for each piece of each bucket what its codec dropped, if that is wanted.
         codec: what travels.
         keeps_weights: whether gradients need to know the weights that they were computed with.
 
@@ -51,14 +55,23 @@ class GradientPlan:
         self.place = {id(member.tensor): index for index, members in enumerate(self.buckets) for member in members}
         self.compared = [True] * len(parameters), [True] * len(parameters)
         self.codec = get_codec(config.compression)
+        self._world_size = transport.world_size
         self._free: list[list[Bucket]] = [self._new_buffers()]
-        self.feedback = [transport.feedback(bucket.flat) if config.error_feedback else None for bucket in self._free[0]]
+        self.feedback = [
+            [transport.feedback(piece) if config.error_feedback else None for piece in self.pieces(bucket)]
+            for bucket in self._free[0]
+        ]
         self.keeps_weights = config.delay_compensation == "distance"
 
     @property
     def members(self) -> list[NamedParameter]:
         """All parameters, bucket by bucket."""
         return [member for members in self.buckets for member in members]
+
+    def pieces(self, bucket: Bucket) -> Sequence[Tensor]:
+        """Returns what of a bucket is exchanged at a time: views."""
+        numel = SHARD_OF_PIECE * self._world_size // bucket.flat.element_size()
+        return bucket.flat.split(numel)
 
     def take_buffers(self) -> list[Bucket]:
         """Returns a buffer for each bucket; its content is undefined."""
@@ -97,6 +110,7 @@ class GradientInFlight:
         self._awaited = [sum(member.tensor.requires_grad for member in members) for members in plan.buckets]
         self._ready: set[int] = set()
         self._handles: list[Handle[Tensor]] = []
+        self._num_sent = 0  # buckets
         self._own_present: list[bool] = []
         self._presence: Presence | None = None
         self._present: list[bool] = []
@@ -115,7 +129,7 @@ class GradientInFlight:
             )
         self._ready.add(id(parameter))
         self._awaited[self._plan.place[id(parameter)]] -= 1
-        while len(self._handles) < len(self._awaited) and self._awaited[len(self._handles)] <= 0:
+        while self._num_sent < len(self._awaited) and self._awaited[self._num_sent] <= 0:
             self._send_next()
 
     @torch.no_grad()
@@ -131,7 +145,7 @@ class GradientInFlight:
 
     def send_all(self) -> None:
         """Sends all segments that have not been sent."""
-        while len(self._handles) < len(self._buffers):
+        while self._num_sent < len(self._buffers):
             self._send_next()
         self._lane.land()
 
@@ -212,7 +226,7 @@ class GradientInFlight:
 
     @torch.no_grad()
     def _send_next(self) -> None:
-        index = len(self._handles)
+        index, self._num_sent = self._num_sent, self._num_sent + 1
         bucket, members = self._buffers[index], self._plan.buckets[index]
         pairs = list(zip(bucket.views, [member.tensor.grad for member in members], strict=True))
         self._own_present += [gradient is not None for _, gradient in pairs]
@@ -220,9 +234,9 @@ class GradientInFlight:
             bucket.flat.zero_()
         present = [(view, gradient) for view, gradient in pairs if gradient is not None]
         foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        codec, feedback = self._plan.codec, self._plan.feedback[index]
-        start = partial(self._transport.all_reduce, bucket.flat, codec=codec, mean=True, feedback=feedback)
-        self._handles.append(self._lane.submit(start))
+        for piece, feedback in zip(self._plan.pieces(bucket), self._plan.feedback[index], strict=True):
+            start = partial(self._transport.all_reduce, piece, codec=self._plan.codec, mean=True, feedback=feedback)
+            self._handles.append(self._lane.submit(start))
 
     def _by_name(self, buffers: list[Bucket] | None) -> dict[str, Tensor] | None:
         if buffers is None or self._transport.rank != 0:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.compat import foreach_zero_, mark_stepped
+from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
@@ -164,7 +165,7 @@ class GradientPipe:
         return {
             "steps": [self.num_steps, self.num_updates, self.staleness],
             "in_flight": [gradient.state_dict() for gradient in self._in_flight],
-            "feedback": [feedback.state_dict() for feedback in self._plan.feedback if feedback is not None],
+            "feedback": [feedback.state_dict() for feedback in self._feedback()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,8 +176,11 @@ class GradientPipe:
             gradient = GradientInFlight(self._plan, self._lane, self._transport)
             gradient.load_state_dict(saved)
             self._in_flight.append(gradient)
-        for feedback, residuals in zip(filter(None, self._plan.feedback), state["feedback"], strict=True):
+        for feedback, residuals in zip(self._feedback(), state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
+
+    def _feedback(self) -> list[ErrorFeedback]:
+        return [feedback for of_bucket in self._plan.feedback for feedback in of_bucket if feedback is not None]
 
     def _begin(self) -> GradientInFlight:
         """Begins the gradient of this step."""
