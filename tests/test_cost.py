@@ -60,6 +60,7 @@ def test_what_dear_saves(halves: float, saved: float) -> None:
     assert step.serial == 3.25 + 2 * halves
     assert step.ratio == pytest.approx(2 * halves / 3)
     assert step.pipe_sgd == max(3.25, 2 * halves)
+    assert step.compressed(4.0).pipe_sgd == max(3.25, 2 * halves / 4)
 
 
 def test_max_speedup() -> None:

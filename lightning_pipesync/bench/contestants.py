@@ -55,6 +55,10 @@ class Contestant(ABC):
         """Does what comes before all measurements; returns what a search has found, if there is one."""
         return None
 
+    def begin(self) -> None:
+        """Takes steps until what is in flight is what is in flight between any two of them."""
+        self.step()
+
     def drain(self) -> None:  # noqa: B027 - most have nothing in flight between two steps
         """Waits for what a step has left in flight."""
 
@@ -170,6 +174,10 @@ class WithPipeSGD(WithMethod):
         numel = sum(parameter.numel() for parameter in model.module.parameters())
         self.compression = 4 * numel / get_codec(compression).wire_bytes(numel, torch.float32)
         self.segments = segments if level == 2 else 1
+
+    def begin(self) -> None:
+        self.step()  # its gradient may have started within the backward pass
+        self.step()
 
     def drain(self) -> None:
         self.sync.drain()

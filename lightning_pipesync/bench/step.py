@@ -158,7 +158,7 @@ def measure_run(
     timed = time_in_turns(
         {name: partial(run, contestant) for name, contestant in by_name.items()},
         settings.rounds,
-        before=lambda name: by_name[name].step(),  # so that what a method leaves in flight is there from the start
+        before=lambda name: by_name[name].begin(),
         after=after,
     )
     for contestant in field:
