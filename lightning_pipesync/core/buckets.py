@@ -136,6 +136,15 @@ class Bucket:
         foreach_copy_(self.views, list(tensors))
 
     @torch.no_grad()
+    def pack_gradients(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """Copies the gradients of ``parameters`` into the buffer, zero for one that is missing; returns which exist."""
+        pairs = [(v, p.grad) for v, p in zip(self.views, parameters, strict=True) if p.grad is not None]
+        if len(pairs) < len(parameters):
+            self.flat.zero_()
+        foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        return [parameter.grad is not None for parameter in parameters]
+
+    @torch.no_grad()
     def unpack(self, tensors: Sequence[Tensor]) -> None:
         """Copies the buffer into ``tensors``."""
         foreach_copy_(list(tensors), self.views)

@@ -226,9 +226,8 @@ class PipeSyncStrategyMixin(_Base):
         self.method.load_state_dict(state["method"])
         if "precision" in state:
             self.precision_plugin.load_state_dict(state["precision"])
-        self._rng_states = state[
-            "rng"
-        ]  # within an epoch, set when the next batch starts: setting up the loader draws, too
+        # Set when the loader begins an epoch, or within one when its next batch is fetched: setting it up draws, too.
+        self._rng_states = state["rng"]
 
     def _restore_rng(self) -> None:
         """Has the random numbers go on where the interrupted run stopped."""

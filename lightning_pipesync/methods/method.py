@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -93,11 +93,22 @@ class SyncMethod(ABC):
 
 
 class AveragingMethod(SyncMethod):
-    """A method that averages every gradient over the ranks."""
+    """A method that averages every gradient over the ranks.
 
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
+    Attributes:
+        syncing: whether this is outside :meth:`no_sync`.
+    """
+
+    syncing = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Within it, backward passes add to this rank's gradients and communicate nothing."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
 
     @abstractmethod
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:

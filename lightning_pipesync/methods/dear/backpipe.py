@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -47,20 +45,10 @@ class BackPipe:
         self._tuner, self._transport = tuner, transport
         self._num_launched = 0
         self._reducing = self.reduced = self._outdated = False
-        self._syncing = True
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, gradients are left alone."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
-
-    def gradient_is_ready(self, parameter: Tensor) -> None:
-        """Starts the reduce-scatter of the bucket whose last gradient this is."""
-        if not self._syncing:
+    def gradient_is_ready(self, parameter: Tensor, send: bool) -> None:
+        """Starts the reduce-scatter of the bucket whose last gradient this is, if ``send``."""
+        if not send:
             self.reduced = False
             return
         self._order.is_ready(parameter)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_copy_
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
@@ -83,20 +82,16 @@ class FusedBucket:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Copies the gradients into their buffer; one that is missing counts as zero."""
-        gradients = [tensor.grad for tensor in self._tensors]
-        self.present = [gradient is not None for gradient in gradients]
         for tensor, view in zip(self._tensors, self.values.views, strict=True):
             if tensor.data_ptr() != view.data_ptr():  # the user has given the parameter other memory
                 view.copy_(tensor)
                 tensor.data = view
         self.launched = True
-        if not all(self.present):
-            self.gradients.flat.zero_()
-        pairs = [(v, g) for v, g in zip(self.gradients.views, gradients, strict=True) if g is not None]
-        foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        self.present = self.gradients.pack_gradients(self._tensors)
 
     def feed(self, lane: Lane) -> None:
-        """Starts to bring the weights up to date."""
+        """Starts to bring the weights up to date, with learning rate and so on as they are now."""
+        self.update.keep_hyperparameters()
         self._arriving = lane.submit(self._start_feeding, lambda _: self._finish_feeding())
 
     def wait(self) -> None:

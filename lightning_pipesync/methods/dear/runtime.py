@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -131,10 +130,6 @@ class DeAR(AveragingMethod):
         """What the search for it has measured so far."""
         return self._tuner.trials
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward passes add to this rank's gradients and communicate nothing."""
-        return self._backpipe.no_sync()
-
     def after_backward(self, optimizer: Optimizer | None = None) -> bool:
         """Waits until the gradients of all ranks are averaged, each rank its shard of them.
 
@@ -181,10 +176,7 @@ class DeAR(AveragingMethod):
             stepped, result = self._run(update, self._optimizers[index])
         self.after_backward(optimizer)
         if stepped:  # otherwise a loss scaler skips the step
-            buckets = self._buckets.of_optimizer(index)
-            for bucket in buckets:
-                bucket.update.keep_hyperparameters()
-            for bucket in buckets:
+            for bucket in self._buckets.of_optimizer(index):
                 bucket.feed(self._lane)
             self._lane.land()
         if index == 0:
@@ -315,6 +307,9 @@ class DeAR(AveragingMethod):
         for bucket in self._buckets.needed_by(module):
             bucket.wait()
 
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        self._backpipe.gradient_is_ready(parameter, send=self.syncing)
+
     def _before_saving(self, *_: Any) -> None:
         """Has a state_dict hold the weights of the last step."""
         self.synchronize()
@@ -334,7 +329,7 @@ class DeAR(AveragingMethod):
         for parameter in trained:
             if id(parameter.tensor) not in self._hooked:
                 self._hooked.add(id(parameter.tensor))
-                self._hooks.append(hook_gradient(parameter.tensor, self._backpipe.gradient_is_ready))
+                self._hooks.append(hook_gradient(parameter.tensor, self._gradient_is_ready))
 
     def _run(self, update: Callable[[], T], optimizer: Optimizer) -> tuple[bool, T]:
         """Runs ``update``; the ``optimizer.step()`` within it evaluates a closure and leaves the update to DeAR.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_copy_, foreach_norm
+from lightning_pipesync.compat import foreach_norm
 from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
@@ -33,6 +33,7 @@ class GradientPlan:
 
     Attributes:
         buckets: the parameters that travel together, in the order in which their gradients are expected.
+        members: all of them, bucket by bucket.
         place: by the id of a parameter the index of its bucket.
         compared: which parameters, bucket by bucket, had a gradient when the ranks last compared: on this rank, on any.
         feedback: for each piece of each bucket what its codec dropped, if that is wanted.
@@ -52,6 +53,7 @@ class GradientPlan:
         else:
             segments = _segments(ready_order, config.segments)
             self.buckets = [b for part in segments for b in plan_buckets(part, Fusion(bucket_mb=math.inf))]
+        self.members = [member for members in self.buckets for member in members]
         self.place = {id(member.tensor): index for index, members in enumerate(self.buckets) for member in members}
         self.compared = [True] * len(parameters), [True] * len(parameters)
         self.codec = get_codec(config.compression)
@@ -62,11 +64,6 @@ class GradientPlan:
             for bucket in self._free[0]
         ]
         self.keeps_weights = config.delay_compensation == "distance"
-
-    @property
-    def members(self) -> list[NamedParameter]:
-        """All parameters, bucket by bucket."""
-        return [member for members in self.buckets for member in members]
 
     def pieces(self, bucket: Bucket) -> Sequence[Tensor]:
         """Returns what of a bucket is exchanged at a time: views."""
@@ -172,15 +169,13 @@ class GradientInFlight:
             for parameter in group["params"]:
                 if id(parameter) not in self._plan.place:  # it has joined since
                     parameter.grad = None
-        views = [view for bucket in self._buffers for view in bucket.views]
-        for member, view, present in zip(self._plan.members, views, self._present, strict=True):
+        for member, view, present in zip(self._plan.members, _views(self._buffers), self._present, strict=True):
             member.tensor.grad = view if present else None
 
     def is_shown(self) -> bool:
         """Returns whether some ``p.grad`` is still a view of its buffers, since :meth:`install`."""
-        views = [view for bucket in self._buffers for view in bucket.views]
-        gradients = [member.tensor.grad for member in self._plan.members]
-        return any(g is not None and g.data_ptr() == v.data_ptr() for g, v in zip(gradients, views, strict=True))
+        pairs = zip([member.tensor.grad for member in self._plan.members], _views(self._buffers), strict=True)
+        return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in pairs)
 
     def is_finite(self) -> bool:
         """Returns whether all values are."""
@@ -190,8 +185,8 @@ class GradientInFlight:
     def squared_distance(self) -> float:
         """Returns by how much the weights have moved since it was computed: the squared L2 norm of the difference."""
         assert self._weights is not None
-        views = [view for bucket in self._weights for view in bucket.views]
-        moved = [member.tensor - view for member, view in zip(self._plan.members, views, strict=True)]
+        pairs = zip(self._plan.members, _views(self._weights), strict=True)
+        moved = [member.tensor - view for member, view in pairs]
         return float(torch.stack(foreach_norm(moved)).square().sum())
 
     def release(self) -> None:
@@ -228,12 +223,7 @@ class GradientInFlight:
     def _send_next(self) -> None:
         index, self._num_sent = self._num_sent, self._num_sent + 1
         bucket, members = self._buffers[index], self._plan.buckets[index]
-        pairs = list(zip(bucket.views, [member.tensor.grad for member in members], strict=True))
-        self._own_present += [gradient is not None for _, gradient in pairs]
-        if any(gradient is None for _, gradient in pairs):
-            bucket.flat.zero_()
-        present = [(view, gradient) for view, gradient in pairs if gradient is not None]
-        foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        self._own_present += bucket.pack_gradients([member.tensor for member in members])
         for piece, feedback in zip(self._plan.pieces(bucket), self._plan.feedback[index], strict=True):
             start = partial(self._transport.all_reduce, piece, codec=self._plan.codec, mean=True, feedback=feedback)
             self._handles.append(self._lane.submit(start))
@@ -241,11 +231,8 @@ class GradientInFlight:
     def _by_name(self, buffers: list[Bucket] | None) -> dict[str, Tensor] | None:
         if buffers is None or self._transport.rank != 0:
             return None
-        views = [view for bucket in buffers for view in bucket.views]
-        return {
-            member.name: view.detach().to("cpu", copy=True)
-            for member, view in zip(self._plan.members, views, strict=True)
-        }
+        pairs = zip(self._plan.members, _views(buffers), strict=True)
+        return {member.name: view.detach().to("cpu", copy=True) for member, view in pairs}
 
     def _load(self, buffers: list[Bucket], values: dict[str, Tensor] | None) -> None:
         for bucket, members in zip(buffers, self._plan.buckets, strict=True):
@@ -253,6 +240,10 @@ class GradientInFlight:
                 if values is not None and member.name in values:
                     view.copy_(values[member.name])
             self._transport.broadcast(bucket.flat).wait()
+
+
+def _views(buffers: Sequence[Bucket]) -> list[Tensor]:
+    return [view for bucket in buffers for view in bucket.views]
 
 
 def _segments(parameters: Sequence[NamedParameter], number: int) -> list[list[NamedParameter]]:

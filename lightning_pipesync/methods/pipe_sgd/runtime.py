@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +88,6 @@ class PipeSGD(AveragingMethod):
         self._read_buffers = buffer_reader(module)
         exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
         self._module = module
-        self._syncing = True
         self.flushed = False
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._lane = Lane("pipesync-pipe-sgd", self.transport.device)
@@ -98,15 +96,6 @@ class PipeSGD(AveragingMethod):
             for optimizer, of_optimizer in zip(self._optimizers, self._by_optimizer(parameters), strict=True)
         ]
         self._begin_to_watch(parameters)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes add to this rank's gradients and communicate nothing."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
 
     def after_backward(self, optimizer: Optimizer | None = None, loss_scale: float = 1.0) -> bool:
         """Hands over this step's gradient, and has ``p.grad`` be the one that is about to be applied, not yet clipped.
@@ -214,7 +203,7 @@ class PipeSGD(AveragingMethod):
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         pipe = self._pipe_of.get(id(parameter))
         if pipe is not None:  # otherwise no optimizer has it any more
-            pipe.gradient_is_ready(parameter, send=self._syncing)
+            pipe.gradient_is_ready(parameter, send=self.syncing)
 
     def _begin_to_watch(self, parameters: Sequence[NamedParameter]) -> None:
         """Remembers what the optimizers have now, and watches their gradients."""

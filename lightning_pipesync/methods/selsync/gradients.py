@@ -42,14 +42,12 @@ class GradientAggregation:
             self._add_missing()
         handles = []
         for bucket, parameters, feedback in zip(self._buckets, self._parameters, self._feedback, strict=True):
-            if some_missing:
-                bucket.flat.zero_()
-            foreach_copy_(*_places_and_gradients(bucket, parameters))
+            bucket.pack_gradients(parameters)
             handles.append(self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
         for handle, bucket, parameters in zip(handles, self._buckets, self._parameters, strict=True):
             handle.wait()
-            places, gradients = _places_and_gradients(bucket, parameters)
-            foreach_copy_(gradients, places)
+            pairs = [(p.grad, v) for p, v in zip(parameters, bucket.views, strict=True) if p.grad is not None]
+            foreach_copy_([gradient for gradient, _ in pairs], [view for _, view in pairs])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the residuals of the codec."""
@@ -68,8 +66,3 @@ class GradientAggregation:
         for parameter, present in zip(parameters, somewhere, strict=True):
             if present and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-
-def _places_and_gradients(bucket: Bucket, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [(v, p.grad) for v, p in zip(bucket.views, parameters, strict=True) if p.grad is not None]
-    return [view for view, _ in pairs], [gradient for _, gradient in pairs]
