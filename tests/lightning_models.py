@@ -99,8 +99,10 @@ def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
 
 
-def make_strategy(settings: dict[str, Any]) -> Any:
-    """A strategy by its settings; ``name`` says which, by default SelSync's."""
+def make_strategy(settings: dict[str, Any] | str) -> Any:
+    """A strategy by its settings, of which ``name`` says which, by default SelSync's; or by its name."""
+    if isinstance(settings, str):
+        return settings
     settings = dict(settings)
     strategies = {"dear": DeARStrategy, "pipe_sgd": PipeSGDStrategy, "selsync": SelSyncStrategy}
     return strategies[settings.pop("name", "selsync")](**settings)
@@ -115,8 +117,7 @@ def fit(
 ) -> dict[str, Any]:
     """Fits a Classifier in this rank and returns what it did."""
     model = Classifier(**(module or {}))
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, **kwargs)
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **kwargs)
     run.fit(model, train_loader(**(loader or {})), val_loader())
     return {
         "weights": model.weights(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from functools import partial
 from itertools import product
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state, train_ddp
+from tests.harness import assert_refused, launch, raised
+from tests.models import OPTIMIZERS, assert_loss_is_noticed, loss, seeded_mlp, state, train_ddp
 
 STEPS = 12
 
@@ -205,33 +203,9 @@ def test_both_pipes() -> None:
         assert events.index("step") < events.index("all_gather 0")
 
 
-def lose_a_peer(how: str) -> tuple[str, str] | None:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = DeAR(model, optimizer, timeout_s=4, buffer_mb=1e-4)
-
-    def train_on() -> None:
-        for i in range(100):
-            if i == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-            optimizer.zero_grad()
-            loss(model, i, dist.get_rank()).backward()
-            sync.step()
-
-    outcome = raised(train_on)
-    sync.detach(timeout_s=0)
-    if how == "hangs":
-        kill_stopped_siblings()
-    return outcome
-
-
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_lost_peer_raises_on_the_others(how: str) -> None:
-    outcomes = launch(lose_a_peer, 2, how, may_die=(1,), timeout_s=60)
-    assert outcomes[1] == DIED
-    assert outcomes[0] is not None
-    assert outcomes[0][0] == "RuntimeError"
-    assert "rank 1" in outcomes[0][1]
+    assert_loss_is_noticed(partial(DeAR, timeout_s=4, buffer_mb=1e-4), how)
 
 
 def misuse() -> dict[str, tuple[str, str] | None]:

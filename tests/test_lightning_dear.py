@@ -92,9 +92,8 @@ def test_loss_scaling(scale: float, tmp_path: Path) -> None:
     assert (actual[0]["scale"] < scale) == (scale == 2.0**24)
 
 
-def fit_averaged(strategy: Any, directory: Path) -> dict[str, Any]:
-    callback = EMAWeightAveraging(decay=0.5)
-    return fit(directory, strategy, {"optimizer": "adamw"}, callbacks=[callback])
+def fit_averaged(strategy: Any, directory: Path, *also: pl.Callback) -> dict[str, Any]:
+    return fit(directory, strategy, {"optimizer": "adamw"}, callbacks=[EMAWeightAveraging(decay=0.5), *also])
 
 
 def test_running_average_of_the_weights(tmp_path: Path) -> None:
@@ -128,11 +127,10 @@ class AverageGradients(pl.Callback):
                 parameter.grad /= 2
 
 
-def fine_tune(strategy: Any, directory: Path) -> tuple[Tensor, list[Tensor]]:
+def fine_tune(strategy: Any, directory: Path, *also: pl.Callback) -> tuple[Tensor, list[Tensor]]:
     model = FineTuned()
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    callbacks = [Thaw()] if isinstance(strategy, dict) else [Thaw(), AverageGradients()]
-    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, callbacks=callbacks, max_epochs=3)
+    callbacks = [Thaw(), *also] if isinstance(strategy, dict) else [Thaw(), AverageGradients(), *also]
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, callbacks=callbacks, max_epochs=3)
     run.fit(model, train_loader(), val_loader())
     return model.weights(), model.validated_with
 
@@ -157,8 +155,7 @@ def save(strategy: Any, world_size: int, directory: Path, steps: int) -> Path:
 
 def go_on(strategy: Any, directory: Path, path: Path | None) -> dict[str, Any]:
     model = Classifier(optimizer="adamw")
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory)
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory)
     run.fit(model, train_loader(), val_loader(), ckpt_path=path)
     return {"weights": model.weights(), "steps": run.global_step}
 
@@ -265,8 +262,7 @@ class TwoOptimizers(Classifier):
 
 def fit_manually(strategy: Any, directory: Path) -> Tensor:
     model = TwoOptimizers()
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    trainer(chosen, int(os.environ["WORLD_SIZE"]), directory).fit(model, train_loader(), val_loader())
+    trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory).fit(model, train_loader(), val_loader())
     return model.weights()
 
 
@@ -278,8 +274,7 @@ def test_manual_optimisation(tmp_path: Path) -> None:
 
 def save_after_training(strategy: Any, directory: Path) -> None:
     model = Classifier(optimizer="adamw")
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory)
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory)
     run.fit(model, train_loader(), val_loader())
     run.save_checkpoint(directory / "after.ckpt")
 
@@ -309,10 +304,9 @@ def fine_tune_on(strategy: Any, directory: Path, path: Path | None) -> Tensor:
     """To the end of the second epoch of three, or from there on."""
     model, saver = FineTuned(), ModelCheckpoint(directory, filename="tuned-{epoch}", save_top_k=-1)
     callbacks = [Thaw(), saver] if isinstance(strategy, dict) else [Thaw(), saver, AverageGradients()]
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
     epochs = 2 if path is None else 3
     arguments = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": epochs}
-    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, **arguments)
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **arguments)
     run.fit(model, train_loader(), val_loader(), ckpt_path=path)
     return model.weights()
 

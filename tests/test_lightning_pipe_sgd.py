@@ -10,12 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.harness import launch
 from tests.lightning_models import Classifier, fit, fit_on, make_strategy, scaling, train_loader, trainer, val_loader
-from tests.test_lightning_dear import AverageGradients, FineTuned, Thaw
+from tests.test_lightning_dear import assert_same, fine_tune, fit_averaged
 
 PIPE_SGD = {"name": "pipe_sgd"}
 
@@ -41,21 +41,6 @@ class Delay(pl.Callback):
                 parameter.grad = gradient
             nn.utils.clip_grad_norm_(module.parameters(), trainer.gradient_clip_val)
             trainer.optimizers[0].step()
-
-
-def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]], exact: bool = True) -> None:
-    """The same weights on every rank, at every validation, and the same batches."""
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one["weights"], actual[0]["weights"])
-        assert one["steps"] == other["steps"]
-        assert one["seen"] == other["seen"]
-        for weights, reference in zip(
-            [*one["validated_with"], one["weights"]], [*other["validated_with"], other["weights"]], strict=True
-        ):
-            if exact:
-                assert torch.equal(weights, reference), (weights - reference).abs().max()
-            else:
-                torch.testing.assert_close(weights, reference)
 
 
 @pytest.mark.parametrize(
@@ -87,31 +72,18 @@ def test_by_its_name(tmp_path: Path) -> None:
     assert_same(fit_on(3, tmp_path, "pipe_sgd"), fit_on(3, tmp_path, "ddp", callbacks=[Delay(1)]), exact=False)
 
 
-def fit_averaged(strategy: Any, directory: Path) -> dict[str, Any]:
-    callbacks = [EMAWeightAveraging(decay=0.5), *([Delay(1)] if strategy == "ddp" else [])]
-    return fit(directory, strategy, {"optimizer": "adamw"}, callbacks=callbacks)
-
-
 def test_running_average_of_the_weights(tmp_path: Path) -> None:
-    expected = launch(partial(fit_averaged, "ddp", tmp_path), 2, init=False)
+    expected = launch(partial(fit_averaged, "ddp", tmp_path, Delay(1)), 2, init=False)
     assert_same(launch(partial(fit_averaged, PIPE_SGD, tmp_path), 2, init=False), expected)
-
-
-def fine_tune(strategy: Any, directory: Path) -> list[Tensor]:
-    model = FineTuned()
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    callbacks = [Thaw()] if isinstance(strategy, dict) else [Thaw(), AverageGradients(), Delay(1)]
-    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, callbacks=callbacks, max_epochs=3)
-    run.fit(model, train_loader(), val_loader())
-    return [model.weights(), *model.validated_with]
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_fine_tuning(level: int, tmp_path: Path) -> None:
-    expected = launch(partial(fine_tune, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
-    strategy = {**PIPE_SGD, "pipeline_level": level}
+    ddp, strategy = "ddp_find_unused_parameters_true", {**PIPE_SGD, "pipeline_level": level}
+    expected = launch(partial(fine_tune, ddp, tmp_path, Delay(1)), 2, init=False)
     for actual, reference in zip(launch(partial(fine_tune, strategy, tmp_path), 2, init=False), expected, strict=True):
-        assert all(map(torch.equal, actual, reference))
+        assert torch.equal(actual[0], reference[0])
+        assert all(torch.equal(a, b) for a, b in zip(actual[1], reference[1], strict=True))
 
 
 class NormSeen(Classifier):
@@ -132,8 +104,7 @@ class NormSeen(Classifier):
 
 def fit_and_look(strategy: Any, directory: Path) -> tuple[list[float], list[float]]:
     model = NormSeen()
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    trainer(chosen, 2, directory).fit(model, train_loader(), val_loader())
+    trainer(make_strategy(strategy), 2, directory).fit(model, train_loader(), val_loader())
     return model.norms, model.rates
 
 
@@ -174,11 +145,10 @@ def run_on(strategy: Any, directory: Path, path: Path | None, steps: int, scaled
     """Saves after every step."""
     model = Classifier(optimizer="adamw", batch_norm=True, scheduler=True)
     saver = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
     arguments: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": steps}
     if scaled:
         arguments["plugins"] = [scaling()]
-    run = trainer(chosen, int(os.environ["WORLD_SIZE"]), directory, **arguments)
+    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **arguments)
     run.fit(model, train_loader(), val_loader(), ckpt_path=path)
     updates = float(run.callback_metrics.get("pipe_sgd/updates", -1))
     return {"weights": model.weights(), "steps": run.global_step, "updates": updates}
@@ -261,8 +231,7 @@ def test_clipping_by_hand_knows_the_loss_scale(tmp_path: Path) -> None:
 
 def fit_manually(strategy: Any, directory: Path) -> Tensor:
     model = TwoOptimizers()
-    chosen = make_strategy(strategy) if isinstance(strategy, dict) else strategy
-    trainer(chosen, int(os.environ["WORLD_SIZE"]), directory).fit(model, train_loader(), val_loader())
+    trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory).fit(model, train_loader(), val_loader())
     return model.weights()
 
 

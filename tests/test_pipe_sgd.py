@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
-from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
-from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
+from tests.harness import assert_refused, launch, raised
+from tests.models import OPTIMIZERS, assert_loss_is_noticed, batch, loss, seeded_mlp
 from tests.reference_pipe_sgd import simulate
 
 STEPS = 12
@@ -226,35 +223,9 @@ def test_segments_start_in_the_backward_pass() -> None:
             assert events.count(f"start {step}") == 2
 
 
-def lose_a_peer(how: str) -> tuple[tuple[str, str] | None, list[str]]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = PipeSGD(model, optimizer, timeout_s=4)
-
-    def train_on() -> None:
-        for i in range(100):
-            if i == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-            optimizer.zero_grad()
-            loss(model, i, dist.get_rank()).backward()
-            sync.step()
-
-    outcome = raised(train_on)
-    sync.detach()
-    if how == "hangs":
-        kill_stopped_siblings()
-    return outcome, [thread.name for thread in threading.enumerate() if "pipesync" in thread.name]
-
-
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_lost_peer_raises_on_the_others(how: str) -> None:
-    survived, died = launch(lose_a_peer, 2, how, may_die=(1,), timeout_s=60)
-    assert died == DIED
-    outcome, threads = survived
-    assert outcome is not None
-    assert outcome[0] == "RuntimeError"
-    assert "rank 1" in outcome[1]
-    assert threads == []
+    assert_loss_is_noticed(partial(PipeSGD, timeout_s=4), how)
 
 
 @pytest.mark.parametrize(
