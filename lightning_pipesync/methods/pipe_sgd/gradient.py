@@ -19,8 +19,8 @@ from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
-from lightning_pipesync.methods.pipe_sgd.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.presence import Presence
 
 #: Bytes of a piece that each rank sums: so much that messages are large, and so little that one half of an all-reduce

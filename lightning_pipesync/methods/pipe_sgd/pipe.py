@@ -21,9 +21,9 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight, GradientPlan
-from lightning_pipesync.methods.pipe_sgd.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.stepping import StepGuard, replaced_step
 
 T = TypeVar("T")
