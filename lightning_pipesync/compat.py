@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -129,3 +130,8 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     """Rebuilds nested containers from their leaves."""
     return _pytree.tree_unflatten(leaves, spec)
+
+
+def stepping_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Within it autograd does not see that ``tensors`` are written in place."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipesync.core.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.failure import naming_lost_peer
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.gloo import GlooExchange
+from lightning_pipesync.core.gloo import NUM_TAGS, GlooExchange
 from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.nccl import NcclExchange
 from lightning_pipesync.core.shards import shard_of, shard_slice
 from lightning_pipesync.core.torus import Torus, TorusExchange
@@ -158,6 +160,23 @@ class Transport:
         work = dist.irecv(tensor, src, self._control)
         return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}"))
 
+    def channel_to(
+        self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1
+    ) -> MessageSender:
+        """Returns the near end of a channel to rank ``dst``, which calls :meth:`channel_from` with the same ``series``.
+
+        Args:
+            dst: the receiver.
+            series: number of the channel; two that are open between the same ranks differ in it.
+            wire_dtype: what wider floating-point tensors travel as; None: as they are.
+            window: messages on their way before the next one waits.
+        """
+        return MessageSender(self._series(series), dst, self.traffic, wire_dtype, window)
+
+    def channel_from(self, src: int, series: int) -> MessageReceiver:
+        """Returns the far end of a channel from rank ``src``."""
+        return MessageReceiver(self._series(series), src, self.device, f"pipesync-channel-{series}")
+
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
         self._issue("broadcast", flat.numel() * flat.element_size() if self.rank == src and self.world_size > 1 else 0)
@@ -226,6 +245,10 @@ class Transport:
             with suppress(Exception):  # a group whose peers have died cannot be left in order
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+    def _series(self, number: int) -> Messages:
+        """Returns messages that are numbered apart from the collectives, which go through the same group."""
+        return Messages(self._control, 2 * NUM_TAGS + number, self._timeout)
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """Returns a group of some ranks, all if None; a collective call of all."""

@@ -1,0 +1,216 @@
+"""Nested tensors on their way from one stage of a pipeline to the next, in order.
+
+[Note: receives are posted first]
+A message is a header of fixed size, which says what follows, and the tensors. Gloo moves a tensor only when the other
+side has posted its receive, and that needs the header: so a thread waits for it while the stage computes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.compat import tree_flatten, tree_unflatten
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.lane import Lane
+from lightning_pipesync.core.messages import Messages
+from lightning_pipesync.core.traffic import Traffic
+
+#: Bytes of a header, of which the first eight are its true size. What is longer follows in a message of its own.
+HEADER_BYTES = 1024
+
+
+class Sender(ABC):
+    """The end of a channel where messages go in."""
+
+    @abstractmethod
+    def send(self, tree: Any) -> None:
+        """Sends tensors in nested containers, and small picklable things among them; does not wait for the delivery.
+
+        The tensors must not be changed afterwards.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Blocks until everything is delivered."""
+
+
+class Receiver(ABC):
+    """The end of a channel where messages come out, in the order in which they were sent."""
+
+    @abstractmethod
+    def expect(self) -> None:
+        """Begins to receive the next message, beside whatever the caller does then."""
+
+    @abstractmethod
+    def receive(self) -> Any:
+        """Returns the next message. Its tensors are new, and need a gradient if those that were sent did.
+
+        Raises:
+            RuntimeError: the other rank is lost.
+        """
+
+    def close(self, timeout_s: float) -> None:  # noqa: B027 - not all have a thread
+        """Ends the thread, after what is under way or after ``timeout_s`` seconds."""
+
+
+class LocalChannel(Sender, Receiver):
+    """A channel within one process.
+
+    Args:
+        wire_dtype: what wider floating-point tensors are rounded to; None: they stay as they are.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
+        self._wire_dtype = wire_dtype
+        self._messages: deque[Any] = deque()
+
+    def send(self, tree: Any) -> None:
+        leaves, spec = tree_flatten(tree)
+        copies = [self._copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._messages.append(tree_unflatten(copies, spec))
+
+    def finish(self) -> None:
+        pass
+
+    def expect(self) -> None:
+        pass
+
+    def receive(self) -> Any:
+        return self._messages.popleft()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        narrowed = narrow(tensor.detach(), self._wire_dtype).to(tensor.dtype, copy=True)
+        return narrowed.requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What the receiver has to know of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    requires_grad: bool
+
+
+class MessageSender(Sender):
+    """Sends to another rank.
+
+    Args:
+        messages: numbered apart from all others in flight.
+        peer: rank of the receiver.
+        traffic: counts the bytes.
+        wire_dtype: what floating-point tensors with more bits travel as; None: as they are.
+        window: messages on their way at a time; a further one waits for the delivery of the oldest.
+    """
+
+    def __init__(
+        self, messages: Messages, peer: int, traffic: Traffic, wire_dtype: torch.dtype | None, window: int
+    ) -> None:
+        self._messages, self._peer, self._traffic = messages, peer, traffic
+        self._wire_dtype, self._window = wire_dtype, window
+        self._sent: deque[list[dist.Work]] = deque()
+
+    def send(self, tree: Any) -> None:
+        while len(self._sent) >= self._window:
+            self._wait_for_oldest()
+        leaves, spec = tree_flatten(tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        wires = [self._wire(tensor) for tensor in tensors]
+        described = [
+            _Described(tuple(tensor.shape), tensor.dtype, wire.dtype, tensor.requires_grad)
+            for tensor, wire in zip(tensors, wires, strict=True)
+        ]
+        others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        header = _framed(pickle.dumps((spec, described, others)))
+        parts = [*header, *(wire for wire in wires if wire.numel())]
+        self._traffic.count("send", sum(part.nbytes for part in parts))
+        self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
+
+    def finish(self) -> None:
+        while self._sent:
+            self._wait_for_oldest()
+
+    def _wire(self, tensor: Tensor) -> Tensor:
+        return narrow(tensor.detach(), self._wire_dtype).cpu().contiguous()
+
+    def _wait_for_oldest(self) -> None:
+        for work in self._sent.popleft():
+            self._messages.wait_sent(work, self._peer)
+
+
+class MessageReceiver(Receiver):
+    """Receives from another rank.
+
+    Args:
+        messages: numbered apart from all others in flight.
+        peer: rank of the sender.
+        device: where the tensors go.
+        name: of the thread.
+    """
+
+    def __init__(self, messages: Messages, peer: int, device: torch.device, name: str) -> None:
+        self._messages, self._peer, self._device = messages, peer, device
+        self.lane = Lane(name, device)
+        self._expected: deque[Handle[Any]] = deque()
+
+    def expect(self) -> None:
+        self._expected.append(self.lane.submit(self._start))
+        self.lane.land()  # its tensors have to be there before the next header is waited for
+
+    def receive(self) -> Any:
+        if not self._expected:
+            self.expect()
+        return self._expected.popleft().wait()
+
+    def close(self, timeout_s: float) -> None:
+        self.lane.close(timeout_s)
+
+    def _start(self) -> Handle[Any]:
+        frame = self._read(torch.empty(HEADER_BYTES, dtype=torch.uint8))
+        size = int(frame[:8].view(torch.int64))
+        text = frame[8 : 8 + size] if size <= HEADER_BYTES - 8 else self._read(torch.empty(size, dtype=torch.uint8))
+        spec, described, others = pickle.loads(text.numpy().tobytes())
+        wires = [torch.empty(one.shape, dtype=one.wire_dtype) for one in described]
+        works = [self._messages.start_receiving(wire, self._peer) for wire in wires if wire.numel()]
+
+        def finish() -> Any:
+            for work in works:
+                self._messages.wait_received(work, self._peer)
+            tensors = (
+                wire.to(self._device, one.dtype).requires_grad_(one.requires_grad)
+                for wire, one in zip(wires, described, strict=True)
+            )
+            return tree_unflatten([next(tensors) if other is None else other[0] for other in others], spec)
+
+        return Handle(finish)
+
+    def _read(self, buffer: Tensor) -> Tensor:
+        self._messages.wait_received(self._messages.start_receiving(buffer, self._peer), self._peer)
+        return buffer
+
+
+def narrow(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns a floating-point tensor in ``dtype``, if that has fewer bits; any other as it is."""
+    if dtype is None or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _framed(text: bytes) -> list[Tensor]:
+    """Returns the header with ``text`` in it, or announcing it, and then ``text``."""
+    frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    frame[:8].view(torch.int64)[0] = len(text)
+    body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if len(text) > HEADER_BYTES - 8:
+        return [frame, body]
+    frame[8 : 8 + len(text)] = body
+    return [frame]

@@ -1,0 +1,104 @@
+"""The settings of EA-Pipe and of the pipelines that it is compared to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Method = Literal["ea_pipe", "pipedream", "naive", "spectrain", "gpipe", "1f1b"]
+Wire = Literal["none", "bf16", "fp16"]
+Split = Literal["balanced", "parameters"] | tuple[int, ...]
+
+#: Methods whose stages hold one version of the weights, which has moved on when a gradient comes back.
+WITHOUT_REPLICAS = ("naive", "spectrain")
+#: Methods that divide a mini-batch into micro-batches, and update after all of them.
+SYNCHRONOUS = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class EAPipeConfig:
+    """Settings of EA-Pipe ("Pipeline Parallelism With Elastic Averaging", IEEE Access 2024).
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    elastic_force: float = 0.1
+    """alpha: the part of their distance by which a replica and the master are pulled to each other (Eq. 1). The paper
+    tried 0.1, 0.3 and 0.5."""
+
+    sync_period: int = 1
+    """tau: a replica is pulled after every so many of its mini-batches (Algorithm 1)."""
+
+    method: Method = "ea_pipe"
+    """``ea_pipe``; or one of the methods that the paper compares it to: ``pipedream`` (weight stashing and vertical
+    sync), ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or, synchronous, ``gpipe`` and ``1f1b``."""
+
+    split: Split = "balanced"
+    """Which layers a stage gets: ``balanced`` by the time that they take, measured; ``parameters``: by their number;
+    or the indices of the first layers of the second and all later stages."""
+
+    replicas: int | None = None
+    """Mini-batches in flight, each with a replica of the weights. None: as many as stages (N), as in the paper, which
+    keeps all stages busy if nothing has to travel. More hide the time that activations and gradients travel."""
+
+    micro_batches: int | None = None
+    """Parts of a mini-batch, for ``gpipe`` and ``1f1b``. None: as many as stages."""
+
+    prediction_smoothing: float | None = None
+    """Of the updates from which ``spectrain`` predicts weights: 0 takes the last one alone. None: 0 if the optimizer
+    has a momentum of its own, else 0.9."""
+
+    compression: Wire = "none"
+    """What activations and their gradients travel as: as they are, or as bf16 or fp16."""
+
+    clip_norm: float | None = None
+    """The L2 norm, over all stages, to which the gradient of a mini-batch is clipped; None: it is not."""
+
+    seed: int = 0
+    """Of the random numbers that layers and the loss draw, such as dropout: they depend on it, the mini-batch and the
+    stage alone."""
+
+    timeout_s: float = 1800.0
+    """Seconds after which a rank that does not answer counts as lost."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.elastic_force < 1:
+            raise ValueError(f"elastic_force must lie between 0 and 1, got {self.elastic_force!r}.")
+        for name in ("sync_period", "replicas", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None and (value < 1 or value != int(value)):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        for name, known in (("method", Method), ("compression", Wire)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}.")
+        self._check_split()
+        if self.prediction_smoothing is not None and not 0 <= self.prediction_smoothing < 1:
+            raise ValueError(
+                f"prediction_smoothing must be at least 0 and less than 1, got {self.prediction_smoothing!r}."
+            )
+        for name in ("clip_norm", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}.")
+        if self.clip_norm is not None and self.method in WITHOUT_REPLICAS:
+            raise ValueError(
+                f"clip_norm={self.clip_norm!r} needs the norm over all stages, and method={self.method!r} updates each "
+                "stage before it is known: clip by value, or use a method with replicas."
+            )
+
+    def _check_split(self) -> None:
+        if isinstance(self.split, str):
+            if self.split not in ("balanced", "parameters"):
+                raise ValueError(
+                    f"split must be 'balanced', 'parameters' or the indices of the stages' first layers, got "
+                    f"{self.split!r}."
+                )
+            return
+        object.__setattr__(self, "split", tuple(self.split))
+        if list(self.split) != sorted(set(self.split)) or min(self.split, default=1) < 1:
+            raise ValueError(
+                f"split must list the indices of the first layers of the later stages, growing and from 1 on, got "
+                f"{self.split!r}."
+            )

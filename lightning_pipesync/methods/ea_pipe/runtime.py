@@ -1,0 +1,231 @@
+"""EA-Pipe in a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.agreement import check_agreement, raise_on_all_ranks
+from lightning_pipesync.core.channel import LocalChannel
+from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.parameters import collect_parameters
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.ea_pipe import split
+from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.schedule import Schedule
+from lightning_pipesync.methods.ea_pipe.stage import Links, Stage
+from lightning_pipesync.methods.method import device_of, one_config
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+#: MiB that travel in one piece before the training.
+PIECE_MB = 25.0
+_WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class EAPipe:
+    """Trains a sequence of layers as a pipeline: a stage of them in each process, and no bubble.
+
+    Mini-batches follow each other at once; each in flight has a replica of the weights of its own, and replicas and
+    master are pulled together (paper, Algorithm 1). All processes make the same calls. Rank 0 has the last stage: it
+    computes the loss, and the last rank has the first stage. A plain loop::
+
+        engine = EAPipe(layers, nn.functional.cross_entropy, lambda parameters: SGD(parameters, lr=0.1))
+        for x, y in loader:                       # the same batches on all ranks
+            loss = engine.train_batch((x, y))     # None but on rank 0
+        engine.flush()                            # the pipeline is empty, the layers hold the master's weights
+        predictions = engine.forward(x)           # None but on rank 0
+        engine.gather()                           # all layers on all ranks, not only their own
+        engine.detach()
+
+    Args:
+        layers: the model, the same on all ranks; those of other stages stay as they are, on the host.
+        loss: returns the loss, 0-dim, for an output and a target.
+        optimizer_factory: returns the optimizer of a stage's parameters.
+        config: the settings; or give them as keywords, see :class:`EAPipeConfig`.
+        device: where this rank's stage goes; None: where the layers are.
+        virtual_stages: run so many stages in this process, and none elsewhere: the same results bit for bit, and no
+            need for ``torch.distributed``.
+        backend: of the traffic, see :class:`Transport`.
+
+    Attributes:
+        config: the settings.
+        num_stages: N.
+        transport: the way to the other ranks; None for virtual stages.
+        cuts: indices of the first layers of all stages but the first; empty before the first batch.
+
+    Raises:
+        ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
+        RuntimeError: ``torch.distributed`` is not initialised.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        loss: Callable[[Any, Any], Tensor],
+        optimizer_factory: OptimizerFactory,
+        config: EAPipeConfig | None = None,
+        *,
+        virtual_stages: int | None = None,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = one_config(EAPipeConfig, config, settings)
+        self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
+        self._device = device_of(layers) if device is None else torch.device(device)
+        self._layers = split.flattened(layers)
+        self.cuts: list[int] = []
+        self._stages: list[Stage] = []
+        self.transport: Transport | None = None
+        if virtual_stages is None:
+            self.transport = Transport(self._device, timeout_s=self.config.timeout_s, backend=backend)
+            self.num_stages = self.transport.world_size
+        else:
+            self.num_stages = virtual_stages
+        try:
+            self._prepare()
+        except ValueError:
+            self.detach()
+            raise
+
+    def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
+        """Feeds the pipeline one mini-batch, or a part of one, and makes the updates that are due by then.
+
+        Args:
+            batch: input and target. Only the first stage uses the input, only the last one the target.
+            completes: whether the gradient of the mini-batch is complete with it.
+
+        Returns:
+            The loss, 0-dim and detached, where the last stage is; None elsewhere.
+        """
+        inputs, target = batch
+        self._begin(inputs)
+        loss = None
+        for stage in self._stages:
+            loss = stage.forward(lambda: inputs, lambda output: self._loss(output, target), completes=completes)
+        for stage in reversed(self._stages):
+            if stage.backward():
+                stage.update()
+        return loss
+
+    def flush(self) -> None:
+        """Empties the pipeline, and has the layers of this rank's stage hold the master's weights."""
+        for stage in reversed(self._stages):
+            stage.finish_backward(stage.update)
+        for stage in self._stages:
+            stage.finish()
+
+    def forward(self, inputs: Any) -> Any:
+        """Runs the master model; returns its output where the last stage is, None elsewhere. No gradients."""
+        self.flush()
+        self._begin(inputs)
+        output = None
+        for stage in self._stages:
+            output = stage.infer(lambda: inputs)
+        return output
+
+    def gather(self) -> None:
+        """Copies the master's layers of all stages to all ranks, after :meth:`flush`."""
+        self.flush()
+        if self.transport is None or not self.cuts:
+            return
+        bounds = [0, *self.cuts, len(self._layers)]
+        for stage in range(self.num_stages):
+            layers = nn.ModuleList(layer for _, layer in self._layers[bounds[stage] : bounds[stage + 1]])
+            broadcast = partial(self.transport.broadcast, src=self._rank_of(stage))
+            exchange_fused([*layers.parameters(), *layers.buffers()], PIECE_MB, broadcast)
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the threads and process groups. The weights stay as they are."""
+        for stage in self._stages:
+            stage.close(timeout_s)
+        if self.transport is not None:
+            self.transport.close(timeout_s)
+
+    def _prepare(self) -> None:
+        """Checks that all ranks are about to train the same model, and gives them rank 0's weights."""
+        problem: ValueError | None = None
+        try:
+            split.check_number(self._layers, self.num_stages)
+            parameters = collect_parameters(self._model, [])
+        except ValueError as error:
+            problem = error
+        self._raise_on_all_ranks(problem)
+        if self.transport is not None:
+            check_agreement(self.transport, self.config, parameters, self._model)
+            tensors = [*self._model.parameters(), *self._model.buffers()]
+            exchange_fused(tensors, PIECE_MB, self.transport.broadcast)
+
+    def _begin(self, inputs: Any) -> None:
+        """Makes the stages, if that has not been done: a collective call."""
+        if self._stages:
+            return
+        problem: ValueError | None = None
+        try:
+            cuts = split.checked_cuts(self._choose_cuts(inputs), self._layers, self.num_stages)
+            self._stages = [self._make_stage(stage, cuts, links) for stage, links in self._links()]
+            self.cuts = cuts
+        except ValueError as error:
+            problem = error
+        self._raise_on_all_ranks(problem)
+
+    def _choose_cuts(self, inputs: Any) -> list[int]:
+        """Returns the cuts that the first stage proposes."""
+        layers = [layer for _, layer in self._layers]
+        if isinstance(self.config.split, tuple):
+            return list(self.config.split)
+        if self.config.split == "parameters":
+            return split.partition(split.numbers_of_parameters(layers), self.num_stages)
+        is_first = self.transport is None or self.transport.rank == self._rank_of(0)
+        cuts = split.balanced(*split.measure(layers, inputs, self._device), self.num_stages) if is_first else []
+        return cuts if self.transport is None else self.transport.gather_objects(cuts)[self._rank_of(0)]
+
+    def _make_stage(self, index: int, cuts: list[int], links: Links) -> Stage:
+        bounds = [0, *cuts, len(self._layers)]
+        layers = nn.Sequential(*(layer for _, layer in self._layers[bounds[index] : bounds[index + 1]]))
+        layers.to(self._device)
+        trained = any(parameter.requires_grad for parameter in layers.parameters())
+        optimizer = self._optimizer_factory(layers.parameters()) if trained else _nothing_to_optimize()
+        collect_parameters(layers, [optimizer])
+        schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
+        return Stage(layers, optimizer, schedule, self.config, links)
+
+    def _links(self) -> list[tuple[int, Links]]:
+        """Returns the stages of this process, with their channels."""
+        wire_dtype, window = _WIRE_DTYPES[self.config.compression], (self.config.replicas or self.num_stages) + 1
+        transport = self.transport
+        if transport is None:
+            forward = [None, *(LocalChannel(wire_dtype) for _ in range(1, self.num_stages)), None]
+            back = [None, *(LocalChannel(wire_dtype) for _ in range(1, self.num_stages)), None]
+            return [(s, Links(forward[s], forward[s + 1], back[s + 1], back[s])) for s in range(self.num_stages)]
+        stage = self._rank_of(transport.rank)
+        before, after = self._rank_of(stage - 1), self._rank_of(stage + 1)
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        links = Links(
+            None if is_first else transport.channel_from(before, 0),
+            None if is_last else transport.channel_to(after, 0, wire_dtype=wire_dtype, window=window),
+            None if is_last else transport.channel_from(after, 1),
+            None if is_first else transport.channel_to(before, 1, wire_dtype=wire_dtype, window=window),
+        )
+        return [(stage, links)]
+
+    def _rank_of(self, stage: int) -> int:
+        """Returns the rank of a stage, or the stage of a rank: the loss is on rank 0, which logs."""
+        return self.num_stages - 1 - stage
+
+    def _raise_on_all_ranks(self, problem: ValueError | None) -> None:
+        if self.transport is not None:
+            raise_on_all_ranks(self.transport, problem)
+        elif problem is not None:
+            raise problem
+
+
+def _nothing_to_optimize() -> Optimizer:
+    """Returns the optimizer of a stage without parameters: torch makes none without one."""
+    return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=0.0)

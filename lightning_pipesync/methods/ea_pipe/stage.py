@@ -1,0 +1,290 @@
+"""One stage of a pipeline: its forward and backward passes, and the updates of its weights.
+
+[Note: passes and mini-batches]
+A mini-batch is what an update is made from; it has one forward and one backward pass, or several where gradients are
+accumulated. Passes are counted from 0 and made in order; what a stage does next depends on that order alone, never on
+what has arrived. So a stage in a process of its own computes, bit for bit, what it does beside all others in one.
+
+[Note: clipping across stages]
+The squared norm of a gradient grows on its way back, and is whole at the first stage. That one tells the others with
+the next activations that go forward. These are of a mini-batch that comes before the next use of the same replica: the
+update can wait for them, and nothing stands still.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.compat import foreach_norm, tree_flatten
+from lightning_pipesync.core.channel import Receiver, Sender
+from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.entry import Entry
+from lightning_pipesync.methods.ea_pipe.randomness import drawing
+from lightning_pipesync.methods.ea_pipe.schedule import Schedule
+from lightning_pipesync.methods.ea_pipe.weights import weights_for
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
+
+
+@dataclass(frozen=True)
+class Links:
+    """The channels of a stage; None where there is no neighbour."""
+
+    activations_in: Receiver | None = None
+    activations_out: Sender | None = None
+    gradients_in: Receiver | None = None
+    gradients_out: Sender | None = None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass whose backward pass is to come."""
+
+    step: int
+    is_last: bool
+    entry: Entry | None
+    outputs: list[Tensor]
+    hyperparameters: Hyperparameters
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A gradient whose norm over all stages is not known yet."""
+
+    step: int
+    gradients: list[Tensor | None]
+    hyperparameters: Hyperparameters
+    optimizer_step: Callable[[], object]
+
+
+class Stage:
+    """The layers of one stage, in training.
+
+    Args:
+        layers: of this stage; what else has parameters that are trained here may be among ``others``.
+        optimizer: of their parameters.
+        schedule: of this stage.
+        config: the settings.
+        links: to the neighbours.
+        others: modules that the loss uses.
+
+    Attributes:
+        layers: of this stage.
+        step: the mini-batch of the next forward pass, from 0 on.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        config: EAPipeConfig,
+        links: Links,
+        others: tuple[nn.Module, ...] = (),
+    ) -> None:
+        self.layers, self._optimizer, self._schedule, self._config = layers, optimizer, schedule, config
+        self._links = links
+        owned = nn.ModuleList([layers, *others])
+        self._parameters = list(owned.parameters())
+        self._device = next((p.device for p in self._parameters), torch.device("cpu"))
+        self.weights = weights_for(config.method)(self._parameters, list(owned.buffers()), optimizer, schedule, config)
+        self.step = self._num_passes = 0
+        self._passes: deque[_Pass] = deque()
+        self._partial: list[Tensor | None] | None = None
+        self._complete: tuple[_Pass, Tensor | None] | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._norms: list[Tensor] = []
+        self._training = False
+        self.weights.load_master()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage gets the mini-batches."""
+        return self._links.activations_in is None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self._links.activations_out is None
+
+    def forward(
+        self, source: Callable[[], Any], loss: Callable[[Any], Tensor], *, completes: bool = True
+    ) -> Tensor | None:
+        """Makes the next forward pass.
+
+        Args:
+            source: returns the input of the first layer; called on the first stage only.
+            loss: returns the loss, 0-dim, for the output of the last layer; called on the last stage only.
+            completes: whether the mini-batch has no further pass.
+
+        Returns:
+            The loss, detached, on the last stage.
+        """
+        if not self._training:
+            self.weights.leave_master()
+            self._training = True
+        entry, norms = None, self._take_norms()
+        if self._links.activations_in is not None:
+            tree, norms = self._links.activations_in.receive()
+            self._links.activations_in.expect()
+            self._apply_waiting(norms)
+            entry = Entry(tree)
+        self.weights.for_forward(self.step)
+        result = None
+        if entry is None:
+            with self._drawing(None):
+                value = source()
+        else:
+            value = entry.tree
+        with self._drawing(self._schedule.stage):
+            output = self.layers(value)
+        if self._links.activations_out is None:
+            with self._drawing(None):
+                output = loss(output)
+            result = output.detach()
+        else:
+            assert self._links.gradients_in is not None
+            self._links.activations_out.send((output, norms))
+            self._links.gradients_in.expect()
+        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._passes.append(_Pass(self.step, completes, entry, outputs, current(self._optimizer)))
+        self._num_passes += 1
+        self.step += completes
+        return result
+
+    def backward(self) -> bool:
+        """Makes the next backward pass, unless the pipeline is still filling.
+
+        Returns:
+            Whether the gradient of a mini-batch is complete: then ``p.grad`` holds it, and :meth:`update` follows.
+        """
+        return len(self._passes) > self._schedule.lag and self._backward()
+
+    def update(self, optimizer_step: Callable[[], object] | None = None) -> None:
+        """Applies the complete gradient, with the hyper-parameters that held at its forward pass.
+
+        Args:
+            optimizer_step: ``optimizer.step`` if None.
+        """
+        assert self._complete is not None
+        (one, squared_norm), self._complete = self._complete, None
+        waiting = _Waiting(
+            one.step,
+            [parameter.grad for parameter in self._parameters],
+            one.hyperparameters,
+            optimizer_step or self._optimizer.step,
+        )
+        self._set_gradients([None] * len(self._parameters))
+        self._waiting.append(waiting)
+        if self._config.clip_norm is None:
+            self._apply(None)
+        elif self.is_first:
+            assert squared_norm is not None
+            norm = squared_norm.sqrt()
+            self._norms.append(norm)
+            self._apply(norm)
+
+    def finish_backward(self, update: Callable[[], object]) -> None:
+        """Makes all backward passes that are left; calls ``update`` after each that completes a gradient."""
+        while self._passes:
+            if self._backward():
+                update()
+
+    def finish(self) -> None:
+        """Makes the updates that are left, and has the weights be the master's. After :meth:`finish_backward`."""
+        if not self._training:
+            return
+        norms = self._take_norms()
+        if self._links.activations_in is not None:
+            norms = self._links.activations_in.receive()
+            self._apply_waiting(norms)
+        if self._links.activations_out is not None:
+            self._links.activations_out.send(norms)
+        for sender in (self._links.activations_out, self._links.gradients_out):
+            if sender is not None:
+                sender.finish()
+        self._training = False
+        self.weights.load_master()
+
+    @torch.no_grad()
+    def infer(self, source: Callable[[], Any]) -> Any:
+        """Runs the master on the result of ``source``; returns the output of the last layer, None elsewhere."""
+        assert not self._training
+        value = source() if self._links.activations_in is None else self._links.activations_in.receive()
+        output = self.layers(value)
+        if self._links.activations_out is None:
+            return output
+        self._links.activations_out.send(output)
+        return None
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads."""
+        for receiver in (self._links.activations_in, self._links.gradients_in):
+            if receiver is not None:
+                receiver.close(timeout_s)
+
+    def _backward(self) -> bool:
+        one = self._passes.popleft()
+        self.weights.for_backward(one.step)
+        self._set_gradients(self._partial)
+        self._partial = None
+        squared_norm = None
+        gradients: list[Tensor | None] = [None]
+        if self._links.gradients_in is not None:
+            gradients, squared_norm = self._links.gradients_in.receive()
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(one.outputs, gradients, strict=True)
+            if self.is_last or gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        if one.is_last and self._config.clip_norm is not None:
+            squared_norm = self._squared_norm(squared_norm)
+        if self._links.gradients_out is not None:
+            assert one.entry is not None
+            self._links.gradients_out.send((one.entry.gradients, squared_norm))
+        if one.is_last:
+            self._complete = one, squared_norm
+        else:  # kept where nobody sets it to zero
+            self._partial = [parameter.grad for parameter in self._parameters]
+        return one.is_last
+
+    def _apply_waiting(self, norms: list[Tensor]) -> None:
+        for norm in norms:
+            self._apply(norm)
+
+    def _apply(self, norm: Tensor | None) -> None:
+        """Applies the oldest gradient that waits, clipped if its norm is given."""
+        one = self._waiting.popleft()
+        self.weights.for_backward(one.step)
+        self._set_gradients(one.gradients)
+        if norm is not None:
+            assert self._config.clip_norm is not None
+            nn.utils.clip_grads_with_norm_(self._parameters, self._config.clip_norm, norm)
+        later = [waiting.hyperparameters for waiting in self._waiting] + [made.hyperparameters for made in self._passes]
+        with in_use(self._optimizer, one.hyperparameters, later):
+            self.weights.update(one.step, one.optimizer_step)
+        self._set_gradients([None] * len(self._parameters))
+
+    def _squared_norm(self, of_later_stages: Tensor | None) -> Tensor:
+        norms = foreach_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        own = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
+        return own if of_later_stages is None else of_later_stages + own
+
+    def _take_norms(self) -> list[Tensor]:
+        norms, self._norms = self._norms, []
+        return norms
+
+    def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
+        for i, parameter in enumerate(self._parameters):
+            parameter.grad = None if gradients is None else gradients[i]
+
+    def _drawing(self, place: int | None) -> Any:
+        return drawing(self._config.seed, self._num_passes, place, self._device)

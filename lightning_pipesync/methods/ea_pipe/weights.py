@@ -1,0 +1,223 @@
+"""Which weights a mini-batch sees in a stage, and what becomes of its gradient: EA-Pipe and what it is compared to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.compat import stepping_unseen
+from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.schedule import Schedule
+from lightning_pipesync.methods.ea_pipe.states import OptimizerStates
+from lightning_pipesync.methods.ea_pipe.versions import Versions
+
+
+class Weights(ABC):
+    """The weights of one stage, in the versions that a method needs.
+
+    Args:
+        parameters: of the stage.
+        buffers: of the stage.
+        optimizer: of the parameters, and maybe of other ones that have no gradients.
+        schedule: of the stage.
+        config: the settings.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        optimizer: Optimizer,
+        schedule: Schedule,
+        config: EAPipeConfig,
+    ) -> None:
+        self._parameters, self._schedule, self._config = list(parameters), schedule, config
+        self._tensors = [*parameters, *buffers] if self.replicates_buffers else list(parameters)
+        self._versions = Versions(self._tensors, self.num_versions)
+        self._states = OptimizerStates(optimizer, self.num_states)
+
+    #: Whether buffers (BatchNorm's averages) have versions, too; if not, all mini-batches share them.
+    replicates_buffers = False
+
+    @property
+    @abstractmethod
+    def num_versions(self) -> int:
+        """How many versions of the weights there are. The last one is the master."""
+
+    @property
+    def num_states(self) -> int:
+        """How many states of the optimizer there are."""
+        return 1
+
+    @abstractmethod
+    def for_forward(self, step: int) -> None:
+        """Has the parameters be what mini-batch ``step`` sees in its forward pass."""
+
+    @abstractmethod
+    def for_backward(self, step: int) -> None:
+        """Has the parameters be what mini-batch ``step`` sees in its backward pass."""
+
+    def update(self, step: int, optimizer_step: Callable[[], object]) -> None:
+        """Applies the gradient of mini-batch ``step``, which the parameters hold.
+
+        Graphs that wait for their backward pass need other versions of the weights, or shall see this one: autograd
+        is not told.
+        """
+        with stepping_unseen(self._parameters):
+            self._update(step, optimizer_step)
+
+    @abstractmethod
+    def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
+        """Does what :meth:`update` says."""
+
+    def load_master(self) -> None:
+        """Has the parameters be the master's, which others may read and write until :meth:`leave_master`."""
+        self._versions.load(self._master)
+        self._versions.watch()
+
+    def leave_master(self) -> None:
+        """Has everything begin anew from the master, if somebody has written to it since :meth:`load_master`."""
+        if self._versions.written():
+            self._versions.keep()
+            for index in range(self._master):
+                self._versions.copy(self._master, index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all versions and optimizer states, of CPU tensors, by the parameters' places."""
+        index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        states = [
+            {index[id(p)]: values for p, values in self._states[i].items() if id(p) in index}
+            for i in range(self.num_states)
+        ]
+        return {"versions": self._versions.state(), "optimizer": states}
+
+    @property
+    def _master(self) -> int:
+        return self.num_versions - 1
+
+
+class ElasticReplicas(Weights):
+    """EA-Pipe: a mini-batch has a replica to itself, which is updated by it alone, then pulled (Algorithm 1)."""
+
+    replicates_buffers = True
+
+    @property
+    def num_versions(self) -> int:
+        return self._schedule.num_replicas + 1
+
+    @property
+    def num_states(self) -> int:
+        return self._schedule.num_replicas
+
+    def for_forward(self, step: int) -> None:
+        self._versions.load(self._schedule.replica(step))
+
+    for_backward = for_forward
+
+    def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
+        replica = self._schedule.replica(step)
+        self._states.load(replica)
+        optimizer_step()
+        self._states.keep(replica)
+        if self._schedule.is_due(step, self._config.sync_period):
+            self._versions.pull(replica, self._master, self._config.elastic_force)  # Eq. 1
+
+
+class StashedWeights(Weights):
+    """PipeDream with vertical sync: the gradient of a copy updates the master, which is copied anew (Fig. 1b)."""
+
+    @property
+    def num_versions(self) -> int:
+        return self._schedule.num_replicas + 1
+
+    def for_forward(self, step: int) -> None:
+        self._versions.load(self._schedule.replica(step))
+
+    for_backward = for_forward
+
+    def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
+        self._versions.load(self._master)
+        optimizer_step()
+        self._versions.copy(self._master, self._schedule.replica(step))
+
+
+class SharedWeights(Weights):
+    """Naive pipelining: forward and backward pass of a mini-batch see what happens to be there (Fig. 1a)."""
+
+    @property
+    def num_versions(self) -> int:
+        return 1
+
+    def for_forward(self, step: int) -> None:
+        self._versions.load(0)
+
+    for_backward = for_forward
+
+    def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
+        optimizer_step()
+
+
+class PredictedWeights(Weights):
+    """SpecTrain: both passes of a mini-batch see what the weights will be, as predicted, when it is through.
+
+    Chen et al., "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform", Section
+    3.2: the weights s updates ahead are those of now plus s times a smoothed update.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], optimizer: Optimizer, *rest: Any):
+        super().__init__(parameters, buffers, optimizer, *rest)
+        smoothing = self._config.prediction_smoothing
+        self._smoothing = (0.0 if _has_momentum(optimizer) else 0.9) if smoothing is None else smoothing
+        self._velocity = [torch.zeros_like(flat) for flat in self._versions.floating(self._master)]
+        self._before = [torch.empty_like(flat) for flat in self._velocity]
+
+    @property
+    def num_versions(self) -> int:
+        return 2
+
+    def for_forward(self, step: int) -> None:
+        self._predict(self._schedule.versions_between + self._schedule.versions_after)
+
+    def for_backward(self, step: int) -> None:
+        self._predict(self._schedule.versions_after)
+
+    @torch.no_grad()
+    def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
+        master = self._versions.floating(self._master)
+        for before, now in zip(self._before, master, strict=True):
+            before.copy_(now)
+        self._versions.load(self._master)
+        optimizer_step()
+        for velocity, before, now in zip(self._velocity, self._before, master, strict=True):
+            velocity.lerp_(torch.sub(now, before, out=before), 1 - self._smoothing)
+
+    @torch.no_grad()
+    def _predict(self, ahead: int) -> None:
+        """Has the parameters be those ``ahead`` updates from now: always in one place, where graphs look for them."""
+        self._versions.copy(self._master, 0)
+        for predicted, velocity in zip(self._versions.floating(0), self._velocity, strict=True):
+            predicted.add_(velocity, alpha=ahead)
+        self._versions.load(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "velocity": [flat.cpu().clone() for flat in self._velocity]}
+
+
+def weights_for(method: str) -> type[Weights]:
+    """Returns the class that does what a setting of ``method`` says."""
+    known: dict[str, type[Weights]] = {
+        "ea_pipe": ElasticReplicas,
+        "pipedream": StashedWeights,
+        "naive": SharedWeights,
+        "spectrain": PredictedWeights,
+    }
+    return known[method]
+
+
+def _has_momentum(optimizer: Optimizer) -> bool:
+    return any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups)

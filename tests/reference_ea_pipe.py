@@ -1,0 +1,120 @@
+"""EA-Pipe (Algorithms 1 to 3) and what the paper compares it to, in one process, with plain tensors.
+
+The model is a list of weights and biases with ReLU between; its gradient is written out, so that the weights of the
+backward pass may differ from those of the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+#: Weight [out, in] and bias [out] of each layer, one after the other.
+Weights = list[Tensor]
+Batch = tuple[Tensor, Tensor]
+MakeOptimizer = Callable[[Weights], Optimizer]
+
+
+def gradient(seen: Weights, used: Weights, batch: Batch) -> Weights:
+    """The gradient of the cross-entropy with weights `seen` in the forward and `used` in the backward pass."""
+    x, y = batch
+    inputs, last = [], len(seen) // 2 - 1
+    for layer in range(last + 1):
+        inputs.append(x)
+        x = x @ seen[2 * layer].t() + seen[2 * layer + 1]
+        x = x if layer == last else x.relu()
+    x = x.requires_grad_()
+    (error,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x, y), x)
+    found: Weights = []
+    for layer in range(last, -1, -1):
+        found = [(inputs[layer].t() @ error).t(), error.sum(dim=0), *found]
+        error = (error @ used[2 * layer]) * (inputs[layer] > 0)
+    return found
+
+
+def copied(weights: Sequence[Tensor]) -> Weights:
+    return [tensor.detach().clone() for tensor in weights]
+
+
+def step(optimizer: Optimizer, weights: Weights, gradients: Weights) -> None:
+    for tensor, value in zip(weights, gradients, strict=True):
+        tensor.grad = value
+    optimizer.step()
+
+
+def ea_pipe(
+    initial: Weights,
+    make_optimizer: MakeOptimizer,
+    batches: Sequence[Batch],
+    num_stages: int,
+    *,
+    elastic_force: float = 0.1,
+    sync_period: int = 1,
+    replicas: int | None = None,
+) -> Weights:
+    """Round-robin elastic averaging: the master."""
+    n = replicas or num_stages
+    master, local = copied(initial), [copied(initial) for _ in range(n)]
+    optimizers = [make_optimizer(weights) for weights in local]
+    for t, batch in enumerate(batches, 1):
+        i = (t - 1) % n
+        step(optimizers[i], local[i], gradient(local[i], local[i], batch))
+        if ceil(t / n) % sync_period == 0:
+            for x, center in zip(local[i], master, strict=True):  # Eq. 1
+                difference = x - center
+                x -= elastic_force * difference
+                center += elastic_force * difference
+    return master
+
+
+def pipedream(initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[Batch], num_stages: int) -> Weights:
+    """Weight stashing and vertical sync: mini-batch t sees the weights after update t - N, and updates the newest."""
+    master, versions = copied(initial), [copied(initial)]
+    optimizer = make_optimizer(master)
+    for t, batch in enumerate(batches, 1):
+        stashed = versions[max(0, t - num_stages)]
+        step(optimizer, master, gradient(stashed, stashed, batch))
+        versions.append(copied(master))
+    return master
+
+
+def one_version(
+    initial: Weights,
+    make_optimizer: MakeOptimizer,
+    batches: Sequence[Batch],
+    stage_of: Sequence[int],
+    smoothing: float | None = None,
+) -> Weights:
+    """Naive pipelining; with `smoothing` SpecTrain, which predicts the weights from smoothed updates.
+
+    At the last of N stages mini-batch t is through after update t - 1, at stage n (from 0 on) its forward pass comes
+    N - 1 - n updates earlier than its backward pass.
+    """
+    n = max(stage_of) + 1
+    weights, versions, velocities = copied(initial), [copied(initial)], [[torch.zeros_like(w) for w in initial]]
+    optimizer = make_optimizer(weights)
+
+    def predicted(tensor: int, version: int, ahead: int) -> Tensor:
+        now, velocity = versions[version][tensor], velocities[version][tensor]
+        return now if smoothing is None else now + ahead * velocity
+
+    for t, batch in enumerate(batches, 1):
+        seen, used = [], []
+        for tensor in range(len(initial)):
+            stage = stage_of[tensor // 2]
+            between, after = n - 1 - stage, stage // 2
+            seen.append(predicted(tensor, max(0, t - 1 - between), between + after))
+            used.append(predicted(tensor, t - 1, after))
+        step(optimizer, weights, gradient(seen, used, batch))
+        velocities.append(
+            [
+                torch.lerp(v, new - old, 1 - (smoothing or 0.0))
+                for v, new, old in zip(velocities[-1], weights, versions[-1], strict=True)
+            ]
+        )
+        versions.append(copied(weights))
+    return weights
