@@ -34,6 +34,8 @@ def foreach_zero_(tensors: list[Tensor]) -> None:
 
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the L2 norm of each tensor as a 0-dim tensor: fp32, or fp64 if one of them is."""
+    if not tensors:
+        return []
     dtypes = {tensor.dtype for tensor in tensors}
     if dtypes <= {torch.float32} or dtypes <= {torch.float64}:
         return list(torch._foreach_norm(tensors, 2))  # half again as fast as with a dtype

@@ -43,6 +43,7 @@ class Transport:
         world_size: number of processes.
         device: where the tensors of the collectives are.
         traffic: bytes sent and seconds waited, per kind of operation.
+        timeout: after which a peer that does not answer counts as lost.
 
     Args:
         device: where the tensors of the collectives are.
@@ -80,10 +81,10 @@ class Transport:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self._groups: list[dist.ProcessGroup] = []
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=timeout_s)
         # Flags, objects and single messages go through the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
-        self._gloo = GlooExchange(self._control, self._timeout)
+        self._gloo = GlooExchange(self._control, self.timeout)
         self._nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
         self._exchange: GlooExchange | NcclExchange | TorusExchange = self._nccl or self._gloo
         try:
@@ -95,7 +96,7 @@ class Transport:
             row, column = self._exchange_within(self._torus.row_of), self._exchange_within(self._torus.column_of)
             self._exchange = TorusExchange(self._torus, self.rank, row, column)
         # A rank that is done early, and closes, must not break the connections that a slower one is still making.
-        with naming_lost_peer(self.rank, "all ranks to connect", self._timeout):
+        with naming_lost_peer(self.rank, "all ranks to connect", self.timeout):
             dist.barrier(self._control)
 
     def reduce_scatter(
@@ -218,6 +219,10 @@ class Transport:
             states.append(torch.load(io.BytesIO(received.numpy().tobytes()), map_location="cpu", weights_only=False))
         return states
 
+    def new_group(self) -> dist.ProcessGroup:
+        """Returns a process group of all ranks for a library that communicates itself; a collective call."""
+        return self._new_group("gloo" if self._nccl is None else "nccl")
+
     def shard(self, flat: Tensor) -> Tensor:
         """Returns the slice of ``flat`` that this rank owns: a view."""
         return flat[self.shard_slice(flat.numel(), self.rank)]
@@ -248,11 +253,11 @@ class Transport:
 
     def _series(self, number: int) -> Messages:
         """Returns messages that are numbered apart from the collectives, which go through the same group."""
-        return Messages(self._control, 2 * NUM_TAGS + number, self._timeout)
+        return Messages(self._control, 2 * NUM_TAGS + number, self.timeout)
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """Returns a group of some ranks, all if None; a collective call of all."""
-        group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
+        group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
         if ranks is None or self.rank in ranks:
             self._groups.append(group)
         return group
@@ -269,7 +274,7 @@ class Transport:
         divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
         groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
         own = groups[tuple(ranks_of(self.rank))]
-        return GlooExchange(own, self._timeout) if self._nccl is None else NcclExchange(own, self.device)
+        return GlooExchange(own, self.timeout) if self._nccl is None else NcclExchange(own, self.device)
 
     def _exchange_bytes(self, kind: str, own: Sequence[int], read: Callable[[Tensor], T]) -> Handle[T]:
         """Tells all ranks some bytes of this rank; ``read`` gets those of all, shape ``[world_size, len(own)]``."""
@@ -341,5 +346,5 @@ class Transport:
 
     def _finish(self, work: dist.Work | None, what: str) -> None:
         assert work is not None
-        with naming_lost_peer(self.rank, what, self._timeout):
-            work.wait(self._timeout)
+        with naming_lost_peer(self.rank, what, self.timeout):
+            work.wait(self.timeout)

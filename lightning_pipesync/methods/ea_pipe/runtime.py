@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import collect_parameters
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
-from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, part_of
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage import Links, Stage
 from lightning_pipesync.methods.method import device_of, one_config
@@ -86,6 +87,11 @@ class EAPipe:
         if virtual_stages is None:
             self.transport = Transport(self._device, timeout_s=self.config.timeout_s, backend=backend)
             self.num_stages = self.transport.world_size
+        elif self.config.method in SYNCHRONOUS:
+            raise ValueError(
+                f"method={self.config.method!r} has no virtual stages, since it is SGD with larger batches: train the "
+                "model without a pipeline."
+            )
         else:
             self.num_stages = virtual_stages
         try:
@@ -105,10 +111,14 @@ class EAPipe:
             The loss, 0-dim and detached, where the last stage is; None elsewhere.
         """
         inputs, target = batch
+
+        def loss_of_part(output: Any, index: int, count: int) -> Tensor:
+            return self._loss(output, part_of(target, index, count))
+
         self._begin(inputs)
         loss = None
         for stage in self._stages:
-            loss = stage.forward(lambda: inputs, lambda output: self._loss(output, target), completes=completes)
+            loss = stage.forward(lambda: inputs, loss_of_part, completes=completes)
         for stage in reversed(self._stages):
             if stage.backward():
                 stage.update()
@@ -135,11 +145,39 @@ class EAPipe:
         self.flush()
         if self.transport is None or not self.cuts:
             return
-        bounds = [0, *self.cuts, len(self._layers)]
         for stage in range(self.num_stages):
-            layers = nn.ModuleList(layer for _, layer in self._layers[bounds[stage] : bounds[stage + 1]])
+            layers = nn.ModuleList(self._layers_of(stage))
             broadcast = partial(self.transport.broadcast, src=self._rank_of(stage))
             exchange_fused([*layers.parameters(), *layers.buffers()], PIECE_MB, broadcast)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the stages of this process need to go on bit for bit; empties the pipeline first.
+
+        Raises:
+            RuntimeError: there is nothing yet: no mini-batch has been trained.
+        """
+        if not self._stages:
+            raise RuntimeError("There are no stages before the first mini-batch: train one, then save.")
+        self.flush()
+        return {"cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned on this rank, with its cuts.
+
+        Raises:
+            ValueError: the state is of another number of stages, or of other ones than there are already.
+        """
+        if len(state["cuts"]) != self.num_stages - 1:
+            raise ValueError(f"The state is of {len(state['cuts']) + 1} stages, and there are {self.num_stages}.")
+        if not self._stages:
+            self._make_stages(state["cuts"])
+        elif self.cuts != state["cuts"]:
+            raise ValueError(
+                f"The state is of stages that begin with layers {state['cuts']}, and those of this training begin with "
+                f"{self.cuts}: load it before the first mini-batch."
+            )
+        for stage, saved in zip(self._stages, state["stages"], strict=True):
+            stage.load_state_dict(saved)
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and process groups. The weights stay as they are."""
@@ -166,11 +204,13 @@ class EAPipe:
         """Makes the stages, if that has not been done: a collective call."""
         if self._stages:
             return
+        self._make_stages(self._choose_cuts(inputs))
+
+    def _make_stages(self, cuts: Sequence[int]) -> None:
         problem: ValueError | None = None
         try:
-            cuts = split.checked_cuts(self._choose_cuts(inputs), self._layers, self.num_stages)
-            self._stages = [self._make_stage(stage, cuts, links) for stage, links in self._links()]
-            self.cuts = cuts
+            self.cuts = split.checked_cuts(cuts, self._layers, self.num_stages)
+            self._stages = [self._make_stage(stage, links) for stage, links in self._links()]
         except ValueError as error:
             problem = error
         self._raise_on_all_ranks(problem)
@@ -186,15 +226,21 @@ class EAPipe:
         cuts = split.balanced(*split.measure(layers, inputs, self._device), self.num_stages) if is_first else []
         return cuts if self.transport is None else self.transport.gather_objects(cuts)[self._rank_of(0)]
 
-    def _make_stage(self, index: int, cuts: list[int], links: Links) -> Stage:
-        bounds = [0, *cuts, len(self._layers)]
-        layers = nn.Sequential(*(layer for _, layer in self._layers[bounds[index] : bounds[index + 1]]))
+    def _make_stage(self, index: int, links: Links) -> Stage:
+        layers = nn.Sequential(*self._layers_of(index))
         layers.to(self._device)
         trained = any(parameter.requires_grad for parameter in layers.parameters())
         optimizer = self._optimizer_factory(layers.parameters()) if trained else _nothing_to_optimize()
         collect_parameters(layers, [optimizer])
         schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
-        return Stage(layers, optimizer, schedule, self.config, links)
+        if self.config.method not in SYNCHRONOUS:
+            return Stage(layers, optimizer, schedule, self.config, links)
+        assert self.transport is not None
+        return MicroBatchedStage(layers, optimizer, schedule, self.config, links, transport=self.transport)
+
+    def _layers_of(self, stage: int) -> list[nn.Module]:
+        bounds = [0, *self.cuts, len(self._layers)]
+        return [layer for _, layer in self._layers[bounds[stage] : bounds[stage + 1]]]
 
     def _links(self) -> list[tuple[int, Links]]:
         """Returns the stages of this process, with their channels."""

@@ -31,6 +31,12 @@ from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.weights import weights_for
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
 
+#: Returns the input of the first layer.
+Source = Callable[[], Any]
+#: Returns the loss, 0-dim, for an output of the last layer, the number of the part of the batch that it is for, and how
+#: many parts there are.
+Loss = Callable[[Any, int, int], Tensor]
+
 
 @dataclass(frozen=True)
 class Links:
@@ -113,22 +119,18 @@ class Stage:
         """Whether this stage computes the loss."""
         return self._links.activations_out is None
 
-    def forward(
-        self, source: Callable[[], Any], loss: Callable[[Any], Tensor], *, completes: bool = True
-    ) -> Tensor | None:
+    def forward(self, source: Source, loss: Loss, *, completes: bool = True) -> Tensor | None:
         """Makes the next forward pass.
 
         Args:
             source: returns the input of the first layer; called on the first stage only.
-            loss: returns the loss, 0-dim, for the output of the last layer; called on the last stage only.
+            loss: called on the last stage only.
             completes: whether the mini-batch has no further pass.
 
         Returns:
             The loss, detached, on the last stage.
         """
-        if not self._training:
-            self.weights.leave_master()
-            self._training = True
+        self._begin_training()
         entry, norms = None, self._take_norms()
         if self._links.activations_in is not None:
             tree, norms = self._links.activations_in.receive()
@@ -146,16 +148,14 @@ class Stage:
             output = self.layers(value)
         if self._links.activations_out is None:
             with self._drawing(None):
-                output = loss(output)
+                output = loss(output, 0, 1)
             result = output.detach()
         else:
             assert self._links.gradients_in is not None
             self._links.activations_out.send((output, norms))
             self._links.gradients_in.expect()
         outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._passes.append(_Pass(self.step, completes, entry, outputs, current(self._optimizer)))
-        self._num_passes += 1
-        self.step += completes
+        self._passes.append(self._count(completes, entry, outputs))
         return result
 
     def backward(self) -> bool:
@@ -182,13 +182,10 @@ class Stage:
         )
         self._set_gradients([None] * len(self._parameters))
         self._waiting.append(waiting)
-        if self._config.clip_norm is None:
+        if squared_norm is None:
             self._apply(None)
-        elif self.is_first:
-            assert squared_norm is not None
-            norm = squared_norm.sqrt()
-            self._norms.append(norm)
-            self._apply(norm)
+        else:
+            self._apply_in_time(squared_norm)
 
     def finish_backward(self, update: Callable[[], object]) -> None:
         """Makes all backward passes that are left; calls ``update`` after each that completes a gradient."""
@@ -213,7 +210,7 @@ class Stage:
         self.weights.load_master()
 
     @torch.no_grad()
-    def infer(self, source: Callable[[], Any]) -> Any:
+    def infer(self, source: Source) -> Any:
         """Runs the master on the result of ``source``; returns the output of the last layer, None elsewhere."""
         assert not self._training
         value = source() if self._links.activations_in is None else self._links.activations_in.receive()
@@ -222,6 +219,28 @@ class Stage:
             return output
         self._links.activations_out.send(output)
         return None
+
+    def _begin_training(self) -> None:
+        if not self._training:
+            self.weights.leave_master()
+            self._training = True
+
+    def _count(self, completes: bool, entry: Entry | None, outputs: list[Tensor]) -> _Pass:
+        """Counts a forward pass."""
+        made = _Pass(self.step, completes, entry, outputs, current(self._optimizer))
+        self._num_passes += 1
+        self.step += completes
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this stage needs to go on bit for bit; after :meth:`finish`."""
+        return {"step": self.step, "passes": self._num_passes, "weights": self.weights.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned."""
+        self.step, self._num_passes = state["step"], state["passes"]
+        self.weights.load_state_dict(state["weights"])
+        self.weights.load_master()
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads."""
@@ -232,8 +251,7 @@ class Stage:
     def _backward(self) -> bool:
         one = self._passes.popleft()
         self.weights.for_backward(one.step)
-        self._set_gradients(self._partial)
-        self._partial = None
+        self._restore_partial()
         squared_norm = None
         gradients: list[Tensor | None] = [None]
         if self._links.gradients_in is not None:
@@ -250,11 +268,27 @@ class Stage:
         if self._links.gradients_out is not None:
             assert one.entry is not None
             self._links.gradients_out.send((one.entry.gradients, squared_norm))
+        return self._keep(one, squared_norm)
+
+    def _keep(self, one: _Pass, squared_norm: Tensor | None) -> bool:
+        """Keeps the gradient after a backward pass; returns whether it is complete."""
         if one.is_last:
             self._complete = one, squared_norm
-        else:  # kept where nobody sets it to zero
+        else:  # where nobody sets it to zero
             self._partial = [parameter.grad for parameter in self._parameters]
         return one.is_last
+
+    def _restore_partial(self) -> None:
+        """Has ``p.grad`` be what earlier passes of the same mini-batch have summed up."""
+        self._set_gradients(self._partial)
+        self._partial = None
+
+    def _apply_in_time(self, squared_norm: Tensor) -> None:
+        """Applies the newest gradient when its norm over all stages is known, which is at the first stage now."""
+        if self.is_first:
+            norm = squared_norm.sqrt()
+            self._norms.append(norm)
+            self._apply(norm)
 
     def _apply_waiting(self, norms: list[Tensor]) -> None:
         for norm in norms:

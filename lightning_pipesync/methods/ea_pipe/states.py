@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from torch.optim import Optimizer
@@ -33,8 +34,19 @@ class OptimizerStates:
         """Makes state ``index`` what the optimizer has now."""
         self._states[index] = dict(self._optimizer.state)
 
-    def __getitem__(self, index: int) -> State:
-        return self._states[index]
+    def state(self) -> list[dict[str, Any]]:
+        """Returns copies of the states as ``Optimizer.state_dict`` has them."""
+        found = []
+        for index in range(len(self._states)):
+            self.load(index)
+            found.append(deepcopy(self._optimizer.state_dict()))
+        return found
+
+    def load_state(self, state: list[dict[str, Any]]) -> None:
+        """Takes over what :meth:`state` returned."""
+        for index, saved in enumerate(state):
+            self._optimizer.load_state_dict(saved)
+            self.keep(index)
 
 
 def _copied(state: State) -> State:

@@ -88,13 +88,13 @@ class Weights(ABC):
                 self._versions.copy(self._master, index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all versions and optimizer states, of CPU tensors, by the parameters' places."""
-        index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        states = [
-            {index[id(p)]: values for p, values in self._states[i].items() if id(p) in index}
-            for i in range(self.num_states)
-        ]
-        return {"versions": self._versions.state(), "optimizer": states}
+        """Returns copies of all versions of the weights and all states of the optimizer."""
+        return {"versions": self._versions.state(), "optimizer": self._states.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned."""
+        self._versions.load_state(state["versions"])
+        self._states.load_state(state["optimizer"])
 
     @property
     def _master(self) -> int:
@@ -147,7 +147,7 @@ class StashedWeights(Weights):
 
 
 class SharedWeights(Weights):
-    """Naive pipelining: forward and backward pass of a mini-batch see what happens to be there (Fig. 1a)."""
+    """One version: what is there when a pass is made. Naive pipelining (Fig. 1a), and synchronous pipelines."""
 
     @property
     def num_versions(self) -> int:
@@ -207,6 +207,12 @@ class PredictedWeights(Weights):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "velocity": [flat.cpu().clone() for flat in self._velocity]}
 
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for flat, values in zip(self._velocity, state["velocity"], strict=True):
+            flat.copy_(values)
+
 
 def weights_for(method: str) -> type[Weights]:
     """Returns the class that does what a setting of ``method`` says."""
@@ -214,6 +220,8 @@ def weights_for(method: str) -> type[Weights]:
         "ea_pipe": ElasticReplicas,
         "pipedream": StashedWeights,
         "naive": SharedWeights,
+        "gpipe": SharedWeights,
+        "1f1b": SharedWeights,
         "spectrain": PredictedWeights,
     }
     return known[method]

@@ -1,0 +1,115 @@
+"""Synchronous pipelines, which divide a mini-batch: GPipe and 1F1B, on PyTorch's own schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from lightning_pipesync.compat import tree_flatten, tree_unflatten
+from lightning_pipesync.core.failure import naming_lost_peer
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
+
+_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+#: Tells all ranks that a batch cannot be divided.
+_UNEVEN = 2
+
+
+class MicroBatchedStage(Stage):
+    """A stage that makes all passes of a mini-batch, part by part, before the next mini-batch begins.
+
+    All parts have to be of one size. What goes into the first layer and from stage to stage is a tensor or a tuple.
+
+    Args:
+        args: as of :class:`Stage`.
+        transport: the way to the other stages.
+    """
+
+    def __init__(self, *args: Any, transport: Transport) -> None:
+        super().__init__(*args)
+        self._transport = transport
+        self._group = transport.new_group()
+        self._parts = self._config.micro_batches or self._schedule.num_stages
+        self._pipeline: PipelineScheduleSingle | None = None
+        self._shapes: list[torch.Size] = []
+        self._loss: Loss
+
+    def forward(self, source: Source, loss: Loss, *, completes: bool = True) -> Tensor | None:
+        """Makes all passes, forward and backward; arguments and result as in :meth:`Stage.forward`.
+
+        Raises:
+            ValueError: on every rank: the samples do not divide into the parts.
+        """
+        self._begin_training()
+        self.weights.for_forward(self.step)
+        self._loss = loss
+        arguments: tuple[Any, ...] = ()
+        if self.is_first:
+            with self._drawing(None):
+                value = source()
+            arguments = value if isinstance(value, tuple) else (value,)
+        pipeline = self._pipeline_for(arguments)
+        self._restore_partial()
+        losses: list[Tensor] = []
+        with self._drawing(self._schedule.stage), self._naming_lost_peer():
+            if self.is_last:
+                pipeline.step(*arguments, target=torch.arange(self._parts), losses=losses, return_outputs=False)
+            else:
+                pipeline.step(*arguments, return_outputs=False)
+        made = self._count(completes, None, [])
+        squared_norm = None
+        if completes and self._config.clip_norm is not None:
+            squared_norm = self._transport.all_reduce(self._squared_norm(None).reshape(1)).wait()[0]
+        self._keep(made, squared_norm)
+        return torch.stack([part.detach() for part in losses]).sum() if losses else None
+
+    def backward(self) -> bool:
+        return self._complete is not None
+
+    def finish(self) -> None:
+        self._training = False
+        self.weights.load_master()
+
+    def _apply_in_time(self, squared_norm: Tensor) -> None:
+        self._apply(squared_norm.sqrt())
+
+    def _pipeline_for(self, arguments: tuple[Any, ...]) -> PipelineScheduleSingle:
+        """Returns the schedule, a new one if the shapes have changed: it has looked at those of its first batch."""
+        shapes = [leaf.shape for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
+        uneven = max((shape[0] % self._parts for shape in shapes), default=0)
+        flags = self._transport.exchange_flags(_UNEVEN if uneven else int(shapes != self._shapes)).wait()
+        if _UNEVEN in flags:
+            raise ValueError(
+                f"The samples of a mini-batch must divide into micro_batches={self._parts} of one size: choose another "
+                "batch size, and drop the last batch if it is smaller."
+            )
+        if any(flags) or self._pipeline is None:
+            index, count = self._schedule.stage, self._schedule.num_stages
+            stage = PipelineStage(self.layers, index, count, self._device, group=self._group)
+            stage.stage_index_to_group_rank = {other: count - 1 - other for other in range(count)}
+            # Losses are means already divided by the number of parts.
+            self._pipeline = _SCHEDULES[self._config.method](
+                stage, self._parts, loss_fn=self._loss_of_part, scale_grads=False
+            )
+            self._shapes = shapes
+        return self._pipeline
+
+    def _loss_of_part(self, output: Any, number: Tensor) -> Tensor:
+        with self._drawing(None):
+            return self._loss(output, int(number), self._parts) / self._parts
+
+    def _naming_lost_peer(self) -> Any:
+        return naming_lost_peer(self._transport.rank, "another stage", self._transport.timeout)
+
+
+def part_of(batch: Any, index: int, count: int) -> Any:
+    """Returns one of ``count`` parts of a batch: of every tensor the samples, which are its first dimension."""
+    if count == 1:
+        return batch
+    leaves, spec = tree_flatten(batch)
+    parts = [leaf.tensor_split(count)[index] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+    return tree_unflatten(parts, spec)

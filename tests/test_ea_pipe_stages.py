@@ -1,0 +1,390 @@
+"""What a stage does with unusual layers, settings and batches; virtual stages stand in for processes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe import split as splits
+from tests.harness import assert_refused, launch, raised
+from tests.models import assert_loss_is_noticed, batch
+from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
+
+ASYNCHRONOUS = ("ea_pipe", "pipedream", "naive", "spectrain")
+
+
+class Pair(nn.Module):
+    """Passes on nested tuples, in which not everything needs a gradient."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x.tanh(), {"mask": x > 0, "again": (2 * x,), "name": "kept"}
+
+
+class Join(nn.Module):
+    def forward(self, parts: tuple[Tensor, dict[str, Any]]) -> Tensor:
+        x, rest = parts
+        assert rest["name"] == "kept"
+        return x * rest["mask"] + rest["again"][0]
+
+
+def unusual(seed: int = 0) -> nn.Sequential:
+    """Dropout, BatchNorm, a first layer of a stage that works in place, and nested activations, of which one unused."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(inplace=True), nn.Sequential(nn.Dropout(0.3), Pair()),
+        Join(), nn.Linear(10, 10), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(10, 3),
+    )  # fmt: skip
+
+
+#: A stage each begins with the ReLU in place, with the layer that takes a nested tuple, with the other ReLU.
+UNUSUAL_CUTS = (2, 5, 7)
+
+
+def train(settings: dict[str, Any], virtual_stages: int | None, num_steps: int = 14) -> dict[str, Tensor]:
+    """The whole master; the last batches are smaller."""
+    model = unusual()
+    loss = nn.functional.cross_entropy
+    engine = EAPipe(
+        model, loss, OPTIMIZERS["sgd"], virtual_stages=virtual_stages, **{"split": UNUSUAL_CUTS, **settings}
+    )
+    for t in range(num_steps):
+        engine.train_batch(batch(t, 0, size=8 if t < 10 else 5))
+    model.eval()
+    output = engine.forward(batch(100, 0)[0])
+    engine.gather()
+    engine.detach()
+    return {**model.state_dict(), **({} if output is None else {"output": output})}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{method: {"method": method} for method in ASYNCHRONOUS},
+    "bf16": {"compression": "bf16"},
+    "clipped": {"clip_norm": 0.1},
+    "pipedream, clipped": {"method": "pipedream", "clip_norm": 0.1},
+    "more replicas, clipped": {"replicas": 7, "clip_norm": 0.1},
+}
+
+
+def train_all() -> dict[str, dict[str, Tensor]]:
+    return {name: train(settings, None) for name, settings in SETTINGS.items()}
+
+
+def test_virtual_stages_are_processes_with_any_layers() -> None:
+    """Dropout and BatchNorm's averages included, and all ranks have the whole master."""
+    on_processes = launch(train_all, 4)
+    for name, settings in SETTINGS.items():
+        virtual = train(settings, 4)
+        for rank, outcome in enumerate(on_processes):
+            for key, value in outcome[name].items():
+                assert torch.equal(value, virtual[key]), f"{name}: {key} on rank {rank}"
+            assert ("output" in outcome[name]) == (rank == 0)
+
+
+def clipped_by_hand(max_norm: float) -> list[Tensor]:
+    """Elastic averaging of two replicas, each of whose gradients is clipped as a whole."""
+    master = layers()
+    replicas = [layers(), layers()]
+    optimizers = [OPTIMIZERS["sgd"](replica.parameters()) for replica in replicas]
+    for t in range(12):
+        replica, optimizer = replicas[t % 2], optimizers[t % 2]
+        x, y = batch(t, 0)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(replica(x), y).backward()
+        nn.utils.clip_grad_norm_(replica.parameters(), max_norm)
+        optimizer.step()
+        with torch.no_grad():
+            for p, center in zip(replica.parameters(), master.parameters(), strict=True):
+                difference = p - center
+                p -= 0.1 * difference
+                center += 0.1 * difference
+    return list(master.parameters())
+
+
+def test_clipping_takes_the_norm_over_all_stages() -> None:
+    model = layers()
+    engine = EAPipe(
+        model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=2, split=CUTS[2], clip_norm=0.2
+    )
+    for t in range(12):
+        engine.train_batch(batch(t, 0))
+    engine.flush()
+    torch.testing.assert_close(list(model.parameters()), clipped_by_hand(0.2))
+
+
+@pytest.mark.parametrize("method", ASYNCHRONOUS)
+def test_parts_of_a_mini_batch_add_up(method: str) -> None:
+    """Two passes of half the samples are one of all, at any number of stages, when nothing is in flight between."""
+    model, other = layers(), layers()
+    make = OPTIMIZERS["sgd"]
+    cuts = CUTS[3]
+    whole = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, method=method, split=cuts)
+
+    def half(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target) / 2
+
+    parts = EAPipe(other, half, make, virtual_stages=3, method=method, split=cuts)
+    for t in range(9):
+        x, y = batch(t, 0)
+        whole.train_batch((x, y))
+        parts.train_batch((x[:4], y[:4]), completes=False)
+        parts.train_batch((x[4:], y[4:]))
+        if method in ("naive", "spectrain"):  # what these see depends on what is in flight
+            whole.flush()
+            parts.flush()
+    whole.flush()
+    parts.flush()
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
+
+
+@pytest.mark.parametrize("method", ["ea_pipe", "pipedream"])
+def test_emptying_the_pipeline_changes_nothing(method: str) -> None:
+    model, other = unusual(), unusual()
+    engines = [
+        EAPipe(m, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=4, method=method, split=UNUSUAL_CUTS)
+        for m in (model, other)
+    ]
+    for t in range(12):
+        for engine in engines:
+            engine.train_batch(batch(t, 0))
+        if t % 3 == 1:
+            engines[1].flush()
+    for engine in engines:
+        engine.flush()
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
+    def run(engine: EAPipe, steps: range) -> None:
+        for t in steps:
+            engine.train_batch(batch(t, 0))
+
+    def engine_of(model: nn.Sequential) -> EAPipe:
+        loss = nn.functional.cross_entropy
+        return EAPipe(model, loss, OPTIMIZERS["sgd"], virtual_stages=4, **{"split": UNUSUAL_CUTS, **settings})
+
+    model = unusual()
+    engine = engine_of(model)
+    run(engine, range(9))
+    saved = io.BytesIO()
+    state = engine.state_dict()
+    torch.save({"engine": state, "model": model.state_dict()}, saved)
+    run(engine, range(9, 17))
+    engine.flush()
+
+    saved.seek(0)
+    checkpoint = torch.load(saved, weights_only=True)
+    resumed = unusual(seed=5)
+    resumed.load_state_dict(checkpoint["model"])
+    other = engine_of(resumed)
+    other.load_state_dict(checkpoint["engine"])
+    run(other, range(9, 17))
+    other.flush()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("method", ["ea_pipe", "pipedream", "naive"])
+def test_weights_written_between_steps_count(method: str) -> None:
+    """Every replica begins anew from them. What SpecTrain predicts from are earlier steps, too."""
+    model, other = layers(), layers(seed=3)
+    make, loss = OPTIMIZERS["plain sgd"], nn.functional.cross_entropy
+    engine, fresh = (EAPipe(m, loss, make, virtual_stages=2, method=method, split=CUTS[2]) for m in (model, other))
+    fresh.train_batch(batch(50, 0))
+    fresh.flush()
+    engine.train_batch(batch(0, 0))
+    engine.flush()
+    for one in (model, other):
+        one.load_state_dict(layers(seed=7).state_dict())
+    for t in range(6):
+        engine.train_batch(batch(t, 0))
+        fresh.train_batch(batch(t, 0))
+    engine.flush()
+    fresh.flush()
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+def test_learning_rate_is_that_of_the_mini_batch() -> None:
+    """Also where its gradient comes back after the rate has changed."""
+    optimizers: list[SGD] = []
+
+    def make(parameters: Any) -> SGD:
+        optimizers.append(SGD(parameters, lr=0.1))
+        return optimizers[-1]
+
+    model, reference = layers(), layers()
+    engine = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, split=CUTS[3], method="pipedream")
+    plain = SGD(reference.parameters(), lr=0.1)
+    versions = [[p.detach().clone() for p in reference.parameters()]]
+    for t in range(10):
+        rate = 0.1 / (1 + t)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+        engine.train_batch(batch(t, 0))
+        stashed = layers()
+        for p, value in zip(stashed.parameters(), versions[max(0, t - 2)], strict=True):
+            p.data.copy_(value)
+        x, y = batch(t, 0)
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(stashed(x), y), list(stashed.parameters()))
+        for p, gradient in zip(reference.parameters(), gradients, strict=True):
+            p.grad = gradient
+        plain.param_groups[0]["lr"] = 0.1 if t == 0 else rate  # the first batch makes the optimizers
+        plain.step()
+        versions.append([p.detach().clone() for p in reference.parameters()])
+    engine.flush()
+    assert_equal(list(model.parameters()), list(reference.parameters()))
+
+
+# --- synchronous pipelines --------------------------------------------------------------------------------------------
+
+
+def train_synchronous(method: str, clip_norm: float | None) -> list[Tensor]:
+    model = layers()
+    engine = EAPipe(
+        model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], method=method, split=CUTS[2], clip_norm=clip_norm
+    )
+    for t in range(8):
+        x, y = batch(t, 0, size=8 if t < 5 else 4)  # shapes may change
+        engine.train_batch((x[:4], y[:4]), completes=t >= 5)
+        if t < 5:
+            engine.train_batch((x[4:], y[4:]))
+    engine.gather()
+    engine.detach()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+def test_synchronous_pipelines_are_sgd(method: str, clip_norm: float | None) -> None:
+    model = layers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for t in range(8):
+        x, y = batch(t, 0, size=8 if t < 5 else 4)
+        optimizer.zero_grad()
+        for start in range(0, len(x), 4):
+            nn.functional.cross_entropy(model(x[start : start + 4]), y[start : start + 4]).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    for outcome in launch(train_synchronous, 2, method, clip_norm):
+        torch.testing.assert_close(outcome, [p.detach() for p in model.parameters()])
+
+
+# --- which layers a stage gets ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "cuts"),
+    [
+        ([1, 1, 1, 1], 2, [2]),
+        ([5, 1, 1, 1], 2, [1]),
+        ([1, 1, 1, 5], 2, [3]),
+        ([1, 2, 3, 4, 5], 3, [3, 4]),
+        ([3], 1, []),
+    ],
+)
+def test_partition_has_the_smallest_largest_part(costs: list[float], parts: int, cuts: list[int]) -> None:
+    assert splits.partition(costs, parts) == cuts
+
+
+def test_balanced_cut_saves_memory_where_time_allows() -> None:
+    assert splits.balanced([1, 1, 0.01, 1, 1], [1, 1, 9, 1, 1], 2) in ([2], [3])
+    assert splits.balanced([1, 1, 0.01, 1, 1], [9, 1, 9, 1, 1], 2) == [2]
+    assert splits.balanced([1, 1, 0.01, 1, 1], [1, 1, 9, 1, 9], 2) == [3]
+
+
+def test_measuring_leaves_the_layers_as_they_were() -> None:
+    model = unusual()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = [layer for _, layer in splits.flattened(model)]
+    times, sizes = splits.measure(found, batch(0, 0)[0], torch.device("cpu"))
+    assert len(times) == len(sizes) == len(found) == 10
+    assert all(seconds > 0 for seconds in times)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- bad input and faults ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"elastic_force": 0.0}, "elastic_force"),
+        ({"elastic_force": 1.0}, "elastic_force"),
+        ({"sync_period": 0}, "sync_period"),
+        ({"replicas": 0}, "replicas"),
+        ({"method": "zero-bubble"}, "method"),
+        ({"compression": "int8"}, "compression"),
+        ({"split": "evenly"}, "split"),
+        ({"split": (3, 2)}, "split"),
+        ({"clip_norm": -1.0}, "clip_norm"),
+        ({"clip_norm": 1.0, "method": "naive"}, "clip_norm"),
+        ({"prediction_smoothing": 1.0}, "prediction_smoothing"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+    ],
+)
+def test_bad_settings_name_themselves(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        EAPipeConfig(**settings)
+
+
+def make_bad(settings: dict[str, Any]) -> tuple[str, str] | None:
+    model = layers()
+    return raised(
+        lambda: EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], **settings).train_batch(batch(0, 0))
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"split": (1, 2)}, "split"),
+        ({"split": (40,)}, "split"),
+        ({"method": "gpipe", "micro_batches": 3}, "micro_batches"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(settings: dict[str, Any], named: str) -> None:
+    for outcome in launch(make_bad, 2, settings):
+        assert_refused({named: outcome})
+
+
+def test_too_few_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="10 stages need at least as many layers"):
+        EAPipe(layers(), nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=10)
+
+
+def test_weights_shared_by_two_stages_are_refused() -> None:
+    model = layers()
+    model[6].weight = nn.Parameter(torch.zeros(8, 7))
+    model.append(nn.Linear(7, 8))
+    model[9].weight = model[6].weight
+    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=2, split=(8,))
+    with pytest.raises(ValueError, match="share a parameter"):
+        engine.train_batch(batch(0, 0))
+
+
+class Pipelined:
+    """The engine as the loop that loses a peer drives a method."""
+
+    def __init__(self, model: nn.Sequential, _: Any) -> None:
+        self.engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], timeout_s=4)
+
+    def step(self) -> None:
+        self.engine.train_batch(batch(0, 0))
+
+    def detach(self) -> None:
+        self.engine.detach()
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_stage_is_noticed(how: str) -> None:
+    assert_loss_is_noticed(Pipelined, how)
