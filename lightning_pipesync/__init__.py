@@ -5,8 +5,9 @@ Importing the package registers the strategies, so that ``Trainer(strategy="sels
 
 from lightning_pipesync.core.codecs import TopK
 from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
-from lightning_pipesync.lightning import DeARStrategy, PipeSGDStrategy, SelSyncStrategy
+from lightning_pipesync.lightning import DeARStrategy, EAPipeStrategy, PipeSGDStrategy, SelSyncStrategy
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 
@@ -16,6 +17,9 @@ __all__ = [
     "DeAR",
     "DeARConfig",
     "DeARStrategy",
+    "EAPipe",
+    "EAPipeConfig",
+    "EAPipeStrategy",
     "LabelSkewedSampler",
     "PipeSGD",
     "PipeSGDConfig",

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from torchmetrics import Metric
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -137,3 +138,52 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
 def stepping_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Within it autograd does not see that ``tensors`` are written in place."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def shown_metrics(trainer: Trainer) -> list[dict[str, Any]]:
+    """Returns what was logged, by name: for callbacks, for loggers, for the progress bar."""
+    return [dict(trainer.callback_metrics), dict(trainer.logged_metrics), dict(trainer.progress_bar_metrics)]
+
+
+def show_metrics(trainer: Trainer, metrics: list[dict[str, Any]]) -> None:
+    """Makes what :func:`shown_metrics` has returned on another rank the metrics of this one."""
+    connector = trainer._logger_connector
+    own: list[dict[str, Any]] = [
+        connector._callback_metrics,
+        connector._logged_metrics,
+        connector._progress_bar_metrics,
+    ]
+    for mine, others in zip(own, metrics, strict=True):
+        mine.update(others)
+
+
+def accumulated(metric: Metric) -> tuple[dict[str, Any], int]:
+    """Returns what a metric has accumulated, and from how many updates."""
+    return metric.metric_state, metric._update_count
+
+
+def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
+    """Has a metric be where another one was that :func:`accumulated` describes."""
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = updates, None
+
+
+def keep_local(metric: Metric) -> None:
+    """Has a metric never gather what other ranks have accumulated."""
+    metric.sync_on_compute = metric._to_sync = False
+
+
+def saves_now(trainer: Trainer) -> bool:
+    """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint is about to save."""
+    periods = [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
+    return any(period and trainer.global_step % period == 0 for period in periods)
+
+
+def without_rank(loader: DataLoader) -> None:
+    """Has the workers of ``loader`` draw the same random numbers on all ranks, if Lightning has seeded them."""
+    from lightning.fabric.utilities.seed import pl_worker_init_function
+
+    seeding = loader.worker_init_fn
+    if isinstance(seeding, functools.partial) and seeding.func is pl_worker_init_function:
+        loader.worker_init_fn = functools.partial(seeding.func, rank=0)

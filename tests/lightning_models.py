@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync import DeARStrategy, PipeSGDStrategy, SelSyncStrategy
+from lightning_pipesync import DeARStrategy, EAPipeStrategy, PipeSGDStrategy, SelSyncStrategy
 from tests.harness import launch
 from tests.models import OPTIMIZERS, seeded_mlp
 
@@ -104,7 +104,12 @@ def make_strategy(settings: dict[str, Any] | str) -> Any:
     if isinstance(settings, str):
         return settings
     settings = dict(settings)
-    strategies = {"dear": DeARStrategy, "pipe_sgd": PipeSGDStrategy, "selsync": SelSyncStrategy}
+    strategies: dict[str, Any] = {
+        "dear": DeARStrategy,
+        "ea_pipe": EAPipeStrategy,
+        "pipe_sgd": PipeSGDStrategy,
+        "selsync": SelSyncStrategy,
+    }
     return strategies[settings.pop("name", "selsync")](**settings)
 
 

@@ -43,7 +43,13 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """The end of a channel where messages come out, in the order in which they were sent."""
+    """The end of a channel where messages come out, in the order in which they were sent.
+
+    Attributes:
+        exposed_seconds: how long :meth:`receive` has waited.
+    """
+
+    exposed_seconds = 0.0
 
     @abstractmethod
     def expect(self) -> None:
@@ -159,20 +165,22 @@ class MessageReceiver(Receiver):
 
     def __init__(self, messages: Messages, peer: int, device: torch.device, name: str) -> None:
         self._messages, self._peer, self._device = messages, peer, device
-        self.lane = Lane(name, device)
+        self._lane = Lane(name, device)
         self._expected: deque[Handle[Any]] = deque()
 
     def expect(self) -> None:
-        self._expected.append(self.lane.submit(self._start))
-        self.lane.land()  # its tensors have to be there before the next header is waited for
+        self._expected.append(self._lane.submit(self._start))
+        self._lane.land()  # its tensors have to be there before the next header is waited for
 
     def receive(self) -> Any:
         if not self._expected:
             self.expect()
-        return self._expected.popleft().wait()
+        message = self._expected.popleft().wait()
+        self.exposed_seconds = self._lane.exposed_seconds
+        return message
 
     def close(self, timeout_s: float) -> None:
-        self.lane.close(timeout_s)
+        self._lane.close(timeout_s)
 
     def _start(self) -> Handle[Any]:
         frame = self._read(torch.empty(HEADER_BYTES, dtype=torch.uint8))

@@ -40,7 +40,7 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     groups: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
     for i, optimizer in enumerate(optimizers):
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         for j, group in enumerate(optimizer.param_groups):
             for tensor in group["params"]:
                 if groups.get(id(tensor), (i, j))[0] != i:
@@ -86,7 +86,12 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> Removabl
     return handle
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Checks that an optimizer can work on a replica.
+
+    Raises:
+        ValueError: it cannot.
+    """
     if isinstance(optimizer, LBFGS):
         raise ValueError("The optimizer LBFGS evaluates its closure several times a step, which is not supported.")
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -9,12 +9,13 @@ from lightning_pipesync.compat import import_twin
 from lightning_pipesync.lightning.classes import (
     STRATEGIES,
     DeARStrategy,
+    EAPipeStrategy,
     PipeSGDStrategy,
     PipeSyncCallback,
     SelSyncStrategy,
 )
 
-__all__ = ["DeARStrategy", "PipeSGDStrategy", "PipeSyncCallback", "SelSyncStrategy"]
+__all__ = ["DeARStrategy", "EAPipeStrategy", "PipeSGDStrategy", "PipeSyncCallback", "SelSyncStrategy"]
 
 
 def _register() -> None:

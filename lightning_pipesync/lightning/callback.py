@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import logs_this_batch
+from lightning_pipesync.compat import logs_this_batch, saves_now
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
     from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 else:
     _Base = object
@@ -68,5 +69,33 @@ class PipeSyncCallbackMixin(_Base):
         _strategy(trainer).end_training()
 
 
+class PipelineCallbackMixin(PipeSyncCallbackMixin):
+    """Has all ranks find what rank 0 has logged, before any other callback looks."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_rank == 0:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if saves_now(trainer):
+            _strategy(trainer).flush()
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _pipeline(trainer).share_metrics()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _pipeline(trainer).share_metrics()
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _pipeline(trainer).share_metrics()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _pipeline(trainer).share_metrics()
+
+
 def _strategy(trainer: Trainer) -> PipeSyncStrategyMixin:
     return cast("PipeSyncStrategyMixin", trainer.strategy)
+
+
+def _pipeline(trainer: Trainer) -> EAPipeStrategyMixin:
+    return cast("EAPipeStrategyMixin", trainer.strategy)

@@ -74,8 +74,7 @@ class PipeSyncStrategyMixin(_Base):
         if not self._fitting:
             return
         assert self.lightning_module is not None
-        self._start = (0, 0)
-        self._until_teardown = ExitStack()
+        self._begin_to_attach()
         scaler = getattr(self.precision_plugin, "scaler", None)
         for optimizer in self.optimizers:
             if scaler is not None and handles_unscaling(optimizer):
@@ -88,6 +87,10 @@ class PipeSyncStrategyMixin(_Base):
             for value in vars(callback).values():
                 if isinstance(value, AveragedModel):  # WeightAveraging and its kin
                     self.method.follow(value)
+
+    def _begin_to_attach(self) -> None:
+        self._start = (0, 0)
+        self._until_teardown = ExitStack()
 
     def teardown(self) -> None:
         if self.method is not None:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from lightning_pipesync.compat import tree_flatten, tree_unflatten
 from lightning_pipesync.core.failure import naming_lost_peer
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
+from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, Source, Stage
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 #: Tells all ranks that a batch cannot be divided.
@@ -38,15 +38,20 @@ class MicroBatchedStage(Stage):
         self._shapes: list[torch.Size] = []
         self._loss: Loss
 
-    def forward(self, source: Source, loss: Loss, *, completes: bool = True) -> Tensor | None:
+    def forward(
+        self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
+    ) -> Tensor | None:
         """Makes all passes, forward and backward; arguments and result as in :meth:`Stage.forward`.
 
         Raises:
             ValueError: on every rank: the samples do not divide into the parts.
+            RuntimeError: the ranks have different mini-batches.
         """
         self._begin_training()
         self.weights.for_forward(self.step)
         self._loss = loss
+        if digest is not None and len(set(self._transport.gather_objects(digest))) > 1:
+            raise RuntimeError(DIFFERENT_BATCHES)
         arguments: tuple[Any, ...] = ()
         if self.is_first:
             with self._drawing(None):

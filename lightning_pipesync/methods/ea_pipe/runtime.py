@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.agreement import check_agreement, raise_on_all_ranks
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.channel import LocalChannel
 from lightning_pipesync.core.exchange import exchange_fused
-from lightning_pipesync.core.parameters import collect_parameters
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.parameters import check_optimizer, collect_parameters
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, part_of
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
-from lightning_pipesync.methods.ea_pipe.stage import Links, Stage
+from lightning_pipesync.methods.ea_pipe.stage import Links, Loss, Source, Stage
 from lightning_pipesync.methods.method import device_of, one_config
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -46,9 +48,10 @@ class EAPipe:
 
     Args:
         layers: the model, the same on all ranks; those of other stages stay as they are, on the host.
-        loss: returns the loss, 0-dim, for an output and a target.
+        loss: returns the loss, 0-dim, for an output and a target; None: each call of :meth:`feed` brings its own.
         optimizer_factory: returns the optimizer of a stage's parameters.
         config: the settings; or give them as keywords, see :class:`EAPipeConfig`.
+        others: parameters and buffers that the loss uses; they belong to the last stage.
         device: where this rank's stage goes; None: where the layers are.
         virtual_stages: run so many stages in this process, and none elsewhere: the same results bit for bit, and no
             need for ``torch.distributed``.
@@ -59,6 +62,7 @@ class EAPipe:
         num_stages: N.
         transport: the way to the other ranks; None for virtual stages.
         cuts: indices of the first layers of all stages but the first; empty before the first batch.
+        flushed: whether the pipeline is empty and the weights are the master's.
 
     Raises:
         ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
@@ -68,10 +72,11 @@ class EAPipe:
     def __init__(
         self,
         layers: nn.Sequential,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any], Tensor] | None,
         optimizer_factory: OptimizerFactory,
         config: EAPipeConfig | None = None,
         *,
+        others: Sequence[Tensor] = (),
         virtual_stages: int | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
@@ -79,10 +84,12 @@ class EAPipe:
     ) -> None:
         self.config = one_config(EAPipeConfig, config, settings)
         self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
+        self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)
         self._layers = split.flattened(layers)
         self.cuts: list[int] = []
         self._stages: list[Stage] = []
+        self.flushed = True
         self.transport: Transport | None = None
         if virtual_stages is None:
             self.transport = Transport(self._device, timeout_s=self.config.timeout_s, backend=backend)
@@ -111,33 +118,70 @@ class EAPipe:
             The loss, 0-dim and detached, where the last stage is; None elsewhere.
         """
         inputs, target = batch
-
-        def loss_of_part(output: Any, index: int, count: int) -> Tensor:
-            return self._loss(output, part_of(target, index, count))
-
-        self._begin(inputs)
-        loss = None
-        for stage in self._stages:
-            loss = stage.forward(lambda: inputs, loss_of_part, completes=completes)
-        for stage in reversed(self._stages):
-            if stage.backward():
-                stage.update()
+        assert self._loss is not None
+        criterion = self._loss
+        loss = self.feed(
+            lambda: inputs,
+            lambda output, index, count: criterion(output, part_of(target, index, count)),
+            completes=completes,
+        )
+        for stage in self.backward():
+            stage.update()
         return loss
 
-    def flush(self) -> None:
-        """Empties the pipeline, and has the layers of this rank's stage hold the master's weights."""
+    def feed(self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None) -> Tensor | None:
+        """Makes the forward pass of the next mini-batch, or of a part of one: the first half of :meth:`train_batch`.
+
+        Args:
+            source: returns the input of the first layer; called where the first stage is.
+            loss: returns the loss; called where the last stage is.
+            completes: whether the gradient of the mini-batch is complete with it.
+            digest: tells this batch from others; compared, unless None, between the first and the last stage.
+
+        Returns:
+            The loss, 0-dim and detached, where the last stage is; None elsewhere.
+
+        Raises:
+            RuntimeError: the first and the last stage have different batches, or a peer is lost.
+        """
+        self._begin(source)
+        self.flushed = False
+        result = None
+        for stage in self._stages:
+            result = stage.forward(source, loss, completes=completes, digest=digest)
+        return result
+
+    def backward(self) -> list[Stage]:
+        """Makes the backward passes that are due after :meth:`feed`: the second half of :meth:`train_batch`.
+
+        Returns:
+            The stages where the gradient of a mini-batch is complete: ``p.grad`` holds it, and their update follows.
+        """
+        return [stage for stage in reversed(self._stages) if stage.backward()]
+
+    def flush(self, update: Callable[[Stage], object] = Stage.update) -> None:
+        """Empties the pipeline, and has the layers of this rank's stage hold the master's weights.
+
+        Args:
+            update: called when the gradient of a mini-batch is complete in a stage.
+        """
         for stage in reversed(self._stages):
-            stage.finish_backward(stage.update)
+            stage.finish_backward(partial(update, stage))
         for stage in self._stages:
             stage.finish()
+        self.flushed = True
 
     def forward(self, inputs: Any) -> Any:
         """Runs the master model; returns its output where the last stage is, None elsewhere. No gradients."""
+        return self.infer(lambda: inputs)
+
+    def infer(self, source: Source) -> Any:
+        """Runs the master model on the result of ``source``; otherwise as :meth:`forward`."""
         self.flush()
-        self._begin(inputs)
+        self._begin(source)
         output = None
         for stage in self._stages:
-            output = stage.infer(lambda: inputs)
+            output = stage.infer(source)
         return output
 
     def gather(self) -> None:
@@ -147,19 +191,23 @@ class EAPipe:
             return
         for stage in range(self.num_stages):
             layers = nn.ModuleList(self._layers_of(stage))
-            broadcast = partial(self.transport.broadcast, src=self._rank_of(stage))
-            exchange_fused([*layers.parameters(), *layers.buffers()], PIECE_MB, broadcast)
+            others = self._others if stage == self.num_stages - 1 else []
+            tensors = [*layers.parameters(), *layers.buffers(), *others]
+            exchange_fused(tensors, PIECE_MB, partial(self._broadcast, src=self._rank_of(stage)))
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the MiB that this rank has sent, and the seconds that it has waited for its neighbours."""
+        sent = 0 if self.transport is None else self.transport.traffic.total_bytes_sent
+        return {"mib_sent": sent / MIB, "exposed_seconds": sum(stage.exposed_seconds for stage in self._stages)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the stages of this process need to go on bit for bit; empties the pipeline first.
-
-        Raises:
-            RuntimeError: there is nothing yet: no mini-batch has been trained.
-        """
-        if not self._stages:
-            raise RuntimeError("There are no stages before the first mini-batch: train one, then save.")
+        """Returns what the stages of this process need to go on bit for bit; empties the pipeline first."""
         self.flush()
         return {"cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
+
+    def optimizer_state(self) -> dict[int, Any]:
+        """Returns the state of this rank's optimizer by the number of the parameter: the mean over the replicas."""
+        return self._stages[0].weights.optimizer_state() if self._stages else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank, with its cuts.
@@ -167,6 +215,8 @@ class EAPipe:
         Raises:
             ValueError: the state is of another number of stages, or of other ones than there are already.
         """
+        if not state["stages"]:
+            return  # it was saved before the first mini-batch
         if len(state["cuts"]) != self.num_stages - 1:
             raise ValueError(f"The state is of {len(state['cuts']) + 1} stages, and there are {self.num_stages}.")
         if not self._stages:
@@ -197,25 +247,33 @@ class EAPipe:
         self._raise_on_all_ranks(problem)
         if self.transport is not None:
             check_agreement(self.transport, self.config, parameters, self._model)
-            tensors = [*self._model.parameters(), *self._model.buffers()]
-            exchange_fused(tensors, PIECE_MB, self.transport.broadcast)
+            exchange_fused(
+                [*self._model.parameters(), *self._model.buffers(), *self._others], PIECE_MB, self._broadcast
+            )
 
-    def _begin(self, inputs: Any) -> None:
+    def _broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
+        """Copies a rank's ``flat`` to all ranks, through the host: it is on a device where its stage is only."""
+        assert self.transport is not None
+        handle = self.transport.broadcast(flat.cpu(), src)
+        return Handle(lambda: flat.copy_(handle.wait()))
+
+    def _begin(self, source: Source) -> None:
         """Makes the stages, if that has not been done: a collective call."""
         if self._stages:
             return
-        self._make_stages(self._choose_cuts(inputs))
+        self._make_stages(self._choose_cuts(source))
 
     def _make_stages(self, cuts: Sequence[int]) -> None:
         problem: ValueError | None = None
         try:
             self.cuts = split.checked_cuts(cuts, self._layers, self.num_stages)
-            self._stages = [self._make_stage(stage, links) for stage, links in self._links()]
+            with torch.inference_mode(False):  # the first batch may be one to validate with
+                self._stages = [self._make_stage(stage, links) for stage, links in self._links()]
         except ValueError as error:
             problem = error
         self._raise_on_all_ranks(problem)
 
-    def _choose_cuts(self, inputs: Any) -> list[int]:
+    def _choose_cuts(self, source: Source) -> list[int]:
         """Returns the cuts that the first stage proposes."""
         layers = [layer for _, layer in self._layers]
         if isinstance(self.config.split, tuple):
@@ -223,20 +281,28 @@ class EAPipe:
         if self.config.split == "parameters":
             return split.partition(split.numbers_of_parameters(layers), self.num_stages)
         is_first = self.transport is None or self.transport.rank == self._rank_of(0)
-        cuts = split.balanced(*split.measure(layers, inputs, self._device), self.num_stages) if is_first else []
+        cuts: list[int] = []
+        if is_first:
+            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+                cuts = split.balanced(*split.measure(layers, source(), self._device), self.num_stages)
         return cuts if self.transport is None else self.transport.gather_objects(cuts)[self._rank_of(0)]
 
     def _make_stage(self, index: int, links: Links) -> Stage:
         layers = nn.Sequential(*self._layers_of(index))
         layers.to(self._device)
-        trained = any(parameter.requires_grad for parameter in layers.parameters())
-        optimizer = self._optimizer_factory(layers.parameters()) if trained else _nothing_to_optimize()
-        collect_parameters(layers, [optimizer])
+        others = self._others if index == self.num_stages - 1 else []
+        parameters = [*layers.parameters(), *(tensor for tensor in others if isinstance(tensor, nn.Parameter))]
+        buffers = [*layers.buffers(), *(tensor for tensor in others if not isinstance(tensor, nn.Parameter))]
+        trained = any(parameter.requires_grad for parameter in parameters)
+        optimizer = self._optimizer_factory(parameters) if trained else _nothing_to_optimize()
+        check_optimizer(optimizer)
         schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
         if self.config.method not in SYNCHRONOUS:
-            return Stage(layers, optimizer, schedule, self.config, links)
+            return Stage(layers, parameters, buffers, optimizer, schedule, self.config, links)
         assert self.transport is not None
-        return MicroBatchedStage(layers, optimizer, schedule, self.config, links, transport=self.transport)
+        return MicroBatchedStage(
+            layers, parameters, buffers, optimizer, schedule, self.config, links, transport=self.transport
+        )
 
     def _layers_of(self, stage: int) -> list[nn.Module]:
         bounds = [0, *self.cuts, len(self._layers)]

@@ -14,7 +14,7 @@ update can wait for them, and nothing stands still.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,11 @@ from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.weights import weights_for
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
+
+DIFFERENT_BATCHES = (
+    "The stages have different mini-batches: input and target would not belong together. All ranks must load the same "
+    "data in the same order, augmented by the same random numbers."
+)
 
 #: Returns the input of the first layer.
 Source = Callable[[], Any]
@@ -73,12 +78,13 @@ class Stage:
     """The layers of one stage, in training.
 
     Args:
-        layers: of this stage; what else has parameters that are trained here may be among ``others``.
-        optimizer: of their parameters.
+        layers: of this stage.
+        parameters: of the layers, and others that are trained here.
+        buffers: likewise.
+        optimizer: of the parameters.
         schedule: of this stage.
         config: the settings.
         links: to the neighbours.
-        others: modules that the loss uses.
 
     Attributes:
         layers: of this stage.
@@ -88,18 +94,18 @@ class Stage:
     def __init__(
         self,
         layers: nn.Sequential,
+        parameters: Sequence[nn.Parameter],
+        buffers: Sequence[Tensor],
         optimizer: Optimizer,
         schedule: Schedule,
         config: EAPipeConfig,
         links: Links,
-        others: tuple[nn.Module, ...] = (),
     ) -> None:
         self.layers, self._optimizer, self._schedule, self._config = layers, optimizer, schedule, config
         self._links = links
-        owned = nn.ModuleList([layers, *others])
-        self._parameters = list(owned.parameters())
+        self._parameters = list(parameters)
         self._device = next((p.device for p in self._parameters), torch.device("cpu"))
-        self.weights = weights_for(config.method)(self._parameters, list(owned.buffers()), optimizer, schedule, config)
+        self.weights = weights_for(config.method)(parameters, buffers, optimizer, schedule, config)
         self.step = self._num_passes = 0
         self._passes: deque[_Pass] = deque()
         self._partial: list[Tensor | None] | None = None
@@ -119,21 +125,36 @@ class Stage:
         """Whether this stage computes the loss."""
         return self._links.activations_out is None
 
-    def forward(self, source: Source, loss: Loss, *, completes: bool = True) -> Tensor | None:
+    @property
+    def exposed_seconds(self) -> float:
+        """How long this stage has waited for its neighbours."""
+        receivers = (self._links.activations_in, self._links.gradients_in)
+        return sum(receiver.exposed_seconds for receiver in receivers if receiver is not None)
+
+    def forward(
+        self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
+    ) -> Tensor | None:
         """Makes the next forward pass.
 
         Args:
             source: returns the input of the first layer; called on the first stage only.
             loss: called on the last stage only.
             completes: whether the mini-batch has no further pass.
+            digest: of the mini-batch; None: it is not compared.
 
         Returns:
             The loss, detached, on the last stage.
+
+        Raises:
+            RuntimeError: on the last stage: the first one has another mini-batch.
         """
         self._begin_training()
         entry, norms = None, self._take_norms()
         if self._links.activations_in is not None:
-            tree, norms = self._links.activations_in.receive()
+            tree, norms, of_first = self._links.activations_in.receive()
+            if self.is_last and of_first != digest:
+                raise RuntimeError(DIFFERENT_BATCHES)
+            digest = of_first
             self._links.activations_in.expect()
             self._apply_waiting(norms)
             entry = Entry(tree)
@@ -152,7 +173,7 @@ class Stage:
             result = output.detach()
         else:
             assert self._links.gradients_in is not None
-            self._links.activations_out.send((output, norms))
+            self._links.activations_out.send((output, norms, digest))
             self._links.gradients_in.expect()
         outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._passes.append(self._count(completes, entry, outputs))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 #: What an optimizer keeps for its parameters, momentum for instance.
@@ -18,12 +21,13 @@ class OptimizerStates:
 
     Args:
         optimizer: the optimizer.
+        parameters: whose state there is; what it has for others is dropped.
         count: how many states.
     """
 
-    def __init__(self, optimizer: Optimizer, count: int) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], count: int) -> None:
         self._optimizer = optimizer
-        self._states: list[State] = [_copied(optimizer.state) for _ in range(count)]
+        self._states: list[State] = [_copied(optimizer.state, parameters) for _ in range(count)]
 
     def load(self, index: int) -> None:
         """Has the optimizer go on from state ``index``."""
@@ -42,6 +46,12 @@ class OptimizerStates:
             found.append(deepcopy(self._optimizer.state_dict()))
         return found
 
+    def mean(self) -> dict[int, Any]:
+        """Returns one state, by the number of the parameter: means of tensors, and the largest of single numbers."""
+        states = [saved["state"] for saved in self.state()]
+        indices = {index for state in states for index in state}
+        return {index: _mean([state[index] for state in states if index in state]) for index in sorted(indices)}
+
     def load_state(self, state: list[dict[str, Any]]) -> None:
         """Takes over what :meth:`state` returned."""
         for index, saved in enumerate(state):
@@ -49,8 +59,19 @@ class OptimizerStates:
             self.keep(index)
 
 
-def _copied(state: State) -> State:
-    return {
-        parameter: {name: value.clone() if hasattr(value, "clone") else value for name, value in values.items()}
-        for parameter, values in state.items()
-    }
+def _copied(state: State, parameters: Sequence[Tensor]) -> State:
+    return {parameter: deepcopy(dict(state[parameter])) for parameter in parameters if parameter in state}
+
+
+def _mean(states: list[State]) -> State:
+    """Returns the mean of what replicas keep for one parameter."""
+    found = {}
+    for name in states[0]:
+        values = [state[name] for state in states]
+        if all(isinstance(value, Tensor) and value.dim() and value.is_floating_point() for value in values):
+            found[name] = torch.stack(values).mean(dim=0)
+        elif all(isinstance(value, (Tensor, int, float)) and not getattr(value, "ndim", 0) for value in values):
+            found[name] = max(values)
+        else:
+            found[name] = values[0]
+    return found

@@ -39,7 +39,7 @@ class Weights(ABC):
         self._parameters, self._schedule, self._config = list(parameters), schedule, config
         self._tensors = [*parameters, *buffers] if self.replicates_buffers else list(parameters)
         self._versions = Versions(self._tensors, self.num_versions)
-        self._states = OptimizerStates(optimizer, self.num_states)
+        self._states = OptimizerStates(optimizer, self._parameters, self.num_states)
 
     #: Whether buffers (BatchNorm's averages) have versions, too; if not, all mini-batches share them.
     replicates_buffers = False
@@ -90,6 +90,10 @@ class Weights(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all versions of the weights and all states of the optimizer."""
         return {"versions": self._versions.state(), "optimizer": self._states.state()}
+
+    def optimizer_state(self) -> dict[int, Any]:
+        """Returns one state of the optimizer, by the number of the parameter: the mean over the replicas."""
+        return self._states.mean()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state_dict` returned."""

@@ -1,0 +1,415 @@
+"""``Trainer(strategy="ea_pipe")``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_pipesync import compat
+from lightning_pipesync.lightning.averaging import unwrapped
+from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.lightning.submodule import Submodule, digest
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.config import Method, Split, Wire
+from lightning_pipesync.methods.ea_pipe.microbatched import part_of
+from lightning_pipesync.methods.ea_pipe.stage import Stage
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+
+class EAPipeStrategyMixin(PipeSyncStrategyMixin):
+    """EA-Pipe: a pipeline with a stage in each process, and a replica of the weights for each mini-batch in flight.
+
+    The LightningModule stays as it is: it holds an ``nn.Sequential``, whose layers are divided among the processes, and
+    computes its loss from what that returns. Every process loads the same batches. Rank 0 has the last stage: there
+    ``training_step``, ``validation_step`` and so on are run, and there they log; what callbacks read is the same on
+    all ranks after each epoch, validation and checkpoint. ``trainer.predict`` returns the predictions on rank 0.
+
+    Logs ``ea_pipe/mib_sent`` and ``ea_pipe/exposed_seconds`` of rank 0. In ``on_before_optimizer_step``, ``p.grad`` is
+    the gradient of this rank's layers that is about to be applied; those of other ranks' layers are None.
+
+    Args:
+        elastic_force: alpha: part of their distance by which a replica and the master are pulled to each other.
+        sync_period: tau: a replica is pulled after every so many of its mini-batches.
+        method: ``ea_pipe``, or what it is compared to: ``pipedream``, ``naive``, ``spectrain``, ``gpipe``, ``1f1b``.
+        module: name of the ``nn.Sequential``; None: there is but one.
+        split: ``balanced`` by measured time, ``parameters`` by their number, or the indices of the layers with which
+            the second and later stages begin.
+        replicas: mini-batches in flight; None: as many as stages. More hide the time that activations travel.
+        micro_batches: parts of a mini-batch for ``gpipe`` and ``1f1b``; None: as many as stages.
+        prediction_smoothing: of the updates from which ``spectrain`` predicts.
+        compression: what activations and their gradients travel as: ``none``, ``bf16`` or ``fp16``.
+        seed: of the random numbers that the layers draw.
+        timeout_s: seconds after which a rank that does not answer counts as lost.
+        accelerator: as in DDPStrategy.
+        parallel_devices: as in DDPStrategy.
+        cluster_environment: as in DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        precision_plugin: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors travel through the host.
+        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    name = "ea_pipe"
+    shown_metrics = ("mib_sent",)
+    checkpoint_replicas = True
+    needs_as_many_ranks = False
+    method: EAPipe | None = None  # type: ignore[assignment]
+    _completes = True
+
+    def __init__(
+        self,
+        elastic_force: float = 0.1,
+        sync_period: int = 1,
+        method: Method = "ea_pipe",
+        module: str | None = None,
+        split: Split = "balanced",
+        replicas: int | None = None,
+        micro_batches: int | None = None,
+        prediction_smoothing: float | None = None,
+        compression: Wire = "none",
+        seed: int = 0,
+        timeout_s: float = 1800.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self.config = EAPipeConfig(
+            elastic_force=elastic_force,
+            sync_period=sync_period,
+            method=method,
+            split=split,
+            replicas=replicas,
+            micro_batches=micro_batches,
+            prediction_smoothing=prediction_smoothing,
+            compression=compression,
+            seed=seed,
+            timeout_s=timeout_s,
+        )
+        self._submodule_name = module
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+        )
+
+    # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._begin_to_attach()
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self._submodule = Submodule(module, self._submodule_name)
+        self.model_to_device()
+        if self._fitting:
+            self.setup_optimizers(trainer)
+            self._check_training()
+            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self.setup_precision_plugin()
+        self._draw_alike()
+        for metric in self._metrics():
+            compat.keep_local(metric)  # what is evaluated, is evaluated once
+        self.method = self.attach_method(module, self.optimizers)
+
+    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> EAPipe:  # type: ignore[override]
+        return EAPipe(
+            self._submodule.layers,
+            None,
+            lambda parameters: optimizers[0],
+            self._config_for(cast("LightningModule", module).trainer),
+            others=self._submodule.others,
+            device=self.root_device,
+            backend=self._traffic_backend,
+        )
+
+    def _config_for(self, trainer: Trainer) -> EAPipeConfig:
+        if not self._fitting:
+            return replace(self.config, method="naive")  # without training, one version of the weights will do
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        return replace(self.config, clip_norm=(trainer.gradient_clip_val or None) if by_norm else None)
+
+    def model_to_device(self) -> None:
+        """Moves all but the layers, of which only those of this rank's stage will follow."""
+        assert self.model is not None
+        parent, _, name = self._submodule.name.rpartition(".")
+        owner = self.model.get_submodule(parent)
+        setattr(owner, name, nn.Identity())
+        self.model.to(self.root_device)
+        setattr(owner, name, self._submodule.layers)
+
+    def end_training(self) -> None:
+        super().end_training()
+        if self.method is not None and not self._interrupted:
+            self.method.gather()
+
+    def teardown(self) -> None:
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        super().teardown()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks see all samples, in the same order."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        compat.without_rank(dataloader)
+        return self.begin_where_stopped(dataloader) if self._training else dataloader
+
+    # --- a training step --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it mini-batches are accumulated."""
+        self._completes = False
+        try:
+            yield
+        finally:
+            self._completes = True
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        assert self.method is not None
+        assert self.lightning_module is not None
+        step, trainer = self.lightning_module.training_step, self.lightning_module.trainer
+        results: list[Any] = []
+
+        def loss(output: Any, index: int, count: int) -> Tensor:
+            result = self._submodule.result_of(partial(step, part_of(batch, index, count), *args), output)
+            results[:] = [_without_graph(result)]
+            return _loss_of(result) / trainer.accumulate_grad_batches
+
+        with self.precision_plugin.train_step_context():
+            self.method.feed(
+                lambda: self._submodule.input_of(partial(step, batch, *args)),
+                loss,
+                completes=self._completes,
+                digest=digest(batch),
+            )
+        return results[0] if results else torch.zeros(())
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Makes the backward pass of the mini-batch whose turn it is, and its update if there is one."""
+        assert self.method is not None
+        assert self.lightning_module is not None
+        self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        complete = self.method.backward()
+        self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        for stage in complete:
+            self._update(stage)
+        return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._add_callback(first=False)
+        compat.mark_stepped(optimizer)  # the first steps of a stage only fill the pipeline
+        return closure()
+
+    def after_backward(self, optimizer: Optimizer) -> None:
+        """There is nothing to average."""
+
+    def resume(self) -> None:
+        self._restore_rng()
+
+    def _update(self, stage: Stage) -> None:
+        optimizer = self.optimizers[0]
+        compat.run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
+        stage.update(unwrapped(optimizer).step)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Leaves it to the method, which knows the norm over all stages when all have made their backward pass.
+
+        Raises:
+            RuntimeError: it was not told so before the training.
+        """
+        assert self.method is not None
+        if clip_val != self.method.config.clip_norm:
+            raise RuntimeError(
+                f"A pipeline clips by the norm that Trainer(gradient_clip_val={self.method.config.clip_norm!r}) sets, "
+                f"not by another one, {clip_val!r}: leave configure_gradient_clipping as it is."
+            )
+
+    # --- evaluation and metrics -------------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any) -> Any:
+        return self._evaluate("validation_step", *args)
+
+    def test_step(self, *args: Any) -> Any:
+        return self._evaluate("test_step", *args)
+
+    def predict_step(self, *args: Any) -> Any:
+        return self._evaluate("predict_step", *args)
+
+    def _evaluate(self, name: str, *args: Any) -> Any:
+        """Runs the master, and the step on rank 0; returns its result there."""
+        assert self.method is not None
+        step = partial(getattr(self.lightning_module, name), *args)
+        with self.precision_plugin.val_step_context():
+            output = self.method.infer(lambda: self._submodule.input_of(step))
+            return self._submodule.result_of(step, output) if self.global_rank == 0 else None
+
+    def flush(self) -> None:
+        """Empties the pipeline, and has callbacks find the master's weights and rank 0's metrics."""
+        if self.method is not None and not self._interrupted:
+            self.method.flush(self._update)
+            self.share_metrics()
+
+    def share_metrics(self) -> None:
+        """Has all ranks know what rank 0 has logged and accumulated."""
+        assert self.lightning_module is not None
+        if self._interrupted:
+            return
+        trainer, metrics = self.lightning_module.trainer, self._metrics()
+        shown, states = self.broadcast(
+            _on_host((compat.shown_metrics(trainer), [compat.accumulated(metric) for metric in metrics]))
+        )
+        if self.global_rank != 0:
+            compat.show_metrics(trainer, shown)
+            for metric, (state, updates) in zip(metrics, states, strict=True):
+                compat.accumulate(metric, _on_device(state, metric.device), updates)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns what is logged as it is: only rank 0 logs."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns ``tensor`` as the only one of its kind: steps are run on rank 0 only."""
+        return tensor.unsqueeze(0)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        decisions: list[bool] = [False] * self.world_size
+        dist.all_gather_object(decisions, bool(decision))
+        return sum(decisions) == self.world_size if all else any(decisions)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the whole master model, after the other stages' layers have come.
+
+        Raises:
+            RuntimeError: after an error: they may never come.
+        """
+        if self.method is not None and self._interrupted:
+            raise RuntimeError(
+                "After an error no checkpoint can be saved: the layers of the other stages are in other processes."
+            )
+        if self.method is not None:
+            self.flush()
+            self.method.gather()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the state for the whole model: of each parameter the mean over its replicas."""
+        assert self.method is not None
+        assert self.method.transport is not None
+        merged: dict[str, Any] = unwrapped(optimizer).state_dict()
+        states = self.method.transport.collect_states({"state": self.method.optimizer_state()})
+        if states is not None and any(own["state"] for own in states):
+            merged["state"] = {index: values for own in states for index, values in own["state"].items()}
+        return merged
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _check_training(self) -> None:
+        """Checks that a pipeline can train this.
+
+        Raises:
+            ValueError: it cannot; the message says what to change.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise ValueError(
+                "strategy='ea_pipe' makes the backward passes itself, at other times than training_step: set "
+                "self.automatic_optimization = True."
+            )
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"strategy='ea_pipe' takes one optimizer, and configure_optimizers returned {len(self.optimizers)}: "
+                "give it several parameter groups instead."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' scales the loss, and mini-batches in flight would have different scales: set "
+                "precision='bf16-mixed' or '32-true'."
+            )
+
+    def _draw_alike(self) -> None:
+        """Has all ranks draw the same random numbers outside the layers: in data sets and steps."""
+        states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        torch_state, numpy_state, python_state = self.broadcast(states)
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+    def _metrics(self) -> list[Metric]:
+        assert self.lightning_module is not None
+        return [module for module in self.lightning_module.modules() if isinstance(module, Metric)]
+
+
+def _loss_of(result: Any) -> Tensor:
+    """Returns the loss in what ``training_step`` has returned.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(f"training_step must return a loss for every batch of a pipeline, got {result!r}.")
+    return loss
+
+
+def _without_graph(result: Any) -> Any:
+    return _mapped(Tensor.detach, result)
+
+
+def _on_host(tree: Any) -> Any:
+    return _mapped(Tensor.cpu, tree)
+
+
+def _on_device(tree: Any, device: torch.device) -> Any:
+    return _mapped(lambda tensor: tensor.to(device), tree)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    leaves, spec = compat.tree_flatten(tree)
+    return compat.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

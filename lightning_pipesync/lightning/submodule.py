@@ -1,0 +1,126 @@
+"""A part of a LightningModule that runs elsewhere, while the module's own steps stay as they are."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipesync.compat import tree_flatten
+
+#: Values of each tensor that tell batches apart.
+DIGEST_VALUES = 1024
+
+
+class _InputFoundError(Exception):
+    """Carries what the submodule was called with out of a step, which is not run to its end."""
+
+
+class Submodule:
+    """The ``nn.Sequential`` in the midst of a LightningModule's ``training_step``, ``validation_step`` and so on.
+
+    Args:
+        module: the LightningModule.
+        name: of the submodule; None: the only ``nn.Sequential`` that is not part of another one.
+
+    Attributes:
+        name: as found.
+        layers: the submodule.
+
+    Raises:
+        ValueError: there is none, or several and none is named.
+    """
+
+    def __init__(self, module: nn.Module, name: str | None) -> None:
+        self.name = _only_sequential(module) if name is None else name
+        found = dict(module.named_modules()).get(self.name)
+        if not isinstance(found, nn.Sequential):
+            what = "there is no such submodule" if found is None else f"that is a {type(found).__name__}"
+            raise ValueError(f"module={self.name!r} must name an nn.Sequential of {type(module).__name__}: {what}.")
+        self.layers = found
+        inside = {id(tensor) for tensor in [*found.parameters(), *found.buffers()]}
+        self.others = [tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in inside]
+
+    def input_of(self, step: Callable[[], Any]) -> Any:
+        """Runs ``step`` until it calls the submodule; returns what it calls it with.
+
+        Raises:
+            RuntimeError: it does not, or the input depends on what is trained outside the submodule.
+        """
+
+        def stop(value: Any) -> None:
+            raise _InputFoundError(value)
+
+        try:
+            self._run(step, stop)
+        except _InputFoundError as found:
+            [value] = found.args
+        else:
+            raise RuntimeError(self._not_called())
+        if any(leaf.requires_grad for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)):
+            raise RuntimeError(
+                f"The input of {self.name} depends on parameters outside of it, and these are on the last stage: put "
+                f"the modules that come before it into {self.name}."
+            )
+        return value
+
+    def result_of(self, step: Callable[[], Any], output: Any) -> Any:
+        """Returns the result of ``step`` when the submodule returns ``output``, whatever it is called with.
+
+        Raises:
+            RuntimeError: the step does not call it exactly once.
+        """
+        calls = 0
+
+        def replay(_: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return output
+
+        result = self._run(step, replay)
+        if calls == 0:
+            raise RuntimeError(self._not_called())
+        if calls > 1:
+            raise RuntimeError(
+                f"{self.name} was called {calls} times in a step: a pipeline runs it once for each batch. Call it with "
+                "all samples at once."
+            )
+        return result
+
+    def _run(self, step: Callable[[], Any], forward: Callable[[Any], Any]) -> Any:
+        self.layers.forward = forward  # type: ignore[method-assign]
+        try:
+            return step()
+        finally:
+            del self.layers.forward
+
+    def _not_called(self) -> str:
+        return (
+            f"The step ended without a call of {self.name}: name the nn.Sequential that it calls with module=, and "
+            "call it as a whole, not layer by layer."
+        )
+
+
+def _only_sequential(module: nn.Module) -> str:
+    names = [name for name, child in module.named_modules() if isinstance(child, nn.Sequential) and name]
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    if len(outermost) == 1:
+        return outermost[0]
+    found = f"has {len(outermost)}: {', '.join(outermost)}" if outermost else "has none"
+    raise ValueError(
+        f"A pipeline is made from one nn.Sequential, and {type(module).__name__} {found}. Set module= to the name of "
+        "the one that holds the layers."
+    )
+
+
+def digest(batch: Any) -> int:
+    """Returns a number that tells ``batch`` from others: of some of its values, on the host."""
+    number = 0
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            some = leaf.detach().reshape(-1)[:DIGEST_VALUES].cpu().contiguous()
+            number = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), number)
+    return number
