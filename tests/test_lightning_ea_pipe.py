@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pipesync import EAPipe
-from tests.lightning_models import Classifier, dataset, fit_on
+from lightning_pipesync import EAPipe, EAPipeStrategy
+from tests.harness import assert_refused, launch, raised
+from tests.lightning_models import Classifier, dataset, fit_on, make_strategy, train_loader, trainer, val_loader
 from tests.models import OPTIMIZERS
 
 SPLIT = {2: (2,), 3: (2, 4)}
@@ -55,3 +59,307 @@ def test_trainer_is_the_engine(num_stages: int, module: dict[str, Any], tmp_path
         assert outcome["steps"] == 32
         assert outcome["metrics"] == outcomes[0]["metrics"]
     assert outcomes[0]["metrics"]["loss"] == pytest.approx(float(losses[-1]))
+
+
+def split_on(num_stages: int = 2, **settings: Any) -> dict[str, Any]:
+    return {"name": "ea_pipe", "split": SPLIT[num_stages], **settings}
+
+
+@pytest.mark.parametrize("method", ["pipedream", "naive", "spectrain"])
+def test_baselines_in_the_trainer(method: str, tmp_path: Path) -> None:
+    outcomes = fit_on(2, tmp_path, split_on(method=method), max_epochs=1)
+    weights, _ = engine_on(outcomes[0]["seen"], 2, method=method)
+    assert all(torch.equal(outcome["weights"], weights) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
+def test_synchronous_pipelines_are_plain_training(method: str, tmp_path: Path) -> None:
+    outcomes = fit_on(2, tmp_path, split_on(method=method), max_epochs=1, gradient_clip_val=0.5)
+    model = Classifier()
+    optimizer = OPTIMIZERS["sgd"](model)
+    for indices in outcomes[0]["seen"][::2]:  # the batches; each micro-batch of them was seen, too
+        assert len(indices) == 2
+    seen = outcomes[0]["seen"]
+    for first, second in zip(seen[::2], seen[1::2], strict=True):
+        _, x, y = dataset()[torch.tensor(first + second)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model.model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for outcome in outcomes:
+        torch.testing.assert_close(outcome["weights"], model.weights())
+
+
+def test_accumulated_batches_are_one_mini_batch(tmp_path: Path) -> None:
+    """Also the last ones of an epoch, which are fewer; clipped as a whole; with a schedule of learning rates."""
+    outcomes = fit_on(
+        2,
+        tmp_path,
+        split_on(),
+        {"scheduler": True},
+        max_epochs=3,
+        accumulate_grad_batches=3,
+        gradient_clip_val=0.2,
+    )
+    master = Classifier()
+    replicas = [Classifier(), Classifier()]
+    optimizers = [OPTIMIZERS["sgd"](replica) for replica in replicas]
+    step, seen = 0, outcomes[0]["seen"]
+    for epoch in range(3):
+        for start in range(0, 16, 3):
+            replica, optimizer = replicas[step % 2], optimizers[step % 2]
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (epoch // 2)
+            for indices in seen[16 * epoch + start : 16 * epoch + min(16, start + 3)]:
+                _, x, y = dataset()[torch.tensor(indices)]
+                (nn.functional.cross_entropy(replica.model(x), y) / 3).backward()
+            nn.utils.clip_grad_norm_(replica.parameters(), 0.2)
+            optimizer.step()
+            with torch.no_grad():
+                for p, center in zip(replica.parameters(), master.parameters(), strict=True):
+                    difference = p - center
+                    p -= 0.1 * difference
+                    center += 0.1 * difference
+            step += 1
+    for outcome in outcomes:
+        assert outcome["steps"] == 18
+        torch.testing.assert_close(outcome["weights"], master.weights())
+
+
+class Watched(Classifier):
+    """Has a head of its own outside the pipeline and a metric, and uses random numbers before and after the layers."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        torch.manual_seed(4)
+        self.head = nn.Linear(2, 2)
+        self.accuracy = MulticlassAccuracy(2)
+        self.computed: list[float] = []
+        self.norms: list[list[bool]] = []
+
+    def _shared(self, batch: Any) -> tuple[Tensor, Tensor]:
+        _, x, y = batch
+        output = self.head(self.model(x + 0.01 * torch.randn_like(x)))
+        return output, y
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:  # type: ignore[override]
+        output, y = self._shared(batch)
+        self.accuracy(output, y)
+        loss = nn.functional.cross_entropy(output + 0.01 * torch.randn_like(output), y)
+        self.log("acc", self.accuracy, on_epoch=True, on_step=False)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return {"loss": loss, "said": batch_idx}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+        output, y = self._shared(batch)
+        self.log("val_loss", nn.functional.cross_entropy(output, y))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._shared(batch)[0]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append([p.grad is not None for p in self.parameters()])
+
+    def on_train_epoch_end(self) -> None:
+        self.computed.append(float(self.accuracy.compute()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def watch(directory: Path) -> dict[str, Any]:
+    """Trains, tests and predicts with everything that reads metrics; returns what this rank has seen of it."""
+    model = Watched()
+    best = ModelCheckpoint(directory, monitor="val_loss", filename="best")
+    often = ModelCheckpoint(directory / "often", monitor="loss_step", every_n_train_steps=5, save_top_k=2)
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    run = trainer(
+        make_strategy(split_on()),
+        2,
+        directory,
+        callbacks=[best, often, stopping],
+        enable_checkpointing=True,
+        max_epochs=5,
+        val_check_interval=0.5,
+        precision="bf16-mixed",
+    )
+    run.fit(model, train_loader(), val_loader())
+    fitted = {name: float(value) for name, value in run.callback_metrics.items()}
+    lr = run.optimizers[0].param_groups[0]["lr"]
+    [tested] = run.test(model, val_loader(), ckpt_path="best")
+    shown = {name: float(value) for name, value in run.callback_metrics.items()}
+    predictions = run.predict(model, val_loader())
+    return {
+        "fitted": fitted,
+        "tested": shown,
+        "returned": tested,
+        "computed": model.computed,
+        "norms": model.norms,
+        "best": (best.best_model_path, float(best.best_model_score)),
+        "often": sorted(Path(path).name for path in often.best_k_models),
+        "steps": run.global_step,
+        "lr": lr,
+        "weights": model.weights(),
+        "predictions": predictions,
+    }
+
+
+def test_all_ranks_find_the_metrics_of_rank_0(tmp_path: Path) -> None:
+    """Early stopping, checkpoints of the best, schedulers on plateaus and metric objects behave as on one process."""
+    first, second = launch(watch, 2, tmp_path, init=False)
+    for name in ("fitted", "tested", "computed", "best", "often", "steps", "lr"):
+        assert first[name] == second[name], name
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["steps"] == 16  # stopped by the second validation
+    assert set(first["fitted"]) >= {"acc", "loss", "loss_step", "loss_epoch", "val_loss"}
+    assert first["computed"] == [pytest.approx(first["fitted"]["acc"])]
+    assert len(first["often"]) == 2
+    assert first["returned"] == {"val_loss": pytest.approx(first["tested"]["val_loss"])}
+    # Rank 0 has the last stage: the last layer, and what comes after it.
+    assert first["norms"] == [[False] * 2 + [True] * 6] * 16
+    assert second["norms"] == [[True] * 2 + [False] * 6] * 16
+    plain = Watched()
+    plain.load_state_dict(torch.load(first["best"][0], weights_only=True)["state_dict"])
+    plain.eval()
+    assert second["predictions"] == [None] * 4
+    with torch.no_grad():
+        output = plain.head(plain.model(dataset()[:16][1]))
+    torch.testing.assert_close(torch.cat(first["predictions"])[:16].float(), output, atol=0.1, rtol=0.1)
+
+
+def fit_in_two(directory: Path, resume: bool, method: str) -> dict[str, Any]:
+    """Fits 3 epochs, or resumes in the midst of the second."""
+    model = Classifier(dropout=0.2, batch_norm=True, optimizer="adamw", scheduler=True)
+    saving = ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=21)
+    run = trainer(
+        make_strategy(split_on(method=method)),
+        2,
+        directory,
+        callbacks=[saving],
+        enable_checkpointing=True,
+        max_epochs=3,
+    )
+    path = directory / "step=21.ckpt"
+    run.fit(model, train_loader(), val_loader(), ckpt_path=path if resume else None)
+    return {"weights": model.weights(), "seen": model.seen, "steps": run.global_step}
+
+
+@pytest.mark.parametrize("method", ["ea_pipe", "pipedream", "spectrain"])
+def test_resumed_run_is_the_uninterrupted_one(method: str, tmp_path: Path) -> None:
+    whole = launch(fit_in_two, 2, tmp_path, False, method, init=False)
+    rest = launch(fit_in_two, 2, tmp_path, True, method, init=False)
+    for one, other in zip(whole, rest, strict=True):
+        assert one["steps"] == other["steps"] == 48
+        assert torch.equal(one["weights"], other["weights"])
+    assert rest[0]["seen"] == whole[0]["seen"][21:]
+
+
+def fit_from(directory: Path, strategy: Any, path: Path | None) -> dict[str, Any]:
+    model, world_size = Classifier(optimizer="adamw"), int(os.environ["WORLD_SIZE"])
+    run = trainer(make_strategy(strategy), world_size, directory, max_epochs=2 if path else 1)
+    run.fit(model, train_loader(), ckpt_path=path)
+    run.save_checkpoint(directory / f"{type(run.strategy).__name__}{world_size}.ckpt")
+    return {"weights": model.weights(), "steps": run.global_step}
+
+
+def test_checkpoints_interchange_with_plain_training(tmp_path: Path) -> None:
+    """With DDP in both directions, optimizer state included, and with another number of stages."""
+    launch(fit_from, 2, tmp_path, split_on(), None, init=False)
+    checkpoint = torch.load(tmp_path / "EAPipeStrategy2.ckpt", weights_only=True)
+    plain = Classifier(optimizer="adamw")
+    plain.load_state_dict(checkpoint["state_dict"])
+    optimizer: Any = plain.configure_optimizers()
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    assert len(optimizer.state) == 6
+    assert all(state["step"] == 8 for state in optimizer.state.values())  # of 16, every other one for each replica
+    [ddp] = launch(fit_from, 1, tmp_path, "ddp", tmp_path / "EAPipeStrategy2.ckpt", init=False)
+    assert ddp["steps"] == 32
+    three = launch(fit_from, 3, tmp_path, split_on(3), tmp_path / "EAPipeStrategy2.ckpt", init=False)
+    assert torch.equal(three[0]["weights"], three[2]["weights"])
+    back = launch(fit_from, 2, tmp_path, split_on(), tmp_path / "DDPStrategy1.ckpt", init=False)
+    assert torch.equal(back[0]["weights"], back[1]["weights"])
+
+
+# --- what a pipeline cannot train -------------------------------------------------------------------------------------
+
+
+class Bad(Classifier):
+    """A LightningModule that a pipeline cannot train, in one of several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "two":
+            self.other = nn.Sequential(nn.Linear(6, 6))
+        if kind == "none":
+            self.model = nn.Linear(6, 2)  # type: ignore[assignment]
+        if kind == "manual":
+            self.automatic_optimization = False
+        if kind == "before":
+            self.first = nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        _, x, y = batch
+        if self.kind == "before":
+            x = self.first(x)
+        output = self.model[2](self.model[1](self.model[0](x))) if self.kind == "layers" else self.model(x)
+        if self.kind == "twice":
+            output = output + self.model(x)
+        loss = nn.functional.cross_entropy(output, y)
+        if self.kind == "penalty":
+            loss = loss + sum(p.square().sum() for p in self.parameters())
+        return None if self.kind == "nothing" else loss
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "optimizers":
+            return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
+    kinds = {
+        "module=": Bad("two"),
+        "has none": Bad("none"),
+        "automatic_optimization": Bad("manual"),
+    }
+    found = {}
+    for words, model in kinds.items():
+        run = trainer(EAPipeStrategy(), 2, directory)
+        found[words] = raised(lambda run=run, model=model: run.fit(model, train_loader()))
+    run = trainer(EAPipeStrategy(split=(1, 2)), 2, directory)
+    found["split"] = raised(lambda: run.fit(Bad(""), train_loader()))
+    return found
+
+
+def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for outcomes in launch(fit_badly, 2, tmp_path, init=False):
+        assert_refused(outcomes)
+
+
+def fit_wrongly(directory: Path, kind: str) -> tuple[str, str] | None:
+    run = trainer(EAPipeStrategy(module="model", split=(2,), timeout_s=20), 2, directory, max_epochs=1)
+    return raised(lambda: run.fit(Bad(kind), train_loader()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("before", "depends on parameters outside"),
+        ("layers", "without a call"),
+        ("twice", "called 2 times"),
+        ("penalty", "on another stage"),
+        ("nothing", "must return a loss"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_named(kind: str, words: str, tmp_path: Path) -> None:
+    """On the rank that runs it; the other one, which may be waiting, is told that its peer is gone, or the same."""
+    outcomes = launch(fit_wrongly, 2, tmp_path, kind, init=False, timeout_s=60)
+    assert all(outcome is not None for outcome in outcomes)
+    assert any(words in outcome[1] for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome[0] == "RuntimeError"
+        assert words in outcome[1] or "waited in vain" in outcome[1]

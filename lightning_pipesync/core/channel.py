@@ -129,14 +129,12 @@ class MessageSender(Sender):
         while len(self._sent) >= self._window:
             self._wait_for_oldest()
         leaves, spec = tree_flatten(tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wires = [self._wire(tensor) for tensor in tensors]
-        described = [
-            _Described(tuple(tensor.shape), tensor.dtype, wire.dtype, tensor.requires_grad)
-            for tensor, wire in zip(tensors, wires, strict=True)
-        ]
-        others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-        header = _framed(pickle.dumps((spec, described, others)))
+        wires = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                wires.append(self._wire(leaf))
+                leaves[i] = _Described(tuple(leaf.shape), leaf.dtype, wires[-1].dtype, leaf.requires_grad)
+        header = _framed(pickle.dumps(tree_unflatten(leaves, spec)))
         parts = [*header, *(wire for wire in wires if wire.numel())]
         self._traffic.count("send", sum(part.nbytes for part in parts))
         self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
@@ -186,18 +184,20 @@ class MessageReceiver(Receiver):
         frame = self._read(torch.empty(HEADER_BYTES, dtype=torch.uint8))
         size = int(frame[:8].view(torch.int64))
         text = frame[8 : 8 + size] if size <= HEADER_BYTES - 8 else self._read(torch.empty(size, dtype=torch.uint8))
-        spec, described, others = pickle.loads(text.numpy().tobytes())
-        wires = [torch.empty(one.shape, dtype=one.wire_dtype) for one in described]
-        works = [self._messages.start_receiving(wire, self._peer) for wire in wires if wire.numel()]
+        leaves, spec = tree_flatten(pickle.loads(text.numpy().tobytes()))
+        wires = {
+            i: torch.empty(leaf.shape, dtype=leaf.wire_dtype)
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, _Described)
+        }
+        works = [self._messages.start_receiving(wire, self._peer) for wire in wires.values() if wire.numel()]
 
         def finish() -> Any:
             for work in works:
                 self._messages.wait_received(work, self._peer)
-            tensors = (
-                wire.to(self._device, one.dtype).requires_grad_(one.requires_grad)
-                for wire, one in zip(wires, described, strict=True)
-            )
-            return tree_unflatten([next(tensors) if other is None else other[0] for other in others], spec)
+            for i, wire in wires.items():
+                leaves[i] = wire.to(self._device, leaves[i].dtype).requires_grad_(leaves[i].requires_grad)
+            return tree_unflatten(leaves, spec)
 
         return Handle(finish)
 

@@ -174,6 +174,10 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         super().end_training()
         if self.method is not None and not self._interrupted:
             self.method.gather()
+            for optimizer in self.optimizers:  # rank 0 can save a whole checkpoint when the processes have parted
+                state = self.optimizer_state(optimizer)
+                if self.global_rank == 0:
+                    unwrapped(optimizer).load_state_dict(state)
 
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
@@ -339,9 +343,10 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state for the whole model: of each parameter the mean over its replicas."""
-        assert self.method is not None
-        assert self.method.transport is not None
         merged: dict[str, Any] = unwrapped(optimizer).state_dict()
+        if self.method is None:
+            return merged
+        assert self.method.transport is not None
         states = self.method.transport.collect_states({"state": self.method.optimizer_state()})
         if states is not None and any(own["state"] for own in states):
             merged["state"] = {index: values for own in states for index, values in own["state"].items()}

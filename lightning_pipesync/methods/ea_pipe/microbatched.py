@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from lightning_pipesync.compat import tree_flatten, tree_unflatten
 from lightning_pipesync.core.failure import naming_lost_peer
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.ea_pipe.entry import Entry
 from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, Source, Stage
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -66,13 +67,18 @@ class MicroBatchedStage(Stage):
             else:
                 pipeline.step(*arguments, return_outputs=False)
         made = self._count(completes, None, [])
-        squared_norm = None
-        if completes and self._config.clip_norm is not None:
-            squared_norm = self._transport.all_reduce(self._squared_norm(None).reshape(1)).wait()[0]
-        self._keep(made, squared_norm)
+        if completes:
+            squared_norm = None
+            if self._config.clip_norm is not None:
+                squared_norm = self._transport.all_reduce(self._squared_norm(None).reshape(1)).wait()[0]
+            self._complete = made, squared_norm
+        self._partial = self._gradients()  # a framework may set them to zero now
         return torch.stack([part.detach() for part in losses]).sum() if losses else None
 
     def backward(self) -> bool:
+        """Returns whether the gradient of a mini-batch is complete, and has ``p.grad`` hold it."""
+        if self._complete is not None:
+            self._restore_partial()
         return self._complete is not None
 
     def finish(self) -> None:
@@ -93,15 +99,28 @@ class MicroBatchedStage(Stage):
                 "batch size, and drop the last batch if it is smaller."
             )
         if any(flags) or self._pipeline is None:
-            index, count = self._schedule.stage, self._schedule.num_stages
-            stage = PipelineStage(self.layers, index, count, self._device, group=self._group)
-            stage.stage_index_to_group_rank = {other: count - 1 - other for other in range(count)}
-            # Losses are means already divided by the number of parts.
-            self._pipeline = _SCHEDULES[self._config.method](
-                stage, self._parts, loss_fn=self._loss_of_part, scale_grads=False
-            )
             self._shapes = shapes
+            self._pipeline = self._new_pipeline(part_of(arguments, 0, self._parts))
         return self._pipeline
+
+    def _new_pipeline(self, example: tuple[Any, ...]) -> PipelineScheduleSingle:
+        """Returns a schedule for shapes that a micro-batch has on its way, which leaves nothing else behind."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.layers.buffers()]
+        if self._links.activations_in is not None:
+            received = self._links.activations_in.receive()
+            example = received if isinstance(received, tuple) else (received,)
+        with self._drawing(self._schedule.stage), torch.enable_grad():
+            output = self.layers(*Entry(example).tree)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        if self._links.activations_out is not None:
+            self._links.activations_out.send(output)
+        index, count = self._schedule.stage, self._schedule.num_stages
+        stage = PipelineStage(self.layers, index, count, self._device, example, output, group=self._group)
+        stage.stage_index_to_group_rank = {other: count - 1 - other for other in range(count)}
+        # Losses are means already divided by the number of parts.
+        kind = _SCHEDULES[self._config.method]
+        return kind(stage, self._parts, loss_fn=self._loss_of_part, scale_grads=False)
 
     def _loss_of_part(self, output: Any, number: Tensor) -> Tensor:
         with self._drawing(None):

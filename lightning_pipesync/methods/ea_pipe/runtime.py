@@ -89,7 +89,7 @@ class EAPipe:
         self._layers = split.flattened(layers)
         self.cuts: list[int] = []
         self._stages: list[Stage] = []
-        self.flushed = True
+        self.flushed, self._checked = True, False
         self.transport: Transport | None = None
         if virtual_stages is None:
             self.transport = Transport(self._device, timeout_s=self.config.timeout_s, backend=backend)
@@ -156,8 +156,14 @@ class EAPipe:
 
         Returns:
             The stages where the gradient of a mini-batch is complete: ``p.grad`` holds it, and their update follows.
+
+        Raises:
+            RuntimeError: the loss depends on another stage's layers, or a peer is lost.
         """
-        return [stage for stage in reversed(self._stages) if stage.backward()]
+        complete = [stage for stage in reversed(self._stages) if stage.backward()]
+        if complete and self.transport is not None and not self._checked:
+            self._check_gradients()
+        return complete
 
     def flush(self, update: Callable[[Stage], object] = Stage.update) -> None:
         """Empties the pipeline, and has the layers of this rank's stage hold the master's weights.
@@ -192,7 +198,8 @@ class EAPipe:
         for stage in range(self.num_stages):
             layers = nn.ModuleList(self._layers_of(stage))
             others = self._others if stage == self.num_stages - 1 else []
-            tensors = [*layers.parameters(), *layers.buffers(), *others]
+            # Nobody writes to the master's own: autograd, which tells that, does not see their data.
+            tensors = [tensor.data for tensor in [*layers.parameters(), *layers.buffers(), *others]]
             exchange_fused(tensors, PIECE_MB, partial(self._broadcast, src=self._rank_of(stage)))
 
     def metrics(self) -> dict[str, float]:
@@ -250,6 +257,21 @@ class EAPipe:
             exchange_fused(
                 [*self._model.parameters(), *self._model.buffers(), *self._others], PIECE_MB, self._broadcast
             )
+
+    def _check_gradients(self) -> None:
+        """Checks that the loss of the first mini-batch has left other stages' layers alone.
+
+        Raises:
+            RuntimeError: it has not: what it adds to their gradient is in this process, and would be lost.
+        """
+        self._checked = True
+        own = {id(layer) for layer in self._layers_of(self._rank_of(self.transport.rank))}  # type: ignore[union-attr]
+        for name, layer in self._layers:
+            if id(layer) not in own and any(parameter.grad is not None for parameter in layer.parameters()):
+                raise RuntimeError(
+                    f"The loss depends on the parameters of layer {name} itself, which is on another stage: compute it "
+                    "from the output of the layers, and leave a penalty on weights to the optimizer's weight_decay."
+                )
 
     def _broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies a rank's ``flat`` to all ranks, through the host: it is on a device where its stage is only."""

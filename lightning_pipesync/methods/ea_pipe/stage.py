@@ -197,7 +197,7 @@ class Stage:
         (one, squared_norm), self._complete = self._complete, None
         waiting = _Waiting(
             one.step,
-            [parameter.grad for parameter in self._parameters],
+            self._gradients(),
             one.hyperparameters,
             optimizer_step or self._optimizer.step,
         )
@@ -239,6 +239,7 @@ class Stage:
         if self._links.activations_out is None:
             return output
         self._links.activations_out.send(output)
+        self._links.activations_out.finish()  # one batch ahead of the next stage is enough, and none is lost at the end
         return None
 
     def _begin_training(self) -> None:
@@ -296,7 +297,7 @@ class Stage:
         if one.is_last:
             self._complete = one, squared_norm
         else:  # where nobody sets it to zero
-            self._partial = [parameter.grad for parameter in self._parameters]
+            self._partial = self._gradients()
         return one.is_last
 
     def _restore_partial(self) -> None:
@@ -336,6 +337,9 @@ class Stage:
     def _take_norms(self) -> list[Tensor]:
         norms, self._norms = self._norms, []
         return norms
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
 
     def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
         for i, parameter in enumerate(self._parameters):
