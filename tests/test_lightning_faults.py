@@ -117,7 +117,7 @@ def fit_failing(directory: Path, name: str, how: str, timeout_s: int) -> tuple[t
     return outcome, seconds
 
 
-@pytest.mark.parametrize("name", ["dear", "pipe_sgd", "selsync"])
+@pytest.mark.parametrize("name", ["dear", "ea_pipe", "pipe_sgd", "selsync"])
 @pytest.mark.parametrize(("how", "timeout_s"), [("dies", 100), ("raises", 100), ("hangs", 4)])
 def test_a_lost_rank_makes_the_others_raise(how: str, timeout_s: int, name: str, tmp_path: Path) -> None:
     """Long before the timeout if it is gone, though Lightning saves a checkpoint; no thread keeps the process alive."""
@@ -252,7 +252,7 @@ def fit_twice(directory: Path, name: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("name", ["dear", "pipe_sgd", "selsync"])
+@pytest.mark.parametrize("name", ["dear", "ea_pipe", "pipe_sgd", "selsync"])
 def test_fitting_twice_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     outcomes = launch(fit_twice, 2, tmp_path, name, init=False)
     for mine, first in zip(outcomes[1], outcomes[0], strict=True):

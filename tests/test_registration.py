@@ -20,7 +20,7 @@ assert found() == before, (before, found())
 
 import lightning.pytorch, pytorch_lightning
 for package in (lightning.pytorch, pytorch_lightning):
-    for name in ("dear", "pipe_sgd", "selsync"):
+    for name in ("dear", "ea_pipe", "pipe_sgd", "selsync"):
         strategy = package.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
         assert strategy.name == name
         assert isinstance(strategy, package.strategies.DDPStrategy)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -327,24 +328,26 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole master model, after the other stages' layers have come.
-
-        Raises:
-            RuntimeError: after an error: they may never come.
-        """
-        if self.method is not None and self._interrupted:
-            raise RuntimeError(
-                "After an error no checkpoint can be saved: the layers of the other stages are in other processes."
-            )
-        if self.method is not None:
+        """Returns the whole master model, after the other stages' layers have come; not after an error."""
+        if self.method is not None and not self._interrupted:
             self.flush()
             self.method.gather()
         return super().lightning_module_state_dict()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves, but after an error, when the layers of the other stages may never come."""
+        if self.method is None or not self._interrupted:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            rank_zero_warn(
+                f"After an error {filepath} is not saved: the layers of the other stages are in other processes. Go on "
+                "from the last checkpoint before."
+            )
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state for the whole model: of each parameter the mean over its replicas."""
         merged: dict[str, Any] = unwrapped(optimizer).state_dict()
-        if self.method is None:
+        if self.method is None or self._interrupted:
             return merged
         assert self.method.transport is not None
         states = self.method.transport.collect_states({"state": self.method.optimizer_state()})
