@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
+from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.bench.ssp import SSP, SSPConfig
 from lightning_pipesync.bench.tasks import TASK_NAMES, Task, build_task
 from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithPipeSGD, WithSelSync
@@ -72,21 +73,8 @@ def parse_method(text: str) -> Callable[[Task], Training]:
     Raises:
         ValueError: the method or a setting is unknown, or a value out of its range.
     """
-    name, _, rest = text.partition(":")
-    if name not in METHODS:
-        raise ValueError(f"methods: {name!r} is not known; there are {', '.join(METHODS)}.")
-    begin, config_type = METHODS[name]
-    known = config_type.__dataclass_fields__
-    settings = {}
-    for assignment in filter(None, rest.split(",")):
-        key, equals, value = assignment.partition("=")
-        if key not in known or not equals:
-            raise ValueError(f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.")
-        settings[key] = _value(value)
-    try:
-        config = config_type(**settings)
-    except TypeError as error:
-        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+    config = parse_named(text, {name: config_type for name, (_, config_type) in METHODS.items()})
+    begin, _ = METHODS[text.partition(":")[0]]
     return lambda task: begin(task, config)
 
 
@@ -162,13 +150,3 @@ def evaluate(task: Task, module: torch.nn.Module) -> float:
     dist.all_reduce(total)
     module.train()
     return task.quality((total[0] / total[1]).item())
-
-
-def _value(text: str) -> Any:
-    """Returns the number that ``text`` writes, or the text itself."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_pipesync.bench.named_settings import readable
 from lightning_pipesync.bench.results import table
 
 Point = dict[str, float]
@@ -97,11 +98,6 @@ a training, the mean of all, and how much better than DDP's. LSSR: share of all 
         headings = ["", "steps", "LSSR", "best", "better by", "reached", "MiB", "seconds", "speed-up"]
         parts.append(table(headings, [_cells(row, seeds) for row in rows_of(result)]))
     return "\n".join(parts)
-
-
-def readable(method: str) -> str:
-    """Returns a method with its settings in words between which a line may break."""
-    return method.replace(":", ": ").replace(",", ", ")
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:

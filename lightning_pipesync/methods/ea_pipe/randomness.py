@@ -21,5 +21,8 @@ def drawing(seed: int, number: int, place: int | None, device: torch.device) -> 
     """
     text = f"{seed}, {number}, {place}"
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int.from_bytes(blake2b(text.encode(), digest_size=7).digest()))
+        own = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+        torch.default_generator.manual_seed(own)  # torch.manual_seed also formats stack traces for absent devices
+        if device.type == "cuda":
+            torch.cuda.manual_seed(own)
         yield

@@ -1,0 +1,49 @@
+"""Methods with their settings, as they are written on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping[str, Any] | None = None) -> Any:
+    """Returns the settings that ``NAME`` or ``NAME:SETTING=VALUE,...`` stands for.
+
+    Args:
+        text: what the user wrote.
+        config_types: the dataclass of the settings, by name.
+        fixed: settings that are not the user's to choose.
+
+    Raises:
+        ValueError: the name or a setting is unknown, or a value out of its range.
+    """
+    name, _, rest = text.partition(":")
+    if name not in config_types:
+        raise ValueError(f"methods: {name!r} is not known; there are {', '.join(config_types)}.")
+    fixed = fixed or {}
+    known = [field for field in config_types[name].__dataclass_fields__ if field not in fixed]
+    settings = {}
+    for assignment in filter(None, rest.split(",")):
+        key, equals, value = assignment.partition("=")
+        if key not in known or not equals:
+            raise ValueError(f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.")
+        settings[key] = _value(value)
+    try:
+        return config_types[name](**settings, **fixed)
+    except TypeError as error:
+        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+
+
+def readable(method: str) -> str:
+    """Returns a method with its settings in words between which a line may break."""
+    return method.replace(":", ": ").replace(",", ", ")
+
+
+def _value(text: str) -> Any:
+    """Returns the number that ``text`` writes, or the text itself."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
