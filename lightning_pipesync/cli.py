@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_pipesync.bench.commands import collectives, converge, step, timeline
+from lightning_pipesync.bench.commands import collectives, converge, stages, step, timeline
 from lightning_pipesync.netlab.command import netlab
 
 #: A function a subcommand, or a dictionary of further ones with ``_help``. Options and help come from the function's
@@ -20,6 +20,7 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
         "collectives": collectives,
         "step": step,
+        "stages": stages,
         "timeline": timeline,
         "converge": converge,
     },
@@ -27,7 +28,7 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
 
 
 #: Options of ``pipesync bench`` that take several values.
-LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "bucket_mb", "methods", "seeds")
+LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "bucket_mb", "methods", "seeds", "stage_ms")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

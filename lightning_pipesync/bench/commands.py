@@ -1,4 +1,4 @@
-"""``pipesync bench collectives``, ``step``, ``timeline`` and ``converge``."""
+"""``pipesync bench collectives``, ``step``, ``stages``, ``timeline`` and ``converge``."""
 
 from __future__ import annotations
 
@@ -85,6 +85,43 @@ def step(
     if results:
         campaign.finish("step", results, output, step_report.as_markdown(results))
         step_pictures.draw(results, output)
+
+
+def stages(
+    hosts: list[int] = [2],  # noqa: B006
+    rate: str | None = None,
+    racks: int = 1,
+    uplink: str | None = None,
+    methods: list[str] = ["ea_pipe", "pipedream", "gpipe", "1f1b"],  # noqa: B006
+    stage_ms: list[float] = [100],  # noqa: B006
+    activation_mib: float = 0.25,
+    steps: int = 20,
+    rounds: int = 3,
+    output: Path = Path("outputs/bench"),
+) -> None:
+    """Times the mini-batches of a pipeline in the steady state, beside GPipe, 1F1B and stages that never wait.
+
+    Args:
+        hosts: Numbers of hosts, one stage each. Not used if a launcher has started this process.
+        rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
+        racks: Number of racks in the emulated network.
+        uplink: Rate of each rack's link to the others, e.g. 200mbit.
+        methods: What is compared: ea_pipe, pipedream, naive, spectrain, gpipe or 1f1b, each with settings if need be:
+            NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16.
+        stage_ms: What a stage computes for each mini-batch, in milliseconds; a third of it is the forward pass.
+        activation_mib: MiB that travel from stage to stage for each mini-batch, and back.
+        steps: Mini-batches of one measurement.
+        rounds: How often each contestant is measured, all in turns.
+        output: Folder for stages.json and stages.md.
+    """
+    from lightning_pipesync.bench import campaign, stages_report
+    from lightning_pipesync.bench.stages import StagesSettings
+
+    settings = StagesSettings(tuple(methods), tuple(stage_ms), activation_mib, steps, rounds)
+    num_measurements = len(stage_ms) * rounds * len(methods)
+    results = campaign.run("stages", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
+    if results:
+        campaign.finish("stages", results, output, stages_report.as_markdown(results))
 
 
 def timeline(

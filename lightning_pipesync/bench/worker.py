@@ -38,6 +38,10 @@ def measure(kind: str, settings: dict[str, Any], progress: Callable[[str], objec
         from lightning_pipesync.bench.converge import ConvergeSettings, measure_converge
 
         return measure_converge(ConvergeSettings(**settings), progress)
+    if kind == "stages":
+        from lightning_pipesync.bench.stages import StagesSettings, measure_stages
+
+        return measure_stages(StagesSettings(**settings), progress)
     raise ValueError(f"{kind!r} is not a benchmark that runs on ranks.")
 
 

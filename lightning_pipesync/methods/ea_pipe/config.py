@@ -10,6 +10,7 @@ Method = Literal["ea_pipe", "pipedream", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
 Split = Literal["balanced", "parameters"] | tuple[int, ...]
 
+METHODS: tuple[str, ...] = get_args(Method)
 #: Methods whose stages hold one version of the weights, which has moved on when a gradient comes back.
 WITHOUT_REPLICAS = ("naive", "spectrain")
 #: Methods that divide a mini-batch into micro-batches, and update after all of them.

@@ -1,0 +1,119 @@
+"""The throughput of a pipeline, by method, beside that of as many stages which never wait (EA-Pipe, Tables 2 and 5)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD
+
+from lightning_pipesync.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.bench.models.stages import EmulatedStages
+from lightning_pipesync.bench.named_settings import parse_named
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.config import METHODS
+
+#: Samples of a mini-batch, so many that it divides into micro-batches.
+BATCH_SIZE = 64
+
+
+@dataclass(frozen=True)
+class StagesSettings:
+    """What is measured.
+
+    Attributes:
+        methods: what is compared, as :func:`parse_contestant` takes them.
+        stage_ms: what the forward and backward passes of a mini-batch take in a stage, together, in milliseconds.
+        activation_mib: size of the activations of a mini-batch between two stages.
+        steps: mini-batches of one measurement.
+        rounds: how often each contestant is measured, all in turns.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    methods: tuple[str, ...]
+    stage_ms: tuple[float, ...]
+    activation_mib: float
+    steps: int
+    rounds: int
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            parse_contestant(method)
+        for name in ("activation_mib", "steps", "rounds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
+        if not self.stage_ms or not all(milliseconds > 0 for milliseconds in self.stage_ms):
+            raise ValueError(f"stage_ms must be one or more positive numbers of ms, got {self.stage_ms!r}.")
+
+
+def parse_contestant(text: str) -> EAPipeConfig:
+    """Returns the settings that ``METHOD`` or ``METHOD:SETTING=VALUE,...`` stands for.
+
+    Raises:
+        ValueError: the method or a setting is unknown, or a value out of its range.
+    """
+    name = text.partition(":")[0]
+    config: EAPipeConfig = parse_named(
+        text, dict.fromkeys(METHODS, EAPipeConfig), {"method": name, "split": "parameters"}
+    )
+    return config
+
+
+def measure_stages(settings: StagesSettings, progress: Callable[[str], object]) -> dict[str, Any]:
+    """Times mini-batches of every contestant in the steady state, in turns; a collective call.
+
+    Returns:
+        Settings; bandwidth in bytes a second; and for each of ``stage_ms`` the seconds a mini-batch takes in a stage
+        that never waits, and by contestant the seconds it took, round by round.
+    """
+    bandwidth = measure_bandwidth()
+    runs = [measure_run(settings, milliseconds / 1e3, progress) for milliseconds in settings.stage_ms]
+    return {"settings": asdict(settings), "world_size": dist.get_world_size(), "bandwidth": bandwidth, "runs": runs}
+
+
+def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callable[[str], object]) -> dict[str, Any]:
+    """Does :func:`measure_stages` for one duration of a stage, of which a third is the forward pass."""
+    num_stages = dist.get_world_size()
+    batch = torch.zeros(BATCH_SIZE, max(1, round(settings.activation_mib * MIB / 4 / BATCH_SIZE))), torch.zeros(1)
+    engines = {
+        name: EAPipe(
+            EmulatedStages(
+                num_stages, BATCH_SIZE, forward_seconds=stage_seconds / 3, backward_seconds=stage_seconds * 2 / 3
+            ),
+            _loss,
+            lambda parameters: SGD(parameters, lr=1e-3),
+            parse_contestant(name),
+        )
+        for name in settings.methods
+    }
+    seconds = torch.zeros(len(engines), settings.rounds, dtype=torch.float64)
+    for round_ in range(settings.rounds):
+        for i, (name, engine) in enumerate(engines.items()):
+            for _ in range(3 * num_stages):  # until every stage waits for its neighbours as it always will
+                engine.train_batch(batch)
+            start = time.perf_counter()
+            for _ in range(settings.steps):
+                engine.train_batch(batch)
+            seconds[i, round_] = (time.perf_counter() - start) / settings.steps
+            engine.flush()
+            dist.barrier()
+            progress(name)
+    for engine in engines.values():
+        engine.detach()
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return {
+        "stage_seconds": stage_seconds,
+        "contestants": [{"name": name, "seconds": row.tolist()} for name, row in zip(engines, seconds, strict=True)],
+    }
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
