@@ -112,7 +112,7 @@ def stages(
         activation_mib: MiB that travel from stage to stage for each mini-batch, and back.
         steps: Mini-batches of one measurement.
         rounds: How often each contestant is measured, all in turns.
-        output: Folder for stages.json and stages.md.
+        output: Folder for stages.json, stages.md and stages.png, of the last number of hosts.
     """
     from lightning_pipesync.bench import campaign, stages_report
     from lightning_pipesync.bench.stages import StagesSettings
@@ -122,6 +122,7 @@ def stages(
     results = campaign.run("stages", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
     if results:
         campaign.finish("stages", results, output, stages_report.as_markdown(results))
+        stages_report.draw(results[-1]["runs"][0], output / "stages.png")
 
 
 def timeline(

@@ -72,7 +72,8 @@ def measure_stages(settings: StagesSettings, progress: Callable[[str], object]) 
 
     Returns:
         Settings; bandwidth in bytes a second; and for each of ``stage_ms`` the seconds a mini-batch takes in a stage
-        that never waits, and by contestant the seconds it took, round by round.
+        that never waits, and by contestant the seconds it took, round by round, and the ``trace`` of some mini-batches
+        from an empty pipeline to an empty one: for each stage kind, start and end of its passes, in seconds.
     """
     bandwidth = measure_bandwidth()
     runs = [measure_run(settings, milliseconds / 1e3, progress) for milliseconds in settings.stage_ms]
@@ -83,17 +84,12 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
     """Does :func:`measure_stages` for one duration of a stage, of which a third is the forward pass."""
     num_stages = dist.get_world_size()
     batch = torch.zeros(BATCH_SIZE, max(1, round(settings.activation_mib * MIB / 4 / BATCH_SIZE))), torch.zeros(1)
-    engines = {
-        name: EAPipe(
-            EmulatedStages(
-                num_stages, BATCH_SIZE, forward_seconds=stage_seconds / 3, backward_seconds=stage_seconds * 2 / 3
-            ),
-            _loss,
-            lambda parameters: SGD(parameters, lr=1e-3),
-            parse_contestant(name),
+    stages, engines = {}, {}
+    for name in settings.methods:
+        stages[name] = EmulatedStages(
+            num_stages, BATCH_SIZE, forward_seconds=stage_seconds / 3, backward_seconds=stage_seconds * 2 / 3
         )
-        for name in settings.methods
-    }
+        engines[name] = EAPipe(stages[name], _loss, lambda ps: SGD(ps, lr=1e-3), parse_contestant(name))
     seconds = torch.zeros(len(engines), settings.rounds, dtype=torch.float64)
     for round_ in range(settings.rounds):
         for i, (name, engine) in enumerate(engines.items()):
@@ -106,13 +102,32 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
             engine.flush()
             dist.barrier()
             progress(name)
+    traces = {name: trace(engine, stages[name], batch) for name, engine in engines.items()}
     for engine in engines.values():
         engine.detach()
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return {
         "stage_seconds": stage_seconds,
-        "contestants": [{"name": name, "seconds": row.tolist()} for name, row in zip(engines, seconds, strict=True)],
+        "contestants": [
+            {"name": name, "seconds": row.tolist(), "trace": traces[name]}
+            for name, row in zip(engines, seconds, strict=True)
+        ],
     }
+
+
+def trace(engine: EAPipe, stages: EmulatedStages, batch: tuple[Tensor, Tensor]) -> list[list[tuple[str, float, float]]]:
+    """Returns the passes of each stage for twice as many mini-batches as there are stages; all ranks on one machine."""
+    before = len(stages.spans)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(2 * len(stages)):
+        engine.train_batch(batch)
+    engine.flush()
+    spans = stages.spans[before:]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (start, spans))
+    origin = min(began for began, _ in gathered)
+    return [[(kind, begin - origin, end - origin) for kind, begin, end in passes] for _, passes in reversed(gathered)]
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:

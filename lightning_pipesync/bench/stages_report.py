@@ -1,12 +1,17 @@
-"""The throughput of pipelines: a table."""
+"""The throughput of pipelines: a table, and a picture of what the stages do when."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
 from lightning_pipesync.bench.named_settings import readable
 from lightning_pipesync.bench.results import table
+from lightning_pipesync.bench.timeline_report import COLOURS, COMPUTATION
 from lightning_pipesync.core.buckets import MIB
 
 
@@ -31,3 +36,28 @@ reaches {bandwidth * 8 / 1e6:.0f} Mbit/s). The share is of the throughput of sta
 {table(["", "ms a mini-batch", "of the limit"], rows)}"""
             )
     return "\n".join(parts)
+
+
+def draw(run: dict[str, Any], path: Path) -> None:
+    """Draws a panel for each contestant, with a row for each stage, the first on top, and numbers of mini-batches."""
+    contestants = run["contestants"]
+    num_stages = len(contestants[0]["trace"])
+    figure = Figure(figsize=(11, 0.6 + (0.6 + 0.35 * num_stages) * len(contestants)), layout="constrained")
+    panels = figure.subplots(len(contestants), 1, squeeze=False, sharex=True)[:, 0]
+    for panel, contestant in zip(panels, contestants, strict=True):
+        for stage, spans in enumerate(contestant["trace"]):
+            parts = len(spans) // (4 * num_stages)  # micro-batches: forward and backward, two mini-batches a stage
+            counts = dict.fromkeys(COMPUTATION, 0)
+            for kind, begin, end in spans:
+                number = counts[kind] // parts
+                counts[kind] += 1
+                alpha = 0.95 if number % 2 else 0.6
+                panel.barh(-stage, end - begin, left=begin, height=0.85, color=COLOURS[kind], alpha=alpha)
+                if parts == 1:
+                    panel.text((begin + end) / 2, -stage, str(number + 1), ha="center", va="center", fontsize=6)
+        panel.set_yticks([-stage for stage in range(num_stages)], [f"stage {n}" for n in range(1, num_stages + 1)])
+        panel.set_title(readable(contestant["name"]), loc="left", fontsize="medium")
+    panels[-1].set_xlabel("seconds")
+    patches = [Patch(color=COLOURS[kind], label=kind) for kind in COMPUTATION]
+    figure.legend(handles=patches, loc="outside upper right", ncols=2, fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -21,26 +21,38 @@ class EmulatedStages(nn.Sequential):
         batch_size: samples of a mini-batch.
         forward_seconds: what the forward pass of a mini-batch takes in a stage.
         backward_seconds: what its backward pass takes.
+
+    Attributes:
+        spans: ``"forward"`` or ``"backward"`` and when it began and ended (``time.perf_counter``), of every pass that
+            was made in this process.
     """
 
     def __init__(self, num_stages: int, batch_size: int, *, forward_seconds: float, backward_seconds: float) -> None:
         pacer = Pacer(forward_seconds, backward_seconds)
-        super().__init__(*(EmulatedStage(batch_size, pacer) for _ in range(num_stages)))
+        spans: list[tuple[str, float, float]] = []
+        super().__init__(*(EmulatedStage(batch_size, pacer, spans) for _ in range(num_stages)))
+        self.spans = spans
 
 
 class EmulatedStage(nn.Module):
     """The layer of one stage; with a weight, so that there is something to train."""
 
-    def __init__(self, batch_size: int, pacer: Pacer) -> None:
+    def __init__(self, batch_size: int, pacer: Pacer, spans: list[tuple[str, float, float]]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.batch_size, self.pacer = batch_size, pacer
+        self.batch_size, self.pacer, self.spans = batch_size, pacer, spans
 
     def forward(self, x: Tensor) -> Tensor:
         begin = time.perf_counter()
         x = _Compute.apply(x, self.weight, self)
-        self.pacer.spend(len(x) / self.batch_size * self.pacer.forward_seconds, begin)
+        self.spend("forward", len(x), begin)
         return x
+
+    def spend(self, kind: str, samples: int, begin: float) -> None:
+        """Takes the time of a pass that has begun."""
+        seconds = self.pacer.forward_seconds if kind == "forward" else self.pacer.backward_seconds
+        self.pacer.spend(samples / self.batch_size * seconds, begin)
+        self.spans.append((kind, begin, time.perf_counter()))
 
 
 class _Compute(torch.autograd.Function):
@@ -51,6 +63,5 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        begin, stage = time.perf_counter(), ctx.stage
-        stage.pacer.spend(len(gradient) / stage.batch_size * stage.pacer.backward_seconds, begin)
+        ctx.stage.spend("backward", len(gradient), time.perf_counter())
         return gradient, torch.ones(()), None
