@@ -82,11 +82,12 @@ class Digits(L.LightningDataModule):
 
     Args:
         batch_size: images on each process at a step.
+        drop_last: whether a smaller last batch of an epoch is left out.
     """
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, drop_last: bool = False) -> None:
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size, self.drop_last = batch_size, drop_last
 
     def setup(self, stage: str) -> None:
         pixels, digits = load_digits(return_X_y=True)
@@ -96,7 +97,7 @@ class Digits(L.LightningDataModule):
         self.test_set = TensorDataset(as_images(test_pixels), test_digits)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True)
+        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=self.drop_last)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.test_set, batch_size=100)

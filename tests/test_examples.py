@@ -75,6 +75,14 @@ def test_pydoc_transformer(launcher: list[str], strategy: str) -> None:
     assert float(numbers["MiB sent by rank 0"]) > 0
 
 
+def test_pipeline_digits() -> None:
+    result = run(PLAIN, "pipeline_digits.py", "--epochs", 3)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+    assert "ea_pipe on 2 processes, 222 mini-batches" in result.stdout
+    assert float(result.stdout.partition("test accuracy")[2].split("%")[0]) > 70
+
+
 @pytest.mark.parametrize(
     ("script", "options", "word"),
     [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -225,6 +225,8 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
                 completes=self._completes,
                 digest=digest(batch),
             )
+        if trainer.fit_loop.total_batch_idx == 0:
+            rank_zero_info(self.method.describe())
         return results[0] if results else torch.zeros(())
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -201,6 +202,17 @@ class EAPipe:
             # Nobody writes to the master's own: autograd, which tells that, does not see their data.
             tensors = [tensor.data for tensor in [*layers.parameters(), *layers.buffers(), *others]]
             exchange_fused(tensors, PIECE_MB, partial(self._broadcast, src=self._rank_of(stage)))
+
+    def describe(self) -> str:
+        """Returns which layers each stage has, a line for each; nothing before the first batch."""
+        bounds = [0, *self.cuts, len(self._layers)] if self._stages else []
+        lines = []
+        for stage, (start, end) in enumerate(pairwise(bounds)):
+            values = sum(split.numbers_of_parameters(self._layers_of(stage)))
+            place = "" if self.transport is None else f" on rank {self._rank_of(stage)}"
+            names = " to ".join(dict.fromkeys([self._layers[start][0], self._layers[end - 1][0]]))
+            lines.append(f"stage {stage + 1} of {self.num_stages}{place}: layers {names}, {values:,.0f} parameters")
+        return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
         """Returns the MiB that this rank has sent, and the seconds that it has waited for its neighbours."""
