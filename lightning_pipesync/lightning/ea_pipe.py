@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,17 +9,23 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from lightning_pipesync import compat
 from lightning_pipesync.lightning.averaging import unwrapped
+from lightning_pipesync.lightning.pipelined import (
+    adopt_metrics,
+    check_training,
+    draw_alike,
+    loss_of,
+    metrics_of,
+    without_graph,
+)
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
@@ -137,11 +142,11 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         self.model_to_device()
         if self._fitting:
             self.setup_optimizers(trainer)
-            self._check_training()
+            check_training(trainer, self.precision_plugin)
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self.setup_precision_plugin()
-        self._draw_alike()
-        for metric in self._metrics():
+        draw_alike(self.broadcast)
+        for metric in metrics_of(module):
             compat.keep_local(metric)  # what is evaluated, is evaluated once
         self.method = self.attach_method(module, self.optimizers)
 
@@ -215,8 +220,8 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
         def loss(output: Any, index: int, count: int) -> Tensor:
             result = self._submodule.result_of(partial(step, part_of(batch, index, count), *args), output)
-            results[:] = [_without_graph(result)]
-            return _loss_of(result) / trainer.accumulate_grad_batches
+            results[:] = [without_graph(result)]
+            return loss_of(result) / trainer.accumulate_grad_batches
 
         with self.precision_plugin.train_step_context():
             self.method.feed(
@@ -305,14 +310,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         assert self.lightning_module is not None
         if self._interrupted:
             return
-        trainer, metrics = self.lightning_module.trainer, self._metrics()
-        shown, states = self.broadcast(
-            _on_host((compat.shown_metrics(trainer), [compat.accumulated(metric) for metric in metrics]))
-        )
-        if self.global_rank != 0:
-            compat.show_metrics(trainer, shown)
-            for metric, (state, updates) in zip(metrics, states, strict=True):
-                compat.accumulate(metric, _on_device(state, metric.device), updates)
+        adopt_metrics(self.lightning_module.trainer, self.broadcast)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Returns what is logged as it is: only rank 0 logs."""
@@ -356,70 +354,3 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         if states is not None and any(own["state"] for own in states):
             merged["state"] = {index: values for own in states for index, values in own["state"].items()}
         return merged
-
-    # --- helpers ----------------------------------------------------------------------------------------------------
-
-    def _check_training(self) -> None:
-        """Checks that a pipeline can train this.
-
-        Raises:
-            ValueError: it cannot; the message says what to change.
-        """
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
-            raise ValueError(
-                "strategy='ea_pipe' makes the backward passes itself, at other times than training_step: set "
-                "self.automatic_optimization = True."
-            )
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"strategy='ea_pipe' takes one optimizer, and configure_optimizers returned {len(self.optimizers)}: "
-                "give it several parameter groups instead."
-            )
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' scales the loss, and mini-batches in flight would have different scales: set "
-                "precision='bf16-mixed' or '32-true'."
-            )
-
-    def _draw_alike(self) -> None:
-        """Has all ranks draw the same random numbers outside the layers: in data sets and steps."""
-        states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-        torch_state, numpy_state, python_state = self.broadcast(states)
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-
-    def _metrics(self) -> list[Metric]:
-        assert self.lightning_module is not None
-        return [module for module in self.lightning_module.modules() if isinstance(module, Metric)]
-
-
-def _loss_of(result: Any) -> Tensor:
-    """Returns the loss in what ``training_step`` has returned.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, Tensor):
-        raise RuntimeError(f"training_step must return a loss for every batch of a pipeline, got {result!r}.")
-    return loss
-
-
-def _without_graph(result: Any) -> Any:
-    return _mapped(Tensor.detach, result)
-
-
-def _on_host(tree: Any) -> Any:
-    return _mapped(Tensor.cpu, tree)
-
-
-def _on_device(tree: Any, device: torch.device) -> Any:
-    return _mapped(lambda tensor: tensor.to(device), tree)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    leaves, spec = compat.tree_flatten(tree)
-    return compat.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

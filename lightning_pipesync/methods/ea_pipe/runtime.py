@@ -13,23 +13,22 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.agreement import check_agreement, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.channel import LocalChannel
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import check_optimizer, collect_parameters
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.links import Links, make_links, rank_of
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, part_of
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
-from lightning_pipesync.methods.ea_pipe.stage import Links, Loss, Source, Stage
+from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
 from lightning_pipesync.methods.method import device_of, one_config
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 #: MiB that travel in one piece before the training.
 PIECE_MB = 25.0
-_WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class EAPipe:
@@ -201,7 +200,7 @@ class EAPipe:
             others = self._others if stage == self.num_stages - 1 else []
             # Nobody writes to the master's own: autograd, which tells that, does not see their data.
             tensors = [tensor.data for tensor in [*layers.parameters(), *layers.buffers(), *others]]
-            exchange_fused(tensors, PIECE_MB, partial(self._broadcast, src=self._rank_of(stage)))
+            exchange_fused(tensors, PIECE_MB, partial(self._broadcast, src=rank_of(stage, self.num_stages)))
 
     def describe(self) -> str:
         """Returns which layers each stage has, a line for each; nothing before the first batch."""
@@ -209,7 +208,7 @@ class EAPipe:
         lines = []
         for stage, (start, end) in enumerate(pairwise(bounds)):
             values = sum(split.numbers_of_parameters(self._layers_of(stage)))
-            place = "" if self.transport is None else f" on rank {self._rank_of(stage)}"
+            place = "" if self.transport is None else f" on rank {rank_of(stage, self.num_stages)}"
             names = " to ".join(dict.fromkeys([self._layers[start][0], self._layers[end - 1][0]]))
             lines.append(f"stage {stage + 1} of {self.num_stages}{place}: layers {names}, {values:,.0f} parameters")
         return "\n".join(lines)
@@ -277,7 +276,7 @@ class EAPipe:
             RuntimeError: it has not: what it adds to their gradient is in this process, and would be lost.
         """
         self._checked = True
-        own = {id(layer) for layer in self._layers_of(self._rank_of(self.transport.rank))}  # type: ignore[union-attr]
+        own = {id(layer) for layer in self._layers_of(rank_of(self.transport.rank, self.num_stages))}  # type: ignore[union-attr]
         for name, layer in self._layers:
             if id(layer) not in own and any(parameter.grad is not None for parameter in layer.parameters()):
                 raise RuntimeError(
@@ -302,7 +301,10 @@ class EAPipe:
         try:
             self.cuts = split.checked_cuts(cuts, self._layers, self.num_stages)
             with torch.inference_mode(False):  # the first batch may be one to validate with
-                self._stages = [self._make_stage(stage, links) for stage, links in self._links()]
+                self._stages = [
+                    self._make_stage(stage, links)
+                    for stage, links in make_links(self.transport, self.num_stages, self.config)
+                ]
         except ValueError as error:
             problem = error
         self._raise_on_all_ranks(problem)
@@ -314,12 +316,12 @@ class EAPipe:
             return list(self.config.split)
         if self.config.split == "parameters":
             return split.partition(split.numbers_of_parameters(layers), self.num_stages)
-        is_first = self.transport is None or self.transport.rank == self._rank_of(0)
+        is_first = self.transport is None or self.transport.rank == rank_of(0, self.num_stages)
         cuts: list[int] = []
         if is_first:
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 cuts = split.balanced(*split.measure(layers, source(), self._device), self.num_stages)
-        return cuts if self.transport is None else self.transport.gather_objects(cuts)[self._rank_of(0)]
+        return cuts if self.transport is None else self.transport.gather_objects(cuts)[rank_of(0, self.num_stages)]
 
     def _make_stage(self, index: int, links: Links) -> Stage:
         layers = nn.Sequential(*self._layers_of(index))
@@ -341,29 +343,6 @@ class EAPipe:
     def _layers_of(self, stage: int) -> list[nn.Module]:
         bounds = [0, *self.cuts, len(self._layers)]
         return [layer for _, layer in self._layers[bounds[stage] : bounds[stage + 1]]]
-
-    def _links(self) -> list[tuple[int, Links]]:
-        """Returns the stages of this process, with their channels."""
-        wire_dtype, window = _WIRE_DTYPES[self.config.compression], (self.config.replicas or self.num_stages) + 1
-        transport = self.transport
-        if transport is None:
-            forward = [None, *(LocalChannel(wire_dtype) for _ in range(1, self.num_stages)), None]
-            back = [None, *(LocalChannel(wire_dtype) for _ in range(1, self.num_stages)), None]
-            return [(s, Links(forward[s], forward[s + 1], back[s + 1], back[s])) for s in range(self.num_stages)]
-        stage = self._rank_of(transport.rank)
-        before, after = self._rank_of(stage - 1), self._rank_of(stage + 1)
-        is_first, is_last = stage == 0, stage == self.num_stages - 1
-        links = Links(
-            None if is_first else transport.channel_from(before, 0),
-            None if is_last else transport.channel_to(after, 0, wire_dtype=wire_dtype, window=window),
-            None if is_last else transport.channel_from(after, 1),
-            None if is_first else transport.channel_to(before, 1, wire_dtype=wire_dtype, window=window),
-        )
-        return [(stage, links)]
-
-    def _rank_of(self, stage: int) -> int:
-        """Returns the rank of a stage, or the stage of a rank: the loss is on rank 0, which logs."""
-        return self.num_stages - 1 - stage
 
     def _raise_on_all_ranks(self, problem: ValueError | None) -> None:
         if self.transport is not None:

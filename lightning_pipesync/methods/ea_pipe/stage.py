@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.compat import foreach_norm, tree_flatten
-from lightning_pipesync.core.channel import Receiver, Sender
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.entry import Entry
+from lightning_pipesync.methods.ea_pipe.links import Links
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.weights import weights_for
@@ -41,16 +41,6 @@ Source = Callable[[], Any]
 #: Returns the loss, 0-dim, for an output of the last layer, the number of the part of the batch that it is for, and how
 #: many parts there are.
 Loss = Callable[[Any, int, int], Tensor]
-
-
-@dataclass(frozen=True)
-class Links:
-    """The channels of a stage; None where there is no neighbour."""
-
-    activations_in: Receiver | None = None
-    activations_out: Sender | None = None
-    gradients_in: Receiver | None = None
-    gradients_out: Sender | None = None
 
 
 @dataclass(frozen=True)

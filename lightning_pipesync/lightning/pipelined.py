@@ -1,0 +1,99 @@
+"""What a Trainer needs whose processes each have a part of one model: the same data, the same metrics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_pipesync import compat
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.precision import Precision
+
+#: Copies an object of rank 0 to all ranks.
+Broadcast = Callable[[Any], Any]
+#: Callbacks that average weights, of which a rank has but a part.
+AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+
+
+def check_training(trainer: Trainer, precision: Precision) -> None:
+    """Checks that a pipeline can train the Trainer's module.
+
+    Raises:
+        ValueError: it cannot; the message says what to change.
+    """
+    if not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            "strategy='ea_pipe' makes the backward passes itself, at other times than training_step: set "
+            "self.automatic_optimization = True."
+        )
+    if len(trainer.strategy.optimizers) != 1:
+        raise ValueError(
+            f"strategy='ea_pipe' takes one optimizer, and configure_optimizers returned "
+            f"{len(trainer.strategy.optimizers)}: give it several parameter groups instead."
+        )
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            "precision='16-mixed' scales the loss, and mini-batches in flight would have different scales: set "
+            "precision='bf16-mixed' or '32-true'."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(cls.__name__ in AVERAGING for cls in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} averages the weights of a whole model, and each process has some of its "
+                "layers: leave it out. The master of strategy='ea_pipe' is an average already."
+            )
+
+
+def draw_alike(broadcast: Broadcast) -> None:
+    """Has all ranks draw rank 0's random numbers from now on: those of data sets, and of steps outside the layers."""
+    states = broadcast((torch.get_rng_state(), np.random.get_state(), random.getstate()))
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """Returns the metric objects that the module holds."""
+    return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:
+    """Has all ranks know what rank 0 has logged, and what its metric objects have accumulated."""
+    metrics = metrics_of(trainer.lightning_module)
+    mine = compat.shown_metrics(trainer), [compat.accumulated(metric) for metric in metrics]
+    shown, states = broadcast(_mapped(Tensor.cpu, mine))
+    if trainer.global_rank != 0:
+        compat.show_metrics(trainer, shown)
+        for metric, (state, updates) in zip(metrics, states, strict=True):
+            compat.accumulate(metric, _mapped(methodcaller("to", metric.device), state), updates)
+
+
+def loss_of(result: Any) -> Tensor:
+    """Returns the loss in what ``training_step`` has returned.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(f"training_step must return a loss for every batch of a pipeline, got {result!r}.")
+    return loss
+
+
+def without_graph(result: Any) -> Any:
+    """Returns what ``training_step`` has returned, its tensors detached."""
+    return _mapped(Tensor.detach, result)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    leaves, spec = compat.tree_flatten(tree)
+    return compat.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
