@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning_pipesync.bench.commands import collectives, converge, stages, step, timeline
+from lightning_pipesync.bench.commands import collectives, converge, pipeline, stages, step, timeline
 from lightning_pipesync.netlab.command import netlab
 
 #: A function a subcommand, or a dictionary of further ones with ``_help``. Options and help come from the function's
@@ -23,12 +23,13 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
         "stages": stages,
         "timeline": timeline,
         "converge": converge,
+        "pipeline": pipeline,
     },
 }
 
 
 #: Options of ``pipesync bench`` that take several values.
-LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "bucket_mb", "methods", "seeds", "stage_ms")
+LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "bucket_mb", "methods", "seeds", "stage_ms", "learning_rates")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

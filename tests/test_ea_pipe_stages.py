@@ -376,9 +376,11 @@ class Pipelined:
     """The engine as the loop that loses a peer drives a method."""
 
     def __init__(self, model: nn.Sequential, _: Any) -> None:
+        self.model = model
         self.engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], timeout_s=4)
 
     def step(self) -> None:
+        self.model.zero_grad()  # the loop has made a gradient of its own
         self.engine.train_batch(batch(0, 0))
 
     def detach(self) -> None:

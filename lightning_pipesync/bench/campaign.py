@@ -38,7 +38,7 @@ def run(kind: str, settings: Any, all_hosts: list[Hosts], num_measurements: int)
     """
     results = []
     for hosts in all_hosts[:1] if launched() else all_hosts:
-        with _progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:
+        with progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:
             result = run_job(kind, settings, hosts, advance)
         if result is not None:
             rate = None if launched() else hosts.rate
@@ -55,7 +55,8 @@ def finish(kind: str, results: list[dict[str, Any]], output: Path, markdown: str
 
 
 @contextmanager
-def _progress_bar(name: str, total: int) -> Iterator[Callable[[str], object]]:
+def progress_bar(name: str, total: int) -> Iterator[Callable[[str], object]]:
+    """Shows on the first rank how much is done; yields what is called with the latest news after each part."""
     columns = (
         TextColumn(name),
         BarColumn(),

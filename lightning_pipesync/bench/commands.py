@@ -1,4 +1,4 @@
-"""``pipesync bench collectives``, ``step``, ``stages``, ``timeline`` and ``converge``."""
+"""``pipesync bench collectives``, ``step``, ``stages``, ``timeline``, ``converge`` and ``pipeline``."""
 
 from __future__ import annotations
 
@@ -214,3 +214,56 @@ def converge(
     if results:
         campaign.finish("converge", results, output, converge_report.as_markdown(results))
         converge_report.draw(results, output / "converge.png")
+
+
+def pipeline(
+    task: str = "digits",
+    model: str = "resnet",
+    stages: int = 50,
+    methods: list[str] = ["sgd", "pipedream", "spectrain", "naive", "ea_pipe:elastic_force=0.1"],  # noqa: B006
+    learning_rates: list[float] = [0.5, 0.1, 0.01],  # noqa: B006
+    momentum: float = 0.0,
+    weight_decay: float = 5e-4,
+    batch_size: int = 16,
+    seeds: list[int] = [0, 1, 2],  # noqa: B006
+    epochs: int = 20,
+    evaluations: int = 20,
+    output: Path = Path("outputs/bench"),
+) -> None:
+    """Trains with several pipelines at several learning rates, all stages in this process: the error that each leaves.
+
+    Args:
+        task: digits (scikit-learn's).
+        model: resnet (50 layers), vgg (25 layers) or cnn (the task's own, 11 layers).
+        stages: Number of stages, which is the number of mini-batches in flight.
+        methods: sgd (one stage), pipedream, spectrain, naive or ea_pipe, each with settings if need be:
+            NAME:SETTING=VALUE,SETTING=VALUE.
+        learning_rates: To begin with; divided by 10 after 30, 60 and 90 % of a training.
+        momentum: Of SGD, in each stage.
+        weight_decay: Of SGD.
+        batch_size: Samples of a mini-batch.
+        seeds: Each method trains once for each of these at each learning rate.
+        epochs: Of each training.
+        evaluations: How often the error is measured in a training, each time after the pipeline has been emptied.
+        output: Folder for pipeline.json, pipeline.md and pipeline.png.
+    """
+    from lightning_pipesync.bench import campaign, pipeline_report
+    from lightning_pipesync.bench.pipeline import PipelineSettings, measure_pipeline
+
+    settings = PipelineSettings(
+        task=task,
+        model=model,
+        stages=stages,
+        methods=tuple(methods),
+        learning_rates=tuple(learning_rates),
+        momentum=momentum,
+        weight_decay=weight_decay,
+        batch_size=batch_size,
+        seeds=tuple(seeds),
+        epochs=epochs,
+        evaluations=evaluations,
+    )
+    with campaign.progress_bar(f"{stages} stages", len(methods) * len(learning_rates) * len(seeds)) as advance:
+        result = measure_pipeline(settings, advance)
+    campaign.finish("pipeline", [result], output, pipeline_report.as_markdown(result))
+    pipeline_report.draw(result, output / "pipeline.png")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipesync.compat import tree_flatten, tree_unflatten
 from lightning_pipesync.core.handle import Handle
@@ -144,7 +144,9 @@ class MessageSender(Sender):
             self._wait_for_oldest()
 
     def _wire(self, tensor: Tensor) -> Tensor:
-        return narrow(tensor.detach(), self._wire_dtype).cpu().contiguous()
+        wire = narrow(tensor.detach(), self._wire_dtype).cpu().contiguous()
+        # A parameter itself may be passed on, and be updated before it is delivered.
+        return wire.clone() if isinstance(tensor, nn.Parameter) else wire
 
     def _wait_for_oldest(self) -> None:
         for work in self._sent.popleft():
@@ -174,6 +176,9 @@ class MessageReceiver(Receiver):
         if not self._expected:
             self.expect()
         message = self._expected.popleft().wait()
+        for leaf in tree_flatten(message)[0]:
+            if isinstance(leaf, Tensor) and leaf.is_cuda:  # allocated on the lane's stream, used on this one
+                leaf.record_stream(torch.cuda.current_stream(leaf.device))
         self.exposed_seconds = self._lane.exposed_seconds
         return message
 

@@ -22,6 +22,7 @@ from lightning_pipesync.lightning.pipelined import (
     adopt_metrics,
     check_training,
     draw_alike,
+    leaving_logs_to_rank_0,
     loss_of,
     metrics_of,
     without_graph,
@@ -31,6 +32,8 @@ from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.config import Method, Split, Wire
 from lightning_pipesync.methods.ea_pipe.microbatched import part_of
+from lightning_pipesync.methods.ea_pipe.randomness import drawing
+from lightning_pipesync.methods.ea_pipe.runtime import nothing_to_optimize
 from lightning_pipesync.methods.ea_pipe.stage import Stage
 
 if TYPE_CHECKING:
@@ -82,6 +85,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     needs_as_many_ranks = False
     method: EAPipe | None = None  # type: ignore[assignment]
     _completes = True
+    _num_evaluated = 0
 
     def __init__(
         self,
@@ -140,6 +144,8 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         self.precision_plugin.convert_module(self.model)
         self._submodule = Submodule(module, self._submodule_name)
         self.model_to_device()
+        if self.global_rank != 0:
+            self._until_teardown.enter_context(leaving_logs_to_rank_0(module))
         if self._fitting:
             self.setup_optimizers(trainer)
             check_training(trainer, self.precision_plugin)
@@ -154,7 +160,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         return EAPipe(
             self._submodule.layers,
             None,
-            lambda parameters: optimizers[0],
+            lambda parameters: optimizers[0] if self._fitting else nothing_to_optimize(),
             self._config_for(cast("LightningModule", module).trainer),
             others=self._submodule.others,
             device=self.root_device,
@@ -295,7 +301,9 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         """Runs the master, and the step on rank 0; returns its result there."""
         assert self.method is not None
         step = partial(getattr(self.lightning_module, name), *args)
-        with self.precision_plugin.val_step_context():
+        self._num_evaluated += 1
+        drawn = drawing(self.config.seed, -self._num_evaluated, None, self.root_device)
+        with drawn, self.precision_plugin.val_step_context():
             output = self.method.infer(lambda: self._submodule.input_of(step))
             return self._submodule.result_of(step, output) if self.global_rank == 0 else None
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +18,7 @@ from torchmetrics import Metric
 from lightning_pipesync import compat
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.precision import Precision
 
 #: Copies an object of rank 0 to all ranks.
@@ -64,6 +67,35 @@ def draw_alike(broadcast: Broadcast) -> None:
 def metrics_of(module: nn.Module) -> list[Metric]:
     """Returns the metric objects that the module holds."""
     return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+@contextmanager
+def leaving_logs_to_rank_0(module: LightningModule) -> Iterator[None]:
+    """Within it the module logs nothing, and what its hooks at the end of an epoch raise is a warning.
+
+    They run on all ranks, since they may change the layers; but other ranks than 0 run no step to its end, and have
+    nothing that steps have collected.
+    """
+    names = [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test", "predict")]
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    for name in names:
+        setattr(module, name, partial(_forgiven, name, getattr(module, name)))
+    try:
+        yield
+    finally:
+        for name in ("log", *names):
+            delattr(module, name)
+
+
+def _forgiven(name: str, hook: Callable[[], None]) -> None:
+    try:
+        hook()
+    except Exception as error:
+        warnings.warn(
+            f"{name} raised {type(error).__name__} on a rank that has not the last stage, where no step is run to its "
+            f"end, and that is ignored: {error}",
+            stacklevel=1,
+        )
 
 
 def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:

@@ -41,8 +41,14 @@ class Submodule:
             what = "there is no such submodule" if found is None else f"that is a {type(found).__name__}"
             raise ValueError(f"module={self.name!r} must name an nn.Sequential of {type(module).__name__}: {what}.")
         self.layers = found
-        inside = {id(tensor) for tensor in [*found.parameters(), *found.buffers()]}
-        self.others = [tensor for tensor in [*module.parameters(), *module.buffers()] if id(tensor) not in inside]
+        self._module = module
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The parameters and buffers outside of the submodule."""
+        inside = {id(tensor) for tensor in [*self.layers.parameters(), *self.layers.buffers()]}
+        outside = [*self._module.parameters(), *self._module.buffers()]
+        return [tensor for tensor in outside if id(tensor) not in inside]
 
     def input_of(self, step: Callable[[], Any]) -> Any:
         """Runs ``step`` until it calls the submodule; returns what it calls it with.

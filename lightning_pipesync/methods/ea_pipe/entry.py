@@ -32,11 +32,11 @@ class Entry:
     def _watched(self, tensor: Tensor) -> Tensor:
         anchor = torch.empty((), device=tensor.device, requires_grad=True)
         inner: Tensor = _Inner.apply(anchor, tensor.detach())
-        position = len(self.gradients)
-        self.gradients.append(None)
+        gradients, position = self.gradients, len(self.gradients)
+        gradients.append(None)
 
-        def keep(gradient: Tensor) -> None:
-            self.gradients[position] = gradient
+        def keep(gradient: Tensor) -> None:  # it must not hold this entry, which holds the graph that holds it
+            gradients[position] = gradient
 
         inner.register_hook(keep)
         return inner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -72,7 +72,8 @@ class MicroBatchedStage(Stage):
             if self._config.clip_norm is not None:
                 squared_norm = self._transport.all_reduce(self._squared_norm(None).reshape(1)).wait()[0]
             self._complete = made, squared_norm
-        self._partial = self._gradients()  # a framework may set them to zero now
+        self._partial = self._gradients()
+        self._set_gradients(None)  # a framework may set them to zero now
         return torch.stack([part.detach() for part in losses]).sum() if losses else None
 
     def backward(self) -> bool:
@@ -110,13 +111,13 @@ class MicroBatchedStage(Stage):
             received = self._links.activations_in.receive()
             example = received if isinstance(received, tuple) else (received,)
         with self._drawing(self._schedule.stage), torch.enable_grad():
-            output = self.layers(*Entry(example).tree)
+            output = _Tupled(self.layers)(*Entry(example).tree)
         for buffer, before in buffers:
             buffer.copy_(before)
         if self._links.activations_out is not None:
             self._links.activations_out.send(output)
         index, count = self._schedule.stage, self._schedule.num_stages
-        stage = PipelineStage(self.layers, index, count, self._device, example, output, group=self._group)
+        stage = PipelineStage(_Tupled(self.layers), index, count, self._device, example, output, group=self._group)
         stage.stage_index_to_group_rank = {other: count - 1 - other for other in range(count)}
         # Losses are means already divided by the number of parts.
         kind = _SCHEDULES[self._config.method]
@@ -128,6 +129,17 @@ class MicroBatchedStage(Stage):
 
     def _naming_lost_peer(self) -> Any:
         return naming_lost_peer(self._transport.rank, "another stage", self._transport.timeout)
+
+
+class _Tupled(nn.Module):
+    """Layers that take one tuple, called with its members."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, *values: Any) -> Any:
+        return self.layers(values[0] if len(values) == 1 else values)
 
 
 def part_of(batch: Any, index: int, count: int) -> Any:

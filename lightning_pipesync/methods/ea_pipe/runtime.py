@@ -21,6 +21,7 @@ from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.links import Links, make_links, rank_of
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, part_of
+from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
 from lightning_pipesync.methods.method import device_of, one_config
@@ -42,6 +43,7 @@ class EAPipe:
         for x, y in loader:                       # the same batches on all ranks
             loss = engine.train_batch((x, y))     # None but on rank 0
         engine.flush()                            # the pipeline is empty, the layers hold the master's weights
+        layers.eval()
         predictions = engine.forward(x)           # None but on rank 0
         engine.gather()                           # all layers on all ranks, not only their own
         engine.detach()
@@ -171,10 +173,12 @@ class EAPipe:
         Args:
             update: called when the gradient of a mini-batch is complete in a stage.
         """
-        for stage in reversed(self._stages):
-            stage.finish_backward(partial(update, stage))
-        for stage in self._stages:
-            stage.finish()
+        # A validation may be about to begin, for which a framework has turned gradients off.
+        with torch.inference_mode(False), torch.enable_grad():
+            for stage in reversed(self._stages):
+                stage.finish_backward(partial(update, stage))
+            for stage in self._stages:
+                stage.finish()
         self.flushed = True
 
     def forward(self, inputs: Any) -> Any:
@@ -197,10 +201,10 @@ class EAPipe:
             return
         for stage in range(self.num_stages):
             layers = nn.ModuleList(self._layers_of(stage))
-            others = self._others if stage == self.num_stages - 1 else []
+            broadcast = partial(self._broadcast, src=rank_of(stage, self.num_stages))
             # Nobody writes to the master's own: autograd, which tells that, does not see their data.
-            tensors = [tensor.data for tensor in [*layers.parameters(), *layers.buffers(), *others]]
-            exchange_fused(tensors, PIECE_MB, partial(self._broadcast, src=rank_of(stage, self.num_stages)))
+            exchange_fused([tensor.data for tensor in _tensors_of(layers)], PIECE_MB, broadcast)
+        exchange_fused([tensor.data for tensor in self._others], PIECE_MB, self._broadcast)  # of rank 0, like the loss
 
     def describe(self) -> str:
         """Returns which layers each stage has, a line for each; nothing before the first batch."""
@@ -221,7 +225,8 @@ class EAPipe:
     def state_dict(self) -> dict[str, Any]:
         """Returns what the stages of this process need to go on bit for bit; empties the pipeline first."""
         self.flush()
-        return {"cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
+        settings = {"method": self.config.method, "replicas": self.config.replicas}
+        return {"settings": settings, "cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
 
     def optimizer_state(self) -> dict[int, Any]:
         """Returns the state of this rank's optimizer by the number of the parameter: the mean over the replicas."""
@@ -231,10 +236,19 @@ class EAPipe:
         """Goes on from what :meth:`state_dict` returned on this rank, with its cuts.
 
         Raises:
-            ValueError: the state is of another number of stages, or of other ones than there are already.
+            ValueError: the state is of another number of stages, or of other ones than there are already, or of
+                another method or number of replicas.
         """
-        if not state["stages"]:
-            return  # it was saved before the first mini-batch
+        if not state["stages"]:  # it was saved before the first mini-batch
+            for stage in self._stages:
+                stage.begin_anew()
+            return
+        for name, saved in state["settings"].items():
+            if saved != getattr(self.config, name):
+                raise ValueError(
+                    f"The state was saved with {name}={saved!r}, and this training has "
+                    f"{name}={getattr(self.config, name)!r}: set it as it was, or begin from the weights alone."
+                )
         if len(state["cuts"]) != self.num_stages - 1:
             raise ValueError(f"The state is of {len(state['cuts']) + 1} stages, and there are {self.num_stages}.")
         if not self._stages:
@@ -265,9 +279,8 @@ class EAPipe:
         self._raise_on_all_ranks(problem)
         if self.transport is not None:
             check_agreement(self.transport, self.config, parameters, self._model)
-            exchange_fused(
-                [*self._model.parameters(), *self._model.buffers(), *self._others], PIECE_MB, self._broadcast
-            )
+            exchange_fused(_tensors_of(self._model), PIECE_MB, self._broadcast)
+            exchange_fused(self._others, PIECE_MB, self._broadcast)
 
     def _check_gradients(self) -> None:
         """Checks that the loss of the first mini-batch has left other stages' layers alone.
@@ -319,7 +332,7 @@ class EAPipe:
         is_first = self.transport is None or self.transport.rank == rank_of(0, self.num_stages)
         cuts: list[int] = []
         if is_first:
-            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            with torch.inference_mode(False), torch.enable_grad(), drawing(self.config.seed, 0, None, self._device):
                 cuts = split.balanced(*split.measure(layers, source(), self._device), self.num_stages)
         return cuts if self.transport is None else self.transport.gather_objects(cuts)[rank_of(0, self.num_stages)]
 
@@ -330,14 +343,14 @@ class EAPipe:
         parameters = [*layers.parameters(), *(tensor for tensor in others if isinstance(tensor, nn.Parameter))]
         buffers = [*layers.buffers(), *(tensor for tensor in others if not isinstance(tensor, nn.Parameter))]
         trained = any(parameter.requires_grad for parameter in parameters)
-        optimizer = self._optimizer_factory(parameters) if trained else _nothing_to_optimize()
+        optimizer = self._optimizer_factory(parameters) if trained else nothing_to_optimize()
         check_optimizer(optimizer)
         schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
         if self.config.method not in SYNCHRONOUS:
-            return Stage(layers, parameters, buffers, optimizer, schedule, self.config, links)
+            return Stage(layers, parameters, buffers, optimizer, schedule, self.config, links, self._device)
         assert self.transport is not None
         return MicroBatchedStage(
-            layers, parameters, buffers, optimizer, schedule, self.config, links, transport=self.transport
+            layers, parameters, buffers, optimizer, schedule, self.config, links, self._device, transport=self.transport
         )
 
     def _layers_of(self, stage: int) -> list[nn.Module]:
@@ -351,6 +364,10 @@ class EAPipe:
             raise problem
 
 
-def _nothing_to_optimize() -> Optimizer:
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def nothing_to_optimize() -> Optimizer:
     """Returns the optimizer of a stage without parameters: torch makes none without one."""
     return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=0.0)

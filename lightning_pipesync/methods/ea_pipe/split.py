@@ -79,6 +79,7 @@ def measure(layers: Sequence[nn.Module], value: Any, device: torch.device) -> tu
     of parameters and of the layer's output.
     """
     times, sizes = [], []
+    value = _copied(value)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for layer in layers:
             home = device_of(layer)
@@ -146,9 +147,13 @@ def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any
             torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
     seconds = _now(device) - before
     layer.zero_grad()
+    return seconds, _copied(output)
+
+
+def _copied(tree: Any) -> Any:
     channel = LocalChannel()
-    channel.send(output)
-    return seconds, channel.receive()
+    channel.send(tree)
+    return channel.receive()
 
 
 def _now(device: torch.device) -> float:

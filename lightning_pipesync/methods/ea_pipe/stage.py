@@ -75,6 +75,7 @@ class Stage:
         schedule: of this stage.
         config: the settings.
         links: to the neighbours.
+        device: where the layers are.
 
     Attributes:
         layers: of this stage.
@@ -90,11 +91,12 @@ class Stage:
         schedule: Schedule,
         config: EAPipeConfig,
         links: Links,
+        device: torch.device,
     ) -> None:
         self.layers, self._optimizer, self._schedule, self._config = layers, optimizer, schedule, config
         self._links = links
-        self._parameters = list(parameters)
-        self._device = next((p.device for p in self._parameters), torch.device("cpu"))
+        self._parameters, self._buffers = list(parameters), list(buffers)
+        self._device = device
         self.weights = weights_for(config.method)(parameters, buffers, optimizer, schedule, config)
         self.step = self._num_passes = 0
         self._passes: deque[_Pass] = deque()
@@ -155,8 +157,10 @@ class Stage:
                 value = source()
         else:
             value = entry.tree
-        with self._drawing(self._schedule.stage):
+        with self._drawing(self._schedule.stage), self.weights.computing():
             output = self.layers(value)
+        if self._num_passes == 0:
+            self._check_buffers()
         if self._links.activations_out is None:
             with self._drawing(None):
                 output = loss(output, 0, 1)
@@ -191,7 +195,7 @@ class Stage:
             one.hyperparameters,
             optimizer_step or self._optimizer.step,
         )
-        self._set_gradients([None] * len(self._parameters))
+        self._set_gradients(None)
         self._waiting.append(waiting)
         if squared_norm is None:
             self._apply(None)
@@ -232,6 +236,20 @@ class Stage:
         self._links.activations_out.finish()  # one batch ahead of the next stage is enough, and none is lost at the end
         return None
 
+    def _check_buffers(self) -> None:
+        """Checks that the layers have not replaced a buffer of which each replica is to have its own.
+
+        Raises:
+            RuntimeError: they have.
+        """
+        known = {id(buffer) for buffer in self._buffers}
+        for name, buffer in self.layers.named_buffers():
+            if id(buffer) not in known and self.weights.replicates_buffers:
+                raise RuntimeError(
+                    f"The layers replace their buffer {name} by another tensor, and each replica needs its own: write "
+                    "to it in place, as with copy_()."
+                )
+
     def _begin_training(self) -> None:
         if not self._training:
             self.weights.leave_master()
@@ -243,6 +261,12 @@ class Stage:
         self._num_passes += 1
         self.step += completes
         return made
+
+    def begin_anew(self) -> None:
+        """Begins with the first mini-batch, from the weights and the optimizer's state that there are."""
+        self.step = self._num_passes = 0
+        self.weights.begin_anew()
+        self.weights.load_master()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this stage needs to go on bit for bit; after :meth:`finish`."""
@@ -288,6 +312,7 @@ class Stage:
             self._complete = one, squared_norm
         else:  # where nobody sets it to zero
             self._partial = self._gradients()
+            self._set_gradients(None)
         return one.is_last
 
     def _restore_partial(self) -> None:
@@ -317,7 +342,7 @@ class Stage:
         later = [waiting.hyperparameters for waiting in self._waiting] + [made.hyperparameters for made in self._passes]
         with in_use(self._optimizer, one.hyperparameters, later):
             self.weights.update(one.step, one.optimizer_step)
-        self._set_gradients([None] * len(self._parameters))
+        self._set_gradients(None)
 
     def _squared_norm(self, of_later_stages: Tensor | None) -> Tensor:
         norms = foreach_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])

@@ -26,22 +26,29 @@ class OptimizerStates:
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], count: int) -> None:
-        self._optimizer = optimizer
-        self._states: list[State] = [_copied(optimizer.state, parameters) for _ in range(count)]
+        self._optimizer, self._parameters, self._count = optimizer, list(parameters), count
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Makes all states what the optimizer has now."""
+        self._states: list[State] = [_copied(self._optimizer.state, self._parameters) for _ in range(self._count)]
+        self._loaded = 0
+        self._put(0)
 
     def load(self, index: int) -> None:
-        """Has the optimizer go on from state ``index``."""
+        """Has the optimizer go on from state ``index``; what it has until now stays that of the state before."""
+        self._states[self._loaded] = dict(self._optimizer.state)
+        self._put(index)
+
+    def _put(self, index: int) -> None:
+        self._loaded = index
         self._optimizer.state.clear()
         self._optimizer.state.update(self._states[index])
-
-    def keep(self, index: int) -> None:
-        """Makes state ``index`` what the optimizer has now."""
-        self._states[index] = dict(self._optimizer.state)
 
     def state(self) -> list[dict[str, Any]]:
         """Returns copies of the states as ``Optimizer.state_dict`` has them."""
         found = []
-        for index in range(len(self._states)):
+        for index in range(self._count):
             self.load(index)
             found.append(deepcopy(self._optimizer.state_dict()))
         return found
@@ -55,8 +62,8 @@ class OptimizerStates:
     def load_state(self, state: list[dict[str, Any]]) -> None:
         """Takes over what :meth:`state` returned."""
         for index, saved in enumerate(state):
+            self.load(index)
             self._optimizer.load_state_dict(saved)
-            self.keep(index)
 
 
 def _copied(state: State, parameters: Sequence[Tensor]) -> State:

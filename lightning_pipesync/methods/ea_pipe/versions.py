@@ -51,16 +51,13 @@ class Versions:
             tensor.data = view
         self._loaded = index
 
-    def watch(self) -> None:
-        """Begins to watch whether somebody writes to the tensors."""
-        self._marks = [version(tensor) for tensor in self._tensors]
+    def watch(self, tensors: Sequence[Tensor]) -> None:
+        """Begins to watch whether somebody writes to some of the tensors."""
+        self._watched = [(tensor, version(tensor), tensor.data_ptr()) for tensor in tensors]
 
     def written(self) -> bool:
-        """Returns whether somebody has written to the tensors, or replaced their data, since :meth:`watch`."""
-        views = self._views[self._loaded]
-        return self._marks != [version(tensor) for tensor in self._tensors] or any(
-            tensor.data_ptr() != view.data_ptr() for tensor, view in zip(self._tensors, views, strict=True)
-        )
+        """Returns whether somebody has written to what is watched, or replaced its data, since :meth:`watch`."""
+        return any((version(tensor), tensor.data_ptr()) != (mark, place) for tensor, mark, place in self._watched)
 
     @torch.no_grad()
     def keep(self) -> None:

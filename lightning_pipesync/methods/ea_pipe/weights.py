@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Weights(ABC):
     ) -> None:
         self._parameters, self._schedule, self._config = list(parameters), schedule, config
         self._tensors = [*parameters, *buffers] if self.replicates_buffers else list(parameters)
+        self._buffers = list(buffers)
         self._versions = Versions(self._tensors, self.num_versions)
         self._states = OptimizerStates(optimizer, self._parameters, self.num_states)
 
@@ -78,14 +80,26 @@ class Weights(ABC):
     def load_master(self) -> None:
         """Has the parameters be the master's, which others may read and write until :meth:`leave_master`."""
         self._versions.load(self._master)
-        self._versions.watch()
+        self._versions.watch(self._parameters)
 
     def leave_master(self) -> None:
-        """Has everything begin anew from the master, if somebody has written to it since :meth:`load_master`."""
+        """Has every replica begin anew from the master, if somebody has written to it since :meth:`load_master`."""
         if self._versions.written():
-            self._versions.keep()
-            for index in range(self._master):
-                self._versions.copy(self._master, index)
+            self._begin_from_master()
+
+    def begin_anew(self) -> None:
+        """Has everything begin anew from what the parameters and the optimizer hold."""
+        self._begin_from_master()
+        self._states.begin_anew()
+
+    def _begin_from_master(self) -> None:
+        self._versions.keep()
+        for index in range(self._master):
+            self._versions.copy(self._master, index)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within it the layers may write to buffers of which each replica has its own: autograd is not told."""
+        return stepping_unseen(self._buffers if self.replicates_buffers else [])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all versions of the weights and all states of the optimizer."""
@@ -127,7 +141,6 @@ class ElasticReplicas(Weights):
         replica = self._schedule.replica(step)
         self._states.load(replica)
         optimizer_step()
-        self._states.keep(replica)
         if self._schedule.is_due(step, self._config.sync_period):
             self._versions.pull(replica, self._master, self._config.elastic_force)  # Eq. 1
 

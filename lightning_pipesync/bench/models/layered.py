@@ -1,0 +1,58 @@
+"""Small classifiers of images as sequences of layers, which a pipeline can cut into stages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+#: Residual blocks of :func:`resnet`: with the layer before and the one behind them enough for 50 stages.
+NUM_BLOCKS = 48
+_NUM_CLASSES = 10
+
+
+class Residual(nn.Module):
+    """Layers, to whose output their input is added.
+
+    Args:
+        layers: of a residual branch.
+    """
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the sum, shaped like ``x``."""
+        result: Tensor = x + self.branch(x)
+        return result
+
+
+class _Joined(nn.Sequential):
+    """Layers that stay on one stage: what a pipeline cuts is a plain Sequential."""
+
+
+def resnet(width: int = 16, num_blocks: int = NUM_BLOCKS) -> nn.Sequential:
+    """Returns a residual network for images of 1 x 8 x 8; a branch is one dense layer, so that it is quick to train.
+
+    Each branch ends with a batch norm whose gain begins with 0: the network begins as a shallow one.
+    """
+    blocks = []
+    for _ in range(num_blocks):
+        norm = nn.BatchNorm1d(width)
+        nn.init.zeros_(norm.weight)
+        blocks.append(Residual(nn.ReLU(), nn.Linear(width, width, bias=False), norm))
+    stem = _Joined(nn.Flatten(), nn.Linear(64, width, bias=False), nn.BatchNorm1d(width))
+    return nn.Sequential(stem, *blocks, _Joined(nn.ReLU(), nn.Linear(width, _NUM_CLASSES)))
+
+
+def vgg(width: int = 16) -> nn.Sequential:
+    """Returns a VGG for images of 1 x 8 x 8: six convolutions, each with batch norm, and two dense layers."""
+    channels = [1, width, width, 2 * width, 2 * width, 4 * width, 4 * width]
+    layers: list[nn.Module] = []
+    for i, (inputs, outputs) in enumerate(pairwise(channels)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        if i % 2:
+            layers.append(nn.MaxPool2d(2))
+    dense = [nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, _NUM_CLASSES)]
+    return nn.Sequential(*layers, nn.Flatten(), *dense)

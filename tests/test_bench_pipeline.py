@@ -1,0 +1,163 @@
+"""`pipesync bench pipeline`: its models and methods, its arithmetic, and that it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from lightning_pipesync.bench import pipeline_report
+from lightning_pipesync.bench.pipeline import MODELS, PipelineSettings, build_engine, parse_method, train
+from lightning_pipesync.bench.tasks import build_task
+from lightning_pipesync.cli import main
+from lightning_pipesync.methods.ea_pipe import EAPipe
+
+
+@pytest.mark.parametrize(("name", "stages"), [("resnet", 50), ("vgg", 8), ("cnn", 4)])
+def test_models_can_be_cut(name: str, stages: int) -> None:
+    """Every stage has a parameter."""
+    model = MODELS[name](build_task("digits"))
+    assert isinstance(model, nn.Sequential)
+    optimizers: list[SGD] = []
+
+    def optimizer_of(parameters: Any) -> SGD:
+        optimizers.append(SGD(parameters, lr=0.1))
+        return optimizers[-1]
+
+    settings: dict[str, Any] = {"method": "naive", "split": "parameters"}
+    engine = EAPipe(model, nn.functional.cross_entropy, optimizer_of, virtual_stages=stages, **settings)
+    engine.train_batch((torch.rand(4, 1, 8, 8), torch.arange(4)))
+    assert len(optimizers) == stages
+    assert engine.forward(torch.rand(4, 1, 8, 8)).shape == (4, 10)
+
+
+def few_steps(model: nn.Sequential, engine: EAPipe) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    for number in range(11):
+        engine.train_batch((torch.rand(8, 1, 8, 8, generator=generator), torch.arange(8)))
+        if number in (5, 10):
+            engine.flush()
+    return [tensor.detach().clone() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("method", ["ea_pipe:elastic_force=0.3", "pipedream"])
+def test_replicas_need_no_stages(method: str) -> None:
+    """What trains in one stage, because that is faster, has the weights of the whole pipeline, bit for bit."""
+    outcomes = []
+    for in_one_stage in (True, False):
+        torch.manual_seed(0)
+        model = MODELS["vgg"](build_task("digits"))
+        assert isinstance(model, nn.Sequential)
+        if in_one_stage:
+            engine = build_engine(model, lambda p: SGD(p, lr=0.1, momentum=0.9), method, 0, 4)
+        else:
+            config = parse_method(method, 0)
+            engine = EAPipe(
+                model,
+                nn.functional.cross_entropy,
+                lambda p: SGD(p, lr=0.1, momentum=0.9),
+                config,
+                virtual_stages=4,
+            )
+        outcomes.append(few_steps(model, engine))
+        assert len(engine.cuts) == (0 if in_one_stage else 3)
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+def settings_of(**changed: Any) -> PipelineSettings:
+    settings: dict[str, Any] = {
+        "task": "digits",
+        "model": "vgg",
+        "stages": 3,
+        "methods": ("sgd",),
+        "learning_rates": (0.1,),
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "batch_size": 100,
+        "seeds": (0,),
+        "epochs": 2,
+        "evaluations": 4,
+    }
+    return PipelineSettings(**{**settings, **changed})
+
+
+def test_sgd_is_sgd() -> None:
+    """One stage, with the schedule of the learning rate, does what a plain loop does."""
+    task = build_task("digits")
+    points = train(task, "sgd", 0.1, 3, settings_of())["points"]
+    torch.manual_seed(3)
+    model = MODELS["vgg"](task)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7, 13, 20])  # of 22 steps
+    order = torch.Generator().manual_seed(3)
+    loader = torch.utils.data.DataLoader(task.train_set, 100, shuffle=True, generator=order, drop_last=True)
+    for _ in range(2):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            scheduler.step()
+    model.eval()
+    images, labels = map(torch.stack, zip(*task.test_set, strict=True))
+    error = 100 * (model(images).argmax(dim=1) != labels.long()).float().mean().item()
+    assert [point["epoch"] for point in points] == [pytest.approx(n / 11) for n in (6, 11, 16, 22)]
+    assert points[-1]["error"] == pytest.approx(error)
+
+
+def test_what_diverges_stops_at_once() -> None:
+    run = train(build_task("digits"), "sgd", 1e30, 0, settings_of(model="cnn"))
+    assert run["diverged"]
+    assert run["points"] == []
+
+
+def test_outcomes() -> None:
+    runs = [{"diverged": False, "points": [{"epoch": 1.0, "error": error}]} for error in (1.0, 2.0, 3.0)]
+    outcome = pipeline_report.outcome_of(runs)
+    assert outcome.error == 2.0
+    assert outcome.interval == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    diverged = {"diverged": True, "points": []}
+    assert pipeline_report.outcome_of([*runs, diverged]).num_diverged == 1
+    assert pipeline_report.outcome_of([diverged]).error is None
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """A method that diverges does not stop the others."""
+    methods = ["--methods", "sgd", "pipedream", "spectrain", "naive", "ea_pipe:elastic_force=0.3,sync_period=2"]
+    options = ["--model", "cnn", "--stages", "3", "--learning_rates", "0.1", "1e30", "--seeds", "0", "1"]
+    size = ["--batch_size", "200", "--epochs", "1", "--evaluations", "1"]
+    assert main(["bench", "pipeline", *methods, *options, *size, "--output", str(tmp_path)]) == 0
+    [result] = json.loads((tmp_path / "pipeline.json").read_text())["results"]
+    assert len(result["runs"]) == 5 * 2 * 2
+    for run in result["runs"]:
+        assert run["diverged"] == (run["learning_rate"] > 1)
+        assert len(run["points"]) == 1 or run["diverged"]
+    text = (tmp_path / "pipeline.md").read_text()
+    assert "| ea_pipe: elastic_force=0.3, sync_period=2 |" in text
+    assert "diverged |" in text
+    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--task", "nope"], ["task='nope'", "digits"]),
+        (["--model", "nope"], ["model='nope'", "resnet, vgg, cnn"]),
+        (["--methods", "nope"], ["'nope'", "sgd, pipedream"]),
+        (["--methods", "ea_pipe:method=naive"], ["method=naive", "elastic_force"]),
+        (["--methods", "ea_pipe:elastic_force=2"], ["elastic_force must lie"]),
+        (["--methods", "sgd", "sgd"], ["different"]),
+        (["--learning_rates", "0"], ["learning_rates", "0"]),
+        (["--momentum", "1"], ["momentum"]),
+        (["--stages", "0"], ["stages"]),
+        (["--stages", "51", "--methods", "naive"], ["51 stages"]),
+    ],
+)
+def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pipeline", *options]) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
