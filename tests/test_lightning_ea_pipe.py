@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipesync import EAPipe, EAPipeStrategy
@@ -363,3 +366,96 @@ def test_a_step_that_does_not_fit_is_named(kind: str, words: str, tmp_path: Path
     for outcome in outcomes:
         assert outcome[0] == "RuntimeError"
         assert words in outcome[1] or "waited in vain" in outcome[1]
+
+
+# --- what once went wrong ---------------------------------------------------------------------------------------------
+
+
+class Collecting(Classifier):
+    """Collects outputs for the end of the epoch, and draws random numbers in data set and steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.mixed: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        _, x, y = batch
+        share = float(np.random.beta(1.0, 1.0))  # as mixup draws
+        self.mixed.append(share)
+        loss = share * nn.functional.cross_entropy(self.model(share * x), y)
+        np.random.rand(3)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, x, y = batch
+        self.outputs.append(nn.functional.cross_entropy(self.model(x), y))
+        torch.randn(3)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("collected", torch.stack(self.outputs).mean())
+        self.outputs.clear()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Augmented(TensorDataset):
+    """Draws random numbers with torch, NumPy and Python."""
+
+    def __getitem__(self, index: int) -> Any:
+        i, x, y = super().__getitem__(index)
+        return i, x + 0.01 * torch.randn_like(x) + 0.01 * float(np.random.rand()) + 0.01 * random.random(), y
+
+
+def collect(directory: Path, method: str) -> dict[str, Any]:
+    random.seed(int(os.environ["RANK"]))  # the ranks begin with different states
+    np.random.seed(int(os.environ["RANK"]))
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = Collecting()
+    world_size = int(os.environ["WORLD_SIZE"])
+    run = trainer(
+        make_strategy(split_on(method=method)),
+        world_size,
+        directory,
+        callbacks=[EarlyStopping("collected", patience=5)],
+        accumulate_grad_batches=2,
+        val_check_interval=5,
+        num_sanity_val_steps=1,
+    )
+    run.fit(model, DataLoader(Augmented(*dataset().tensors), batch_size=4, shuffle=True), val_loader())
+    return {
+        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "mixed": model.mixed,
+        "weights": model.weights(),
+    }
+
+
+@pytest.mark.parametrize("method", ["ea_pipe", "pipedream", "gpipe"])
+def test_collected_outputs_and_random_numbers(method: str, tmp_path: Path) -> None:
+    first, second = launch(collect, 2, tmp_path, method, init=False)
+    assert first["metrics"] == second["metrics"]
+    assert "collected" in first["metrics"]
+    assert torch.equal(first["weights"], second["weights"])
+    if method != "gpipe":  # whose loss is computed part by part
+        assert first["mixed"] == second["mixed"]
+
+
+def evaluate_only(directory: Path) -> list[Any]:
+    model = Classifier()
+    run = trainer("ea_pipe", 2, directory)
+    run.validate(model, val_loader())
+    validated = float(run.callback_metrics["val_loss"])
+    run.test(model, val_loader())
+    return [validated, float(run.callback_metrics["val_loss"]), run.predict(model, val_loader())]
+
+
+def test_evaluation_without_training(tmp_path: Path) -> None:
+    first, second = launch(evaluate_only, 2, tmp_path, init=False)
+    model = Classifier()
+    _, x, y = dataset()[:]
+    with torch.no_grad():
+        output = model.model(x)
+    expected = pytest.approx(float(nn.functional.cross_entropy(output, y)))
+    assert first[0] == first[1] == second[0] == second[1] == expected
+    torch.testing.assert_close(torch.cat(first[2]), output)

@@ -1,0 +1,201 @@
+"""What once went wrong in EA-Pipe, on virtual stages and on processes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipesync.methods.ea_pipe import EAPipe
+from lightning_pipesync.methods.ea_pipe.entry import Entry
+from tests.harness import launch
+from tests.models import batch
+from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
+from tests.test_ea_pipe_stages import ASYNCHRONOUS, Join, Pair
+
+
+def engine_on(model: nn.Sequential, optimizer: str = "sgd", **settings: Any) -> EAPipe:
+    defaults = {"virtual_stages": 2, "split": CUTS[2]}
+    return EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS[optimizer], **{**defaults, **settings})
+
+
+def test_activations_are_freed() -> None:
+    """Those of a mini-batch that is through, without waiting for the garbage collector."""
+    engine = engine_on(layers(), virtual_stages=3, split=CUTS[3])
+    gc.collect()
+    before = sum(isinstance(thing, Entry) for thing in gc.get_objects())
+    for t in range(8):
+        engine.train_batch(batch(t, 0))
+    engine.flush()
+    assert sum(isinstance(thing, Entry) for thing in gc.get_objects()) == before
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("method", ASYNCHRONOUS)
+def test_saving_changes_nothing(method: str, optimizer: str) -> None:
+    """Against a run that only empties its pipeline; and the optimizer's state is saved."""
+    model, other = layers(), layers()
+    saving, flushing = engine_on(model, optimizer, method=method), engine_on(other, optimizer, method=method)
+    for t in range(12):
+        saving.train_batch(batch(t, 0))
+        flushing.train_batch(batch(t, 0))
+        if t == 5:
+            saved = saving.state_dict()
+            saving.optimizer_state()
+            flushing.flush()
+    for stage in saved["stages"]:
+        assert all(state["state"] for state in stage["weights"]["optimizer"])
+    saving.flush()
+    flushing.flush()
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_emptying_the_pipeline_without_gradients(optimizer: str) -> None:
+    """As a framework does that turns them off before it says that a validation begins."""
+    model, other = layers(), layers()
+    engine, plain = engine_on(model, optimizer), engine_on(other, optimizer)
+    for t in range(6):
+        engine.train_batch(batch(t, 0), completes=t != 0)
+        plain.train_batch(batch(t, 0), completes=t != 0)
+        if t < 2:
+            with torch.inference_mode():
+                engine.flush()
+                engine.forward(batch(9, 0)[0])
+    engine.flush()
+    plain.flush()
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+def test_gradients_survive_being_set_to_zero() -> None:
+    """Those of a mini-batch whose other parts are still to come."""
+    model, other = layers(), layers()
+    engine, plain = engine_on(model), engine_on(other)
+    for t in range(8):
+        engine.train_batch(batch(t, 0), completes=t % 2 == 1)
+        plain.train_batch(batch(t, 0), completes=t % 2 == 1)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+    engine.flush()
+    plain.flush()
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+class Counting(nn.Module):
+    """Uses a buffer that it writes to, in place or by another tensor."""
+
+    seen: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("seen", torch.zeros(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = 0.9 * self.seen + 0.1 * x.detach().mean(dim=0)
+        if self.in_place:
+            self.seen.copy_(moved)
+        else:
+            self.seen = moved
+        return x * (1 + self.seen)
+
+
+def test_a_buffer_that_the_layers_write_to() -> None:
+    """Each replica has its own, also while others are in flight; one that is replaced cannot have."""
+    model = layers()
+    model.insert(1, Counting(in_place=True))
+    engine = engine_on(model, split=(5,))
+    replicas = [layers(), layers()]
+    for replica in replicas:
+        replica.insert(1, Counting(in_place=True))
+    for t in range(2):
+        engine.train_batch(batch(t, 0))
+        replicas[t](batch(t, 0)[0])
+    engine.flush()
+    pulled = torch.zeros(9)
+    for replica in replicas:
+        pulled = pulled + 0.1 * (replica[1].seen - pulled)
+    torch.testing.assert_close(model[1].seen, pulled)
+    replacing = layers()
+    replacing.insert(1, Counting(in_place=False))
+    with pytest.raises(RuntimeError, match=r"replace their buffer 1\.seen"):
+        engine_on(replacing, split=(5,)).train_batch(batch(0, 0))
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    engine = engine_on(layers())
+    engine.train_batch(batch(0, 0))
+    state = engine.state_dict()
+    for settings, named in (({"replicas": 3}, "replicas=None"), ({"method": "pipedream"}, "method='ea_pipe'")):
+        with pytest.raises(ValueError, match=named):
+            engine_on(layers(), **settings).load_state_dict(state)
+    with pytest.raises(ValueError, match="2 stages"):
+        engine_on(layers(), virtual_stages=3, split=CUTS[3]).load_state_dict(state)
+
+
+def test_a_state_from_before_the_first_batch_begins_anew() -> None:
+    """As a search for the learning rate has it."""
+    model, other = layers(), layers()
+    engine = engine_on(model)
+    weights, state = {name: value.clone() for name, value in model.state_dict().items()}, engine.state_dict()
+    for t in range(5):
+        engine.train_batch(batch(t, 0))
+    engine.flush()
+    model.load_state_dict(weights)
+    for stage in engine._stages:
+        stage._optimizer.state.clear()
+    engine.load_state_dict(state)
+    fresh = engine_on(other)
+    for t in range(5):
+        engine.train_batch(batch(t, 0))
+        fresh.train_batch(batch(t, 0))
+    engine.flush()
+    fresh.flush()
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+class Ends(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        return parts[0] * parts[1]
+
+
+class Splits(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.tanh(), x.sigmoid()
+
+
+def train_pairs(method: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
+    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], method=method, split=(3,))
+    for t in range(4):
+        engine.train_batch(batch(t, 0))
+    engine.gather()
+    engine.detach()
+    return [tensor.detach() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
+def test_a_tuple_between_synchronous_stages(method: str) -> None:
+    """And BatchNorm has seen each micro-batch once, not what shapes are looked at with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for t in range(4):
+        x, y = batch(t, 0)
+        optimizer.zero_grad()
+        for part in (slice(0, 4), slice(4, 8)):
+            (nn.functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
+        optimizer.step()
+    for outcome in launch(train_pairs, 2, method):
+        torch.testing.assert_close(outcome, [tensor.detach() for tensor in model.state_dict().values()])
+
+
+def test_dictionaries_and_tuples_pass_between_stages() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Pair(), Join(), nn.Linear(8, 3))
+    engine = engine_on(model, split=(2,))
+    assert engine.train_batch(batch(0, 0)) is not None
