@@ -10,14 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipesync import EAPipe, EAPipeStrategy
 from tests.harness import assert_refused, launch, raised
-from tests.lightning_models import Classifier, dataset, fit_on, make_strategy, train_loader, trainer, val_loader
+from tests.lightning_models import (
+    Classifier,
+    dataset,
+    fit_on,
+    make_strategy,
+    scaling,
+    train_loader,
+    trainer,
+    val_loader,
+)
 from tests.models import OPTIMIZERS
 
 SPLIT = {2: (2,), 3: (2, 4)}
@@ -323,6 +332,12 @@ class Bad(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Iterating(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
 def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
     kinds = {
         "module=": Bad("two"),
@@ -333,6 +348,16 @@ def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
     for words, model in kinds.items():
         run = trainer(EAPipeStrategy(), 2, directory)
         found[words] = raised(lambda run=run, model=model: run.fit(model, train_loader()))
+    for words, options in (
+        ("StochasticWeightAveraging averages", {"callbacks": [StochasticWeightAveraging(0.1)]}),
+        ("16-mixed", {"plugins": [scaling()]}),
+    ):
+        run = trainer(EAPipeStrategy(), 2, directory, **options)
+        found[words] = raised(lambda run=run: run.fit(Bad(""), train_loader()))
+    run = trainer(EAPipeStrategy(), 2, directory)
+    found["takes one optimizer"] = raised(lambda run=run: run.fit(Bad("optimizers"), train_loader()))
+    run = trainer(EAPipeStrategy(), 2, directory)
+    found["loader's iterator"] = raised(lambda run=run: run.fit(Iterating(), train_loader()))
     run = trainer(EAPipeStrategy(split=(1, 2)), 2, directory)
     found["split"] = raised(lambda: run.fit(Bad(""), train_loader()))
     return found

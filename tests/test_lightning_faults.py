@@ -195,10 +195,10 @@ def fit_twin(directory: Path, name: str) -> tuple[str, set[str], Tensor]:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.layer = nn.Linear(6, 2)
+            self.layers = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
 
         def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.layer(batch[1]), batch[2])
+            return nn.functional.cross_entropy(self.layers(batch[1]), batch[2])
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -218,7 +218,7 @@ def fit_twin(directory: Path, name: str) -> tuple[str, set[str], Tensor]:
     return (
         type(run.train_dataloader.sampler).__name__,
         set(run.callback_metrics),
-        model.layer.weight.detach(),
+        torch.cat([parameter.detach().flatten() for parameter in model.parameters()]),
     )
 
 
@@ -227,6 +227,7 @@ def fit_twin(directory: Path, name: str) -> tuple[str, set[str], Tensor]:
     [
         ("selsync", "SelDPSampler", "selsync/lssr"),
         ("dear", "DistributedSampler", "dear/mib_sent"),
+        ("ea_pipe", "DistributedSampler", "ea_pipe/mib_sent"),
         ("pipe_sgd", "DistributedSampler", "pipe_sgd/updates"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -37,6 +38,11 @@ def check_training(trainer: Trainer, precision: Precision) -> None:
         raise ValueError(
             "strategy='ea_pipe' makes the backward passes itself, at other times than training_step: set "
             "self.automatic_optimization = True."
+        )
+    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "strategy='ea_pipe' runs training_step on two stages for each batch, and cannot for one that takes the "
+            "loader's iterator: have it take a batch."
         )
     if len(trainer.strategy.optimizers) != 1:
         raise ValueError(

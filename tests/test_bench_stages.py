@@ -1,0 +1,81 @@
+"""What `pipesync bench stages` measures, and how it is shown."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipesync.bench import stages_report
+from lightning_pipesync.bench.stages import StagesSettings, measure_stages, parse_contestant
+from lightning_pipesync.cli import main
+from tests.harness import launch
+
+METHODS = ("ea_pipe", "ea_pipe:replicas=4", "naive", "gpipe")
+
+
+def measure() -> dict[str, Any]:
+    return measure_stages(StagesSettings(METHODS, (30.0,), 0.01, 2, 1), lambda text: None)
+
+
+@cache
+def result() -> dict[str, Any]:
+    return launch(measure, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [
+        ("ea_pipe", ["FFBFBFBB", "FBFBFBFB"]),  # Fig. 1b
+        ("ea_pipe:replicas=4", ["FFFFBBBB", "FBFBFBFB"]),
+        ("naive", ["FFBFBFBB", "FBFBFBFB"]),
+        ("gpipe", ["FFBB" * 4, "FFBB" * 4]),  # two micro-batches
+    ],
+)
+def test_stages_work_in_the_order_of_the_method(method: str, order: list[str]) -> None:
+    [run] = result()["runs"]
+    [trace] = [contestant["trace"] for contestant in run["contestants"] if contestant["name"] == method]
+    assert ["".join(kind[0].upper() for kind, _, _ in spans) for spans in trace] == order
+
+
+@pytest.mark.parametrize("method", ["ea_pipe", "naive"])
+def test_stages_work_at_the_same_time(method: str) -> None:
+    [run] = result()["runs"]
+    [trace] = [contestant["trace"] for contestant in run["contestants"] if contestant["name"] == method]
+    spans = list(chain.from_iterable(trace))
+    assert max(end for _, _, end in spans) < sum(end - begin for _, begin, end in spans)
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    text = stages_report.as_markdown([result()])
+    assert "### 2 stages of 30 ms" in text
+    assert "| ea_pipe: replicas=4 |" in text
+    [run] = result()["runs"]
+    assert run["stage_seconds"] == pytest.approx(0.03)
+    stages_report.draw(run, tmp_path / "stages.png")
+    assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--methods", "pipe"], ["'pipe' is not known", "ea_pipe"]),
+        (["--methods", "ea_pipe:replica=3"], ["replica=3", "replicas"]),
+        (["--methods", "ea_pipe:elastic_force=2"], ["elastic_force"]),
+        (["--stage_ms", "0"], ["stage_ms"]),
+        (["--activation_mib", "-1"], ["activation_mib"]),
+        (["--hosts", "1"], ["hosts"]),
+    ],
+)
+def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "stages", *options]) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+
+
+def test_a_method_has_its_settings() -> None:
+    config = parse_contestant("ea_pipe:replicas=5,elastic_force=0.3")
+    assert (config.method, config.replicas, config.elastic_force) == ("ea_pipe", 5, 0.3)
