@@ -21,7 +21,7 @@ lint: $(READY)
 
 # Most tests wait for processes that start: two files at a time.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) outputs

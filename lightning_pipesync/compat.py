@@ -69,6 +69,11 @@ def mark_stepped(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that Lightning has wrapped, or the one given."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
 def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> Optimizer:
     """Returns an optimizer of the same class and attributes with parameter groups and state of its own.
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_pipesync.compat import unwrapped
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.method import AveragingMethod
 
@@ -75,8 +76,3 @@ class AveragingStrategyMixin(PipeSyncStrategyMixin):
         assert self.method is not None
         self.gradient_is_complete(unwrapped(optimizer))
         self.method.clip_value(clip_val, unwrapped(optimizer))
-
-
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that Lightning has wrapped, or the one given."""
-    return getattr(optimizer, "_optimizer", optimizer)

@@ -11,9 +11,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import mark_overflow
+from lightning_pipesync.compat import mark_overflow, unwrapped
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.lightning.averaging import AveragingStrategyMixin, unwrapped
+from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.dear.config import FusionMethod, Topology, Update
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import compat
-from lightning_pipesync.lightning.averaging import unwrapped
 from lightning_pipesync.lightning.pipelined import (
     adopt_metrics,
     check_training,
@@ -189,7 +188,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
             for optimizer in self.optimizers:  # rank 0 can save a whole checkpoint when the processes have parted
                 state = self.optimizer_state(optimizer)
                 if self.global_rank == 0:
-                    unwrapped(optimizer).load_state_dict(state)
+                    compat.unwrapped(optimizer).load_state_dict(state)
 
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
@@ -271,7 +270,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     def _update(self, stage: Stage) -> None:
         optimizer = self.optimizers[0]
         compat.run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
-        stage.update(unwrapped(optimizer).step)
+        stage.update(compat.unwrapped(optimizer).step)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Leaves it to the method, which knows the norm over all stages when all have made their backward pass.
@@ -354,7 +353,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state for the whole model: of each parameter the mean over its replicas."""
-        merged: dict[str, Any] = unwrapped(optimizer).state_dict()
+        merged: dict[str, Any] = compat.unwrapped(optimizer).state_dict()
         if self.method is None or self._interrupted:
             return merged
         assert self.method.transport is not None

@@ -44,11 +44,6 @@ def check_training(trainer: Trainer, precision: Precision) -> None:
             "strategy='ea_pipe' runs training_step on two stages for each batch, and cannot for one that takes the "
             "loader's iterator: have it take a batch."
         )
-    if len(trainer.strategy.optimizers) != 1:
-        raise ValueError(
-            f"strategy='ea_pipe' takes one optimizer, and configure_optimizers returned "
-            f"{len(trainer.strategy.optimizers)}: give it several parameter groups instead."
-        )
     if getattr(precision, "scaler", None) is not None:
         raise ValueError(
             "precision='16-mixed' scales the loss, and mini-batches in flight would have different scales: set "
