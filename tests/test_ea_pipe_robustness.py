@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.ea_pipe.entry import Entry
-from tests.harness import launch
+from tests.harness import launch, raised
 from tests.models import batch
 from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
 from tests.test_ea_pipe_stages import ASYNCHRONOUS, Join, Pair
@@ -199,3 +199,25 @@ def test_dictionaries_and_tuples_pass_between_stages() -> None:
     model = nn.Sequential(nn.Linear(6, 8), Pair(), Join(), nn.Linear(8, 3))
     engine = engine_on(model, split=(2,))
     assert engine.train_batch(batch(0, 0)) is not None
+
+
+def feed_differently(method: str) -> tuple[str, str] | None:
+    engine = EAPipe(layers(), None, OPTIMIZERS["sgd"], method=method, split=CUTS[2])
+    x, y = batch(0, 0)
+
+    def loss(output: Tensor, index: int, count: int) -> Tensor:
+        return nn.functional.cross_entropy(output, y.tensor_split(count)[index])
+
+    engine.feed(lambda: x, loss, digest=7)
+    return raised(lambda: [engine.feed(lambda: x, loss, digest=torch.distributed.get_rank()) for _ in range(4)])
+
+
+@pytest.mark.parametrize("method", ["ea_pipe", "gpipe"])
+def test_different_batches_are_noticed(method: str) -> None:
+    """By the last stage; the others notice that it is gone, if they do not compare the batches themselves."""
+    outcomes = launch(feed_differently, 2, method)
+    assert outcomes[0] is not None
+    assert outcomes[0][0] == "RuntimeError"
+    assert "different mini-batches" in outcomes[0][1]
+    if method == "gpipe":
+        assert outcomes[1] == outcomes[0]

@@ -33,7 +33,8 @@ from lightning_pipesync.methods.hyperparameters import Hyperparameters, current,
 
 DIFFERENT_BATCHES = (
     "The stages have different mini-batches: input and target would not belong together. All ranks must load the same "
-    "data in the same order, augmented by the same random numbers."
+    "data in the same order, augmented by the same random numbers. If the script draws its data, seed it first: "
+    "seed_everything(1)."
 )
 
 #: Returns the input of the first layer.
