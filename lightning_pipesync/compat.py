@@ -140,6 +140,17 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in nested containers, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Returns nested containers with what ``function`` makes of each tensor in them, in order, in its place."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
 def stepping_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Within it autograd does not see that ``tensors`` are written in place."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

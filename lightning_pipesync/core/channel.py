@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.compat import tree_flatten, tree_unflatten
+from lightning_pipesync.compat import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.messages import Messages
@@ -79,9 +79,7 @@ class LocalChannel(Sender, Receiver):
         self._messages: deque[Any] = deque()
 
     def send(self, tree: Any) -> None:
-        leaves, spec = tree_flatten(tree)
-        copies = [self._copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._messages.append(tree_unflatten(copies, spec))
+        self._messages.append(map_tensors(self._copy, tree))
 
     def finish(self) -> None:
         pass
@@ -128,13 +126,13 @@ class MessageSender(Sender):
     def send(self, tree: Any) -> None:
         while len(self._sent) >= self._window:
             self._wait_for_oldest()
-        leaves, spec = tree_flatten(tree)
         wires = []
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                wires.append(self._wire(leaf))
-                leaves[i] = _Described(tuple(leaf.shape), leaf.dtype, wires[-1].dtype, leaf.requires_grad)
-        header = _framed(pickle.dumps(tree_unflatten(leaves, spec)))
+
+        def described(tensor: Tensor) -> _Described:
+            wires.append(self._wire(tensor))
+            return _Described(tuple(tensor.shape), tensor.dtype, wires[-1].dtype, tensor.requires_grad)
+
+        header = _framed(pickle.dumps(map_tensors(described, tree)))
         parts = [*header, *(wire for wire in wires if wire.numel())]
         self._traffic.count("send", sum(part.nbytes for part in parts))
         self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
@@ -176,9 +174,9 @@ class MessageReceiver(Receiver):
         if not self._expected:
             self.expect()
         message = self._expected.popleft().wait()
-        for leaf in tree_flatten(message)[0]:
-            if isinstance(leaf, Tensor) and leaf.is_cuda:  # allocated on the lane's stream, used on this one
-                leaf.record_stream(torch.cuda.current_stream(leaf.device))
+        for tensor in tensors_in(message):
+            if tensor.is_cuda:  # allocated on the lane's stream, used on this one
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.exposed_seconds = self._lane.exposed_seconds
         return message
 

@@ -103,11 +103,11 @@ def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:
     """Has all ranks know what rank 0 has logged, and what its metric objects have accumulated."""
     metrics = metrics_of(trainer.lightning_module)
     mine = compat.shown_metrics(trainer), [compat.accumulated(metric) for metric in metrics]
-    shown, states = broadcast(_mapped(Tensor.cpu, mine))
+    shown, states = broadcast(compat.map_tensors(Tensor.cpu, mine))
     if trainer.global_rank != 0:
         compat.show_metrics(trainer, shown)
         for metric, (state, updates) in zip(metrics, states, strict=True):
-            compat.accumulate(metric, _mapped(methodcaller("to", metric.device), state), updates)
+            compat.accumulate(metric, compat.map_tensors(methodcaller("to", metric.device), state), updates)
 
 
 def loss_of(result: Any) -> Tensor:
@@ -124,9 +124,4 @@ def loss_of(result: Any) -> Tensor:
 
 def without_graph(result: Any) -> Any:
     """Returns what ``training_step`` has returned, its tensors detached."""
-    return _mapped(Tensor.detach, result)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    leaves, spec = compat.tree_flatten(tree)
-    return compat.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return compat.map_tensors(Tensor.detach, result)

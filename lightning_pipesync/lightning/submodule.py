@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.compat import tree_flatten
+from lightning_pipesync.compat import tensors_in
 
 #: Values of each tensor that tell batches apart.
 DIGEST_VALUES = 1024
@@ -66,7 +66,7 @@ class Submodule:
             [value] = found.args
         else:
             raise RuntimeError(self._not_called())
-        if any(leaf.requires_grad for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)):
+        if any(tensor.requires_grad for tensor in tensors_in(value)):
             raise RuntimeError(
                 f"The input of {self.name} depends on parameters outside of it, and these are on the last stage: put "
                 f"the modules that come before it into {self.name}."
@@ -125,8 +125,7 @@ def _only_sequential(module: nn.Module) -> str:
 def digest(batch: Any) -> int:
     """Returns a number that tells ``batch`` from others: of some of its values, on the host."""
     number = 0
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor):
-            some = leaf.detach().reshape(-1)[:DIGEST_VALUES].cpu().contiguous()
-            number = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), number)
+    for tensor in tensors_in(batch):
+        some = tensor.detach().reshape(-1)[:DIGEST_VALUES].cpu().contiguous()
+        number = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), number)
     return number

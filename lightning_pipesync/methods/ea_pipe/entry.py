@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import tree_flatten, tree_unflatten
+from lightning_pipesync.compat import map_tensors
 
 
 class Entry:
@@ -22,14 +22,12 @@ class Entry:
     """
 
     def __init__(self, tree: Any) -> None:
-        leaves, spec = tree_flatten(tree)
         self.gradients: list[Tensor | None] = []
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[i] = self._watched(leaf)
-        self.tree = tree_unflatten(leaves, spec)
+        self.tree = map_tensors(self._watched, tree)
 
     def _watched(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
         anchor = torch.empty((), device=tensor.device, requires_grad=True)
         inner: Tensor = _Inner.apply(anchor, tensor.detach())
         gradients, position = self.gradients, len(self.gradients)

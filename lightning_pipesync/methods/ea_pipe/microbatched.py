@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from lightning_pipesync.compat import tree_flatten, tree_unflatten
+from lightning_pipesync.compat import map_tensors, tensors_in
 from lightning_pipesync.core.failure import naming_lost_peer
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe.entry import Entry
+from lightning_pipesync.methods.ea_pipe.links import rank_of
 from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, Source, Stage
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -91,7 +92,7 @@ class MicroBatchedStage(Stage):
 
     def _pipeline_for(self, arguments: tuple[Any, ...]) -> PipelineScheduleSingle:
         """Returns the schedule, a new one if the shapes have changed: it has looked at those of its first batch."""
-        shapes = [leaf.shape for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
+        shapes = [tensor.shape for tensor in tensors_in(arguments)]
         uneven = max((shape[0] % self._parts for shape in shapes), default=0)
         flags = self._transport.exchange_flags(_UNEVEN if uneven else int(shapes != self._shapes)).wait()
         if _UNEVEN in flags:
@@ -118,7 +119,7 @@ class MicroBatchedStage(Stage):
             self._links.activations_out.send(output)
         index, count = self._schedule.stage, self._schedule.num_stages
         stage = PipelineStage(_Tupled(self.layers), index, count, self._device, example, output, group=self._group)
-        stage.stage_index_to_group_rank = {other: count - 1 - other for other in range(count)}
+        stage.stage_index_to_group_rank = {other: rank_of(other, count) for other in range(count)}
         # Losses are means already divided by the number of parts.
         kind = _SCHEDULES[self._config.method]
         return kind(stage, self._parts, loss_fn=self._loss_of_part, scale_grads=False)
@@ -146,6 +147,4 @@ def part_of(batch: Any, index: int, count: int) -> Any:
     """Returns one of ``count`` parts of a batch: of every tensor the samples, which are its first dimension."""
     if count == 1:
         return batch
-    leaves, spec = tree_flatten(batch)
-    parts = [leaf.tensor_split(count)[index] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-    return tree_unflatten(parts, spec)
+    return map_tensors(lambda tensor: tensor.tensor_split(count)[index] if tensor.dim() else tensor, batch)

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_pipesync.compat import tree_flatten
+from lightning_pipesync.compat import tensors_in
 from lightning_pipesync.core.channel import LocalChannel
 from lightning_pipesync.methods.ea_pipe.entry import Entry
 from lightning_pipesync.methods.method import device_of
@@ -91,7 +91,7 @@ def measure(layers: Sequence[nn.Module], value: Any, device: torch.device) -> tu
             layer.to(home)
             times.append(min(seconds for seconds, _ in runs))
             value = runs[0][1]
-            sizes.append(float(sum(t.nbytes for t in [*layer.parameters(), *_tensors(value)])))
+            sizes.append(float(sum(t.nbytes for t in [*layer.parameters(), *tensors_in(value)])))
     return times, sizes
 
 
@@ -142,7 +142,7 @@ def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any
     before = _now(device)
     with torch.enable_grad():
         output = layer(entry.tree)
-        differentiable = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if differentiable:
             torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
     seconds = _now(device) - before
@@ -160,10 +160,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _running(costs: Sequence[float]) -> list[float]:

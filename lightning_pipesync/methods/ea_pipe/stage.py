@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_norm, tree_flatten
+from lightning_pipesync.compat import foreach_norm, tensors_in
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.entry import Entry
 from lightning_pipesync.methods.ea_pipe.links import Links
@@ -170,7 +170,7 @@ class Stage:
             assert self._links.gradients_in is not None
             self._links.activations_out.send((output, norms, digest))
             self._links.gradients_in.expect()
-        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         self._passes.append(self._count(completes, entry, outputs))
         return result
 

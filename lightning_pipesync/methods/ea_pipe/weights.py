@@ -38,9 +38,8 @@ class Weights(ABC):
         config: EAPipeConfig,
     ) -> None:
         self._parameters, self._schedule, self._config = list(parameters), schedule, config
-        self._tensors = [*parameters, *buffers] if self.replicates_buffers else list(parameters)
-        self._buffers = list(buffers)
-        self._versions = Versions(self._tensors, self.num_versions)
+        self._buffers = list(buffers) if self.replicates_buffers else []
+        self._versions = Versions([*self._parameters, *self._buffers], self.num_versions)
         self._states = OptimizerStates(optimizer, self._parameters, self.num_states)
 
     #: Whether buffers (BatchNorm's averages) have versions, too; if not, all mini-batches share them.
@@ -60,9 +59,9 @@ class Weights(ABC):
     def for_forward(self, step: int) -> None:
         """Has the parameters be what mini-batch ``step`` sees in its forward pass."""
 
-    @abstractmethod
     def for_backward(self, step: int) -> None:
-        """Has the parameters be what mini-batch ``step`` sees in its backward pass."""
+        """Has the parameters be what mini-batch ``step`` sees in its backward pass; the same, in most methods."""
+        self.for_forward(step)
 
     def update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         """Applies the gradient of mini-batch ``step``, which the parameters hold.
@@ -99,7 +98,7 @@ class Weights(ABC):
 
     def computing(self) -> AbstractContextManager[None]:
         """Within it the layers may write to buffers of which each replica has its own: autograd is not told."""
-        return stepping_unseen(self._buffers if self.replicates_buffers else [])
+        return stepping_unseen(self._buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all versions of the weights and all states of the optimizer."""
@@ -119,23 +118,25 @@ class Weights(ABC):
         return self.num_versions - 1
 
 
-class ElasticReplicas(Weights):
-    """EA-Pipe: a mini-batch has a replica to itself, which is updated by it alone, then pulled (Algorithm 1)."""
-
-    replicates_buffers = True
+class ReplicatedWeights(Weights):
+    """A replica for each mini-batch in flight, and the master."""
 
     @property
     def num_versions(self) -> int:
         return self._schedule.num_replicas + 1
 
-    @property
-    def num_states(self) -> int:
-        return self._schedule.num_replicas
-
     def for_forward(self, step: int) -> None:
         self._versions.load(self._schedule.replica(step))
 
-    for_backward = for_forward
+
+class ElasticReplicas(ReplicatedWeights):
+    """EA-Pipe: a mini-batch has a replica to itself, which is updated by it alone, then pulled (Algorithm 1)."""
+
+    replicates_buffers = True
+
+    @property
+    def num_states(self) -> int:
+        return self._schedule.num_replicas
 
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         replica = self._schedule.replica(step)
@@ -145,17 +146,8 @@ class ElasticReplicas(Weights):
             self._versions.pull(replica, self._master, self._config.elastic_force)  # Eq. 1
 
 
-class StashedWeights(Weights):
+class StashedWeights(ReplicatedWeights):
     """PipeDream with vertical sync: the gradient of a copy updates the master, which is copied anew (Fig. 1b)."""
-
-    @property
-    def num_versions(self) -> int:
-        return self._schedule.num_replicas + 1
-
-    def for_forward(self, step: int) -> None:
-        self._versions.load(self._schedule.replica(step))
-
-    for_backward = for_forward
 
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         self._versions.load(self._master)
@@ -172,8 +164,6 @@ class SharedWeights(Weights):
 
     def for_forward(self, step: int) -> None:
         self._versions.load(0)
-
-    for_backward = for_forward
 
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         optimizer_step()
