@@ -79,10 +79,9 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def machine() -> None:
-    """Skips where hosts cannot be emulated."""
+    """Skips where the README says that hosts cannot be emulated; what goes wrong elsewhere is a failure."""
     try:
-        with Network(1):
-            pass
+        requirements.check_requirements()
     except RuntimeError as error:
         pytest.skip(str(error))
 
