@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,10 @@ class AveragingStrategyMixin(PipeSyncStrategyMixin):
 
     method: AveragingMethod | None = None
 
-    @abstractmethod
     def gradient_is_complete(self, optimizer: Optimizer) -> None:
         """Called when a backward pass has ended, before a loss scaler changes ``p.grad``."""
+        assert self.method is not None
+        self.method.before_unscaling(optimizer, None if self._scaler is None else self._scaler.get_scale())
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import mark_overflow, unwrapped
+from lightning_pipesync.compat import unwrapped
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
@@ -120,14 +119,8 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         self.needs_as_many_ranks = not get_codec(compression).lossless
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> DeAR:
-        config = self.config
-        if config.topology == "torus2d" and config.torus_columns is None and 1 < self.num_processes < self.world_size:
-            config = replace(config, torus_columns=self.num_processes)
+        config = self.config.on_hosts_of(self.num_processes, self.world_size)
         return DeAR(module, optimizers, config, backend=self._traffic_backend)
-
-    def gradient_is_complete(self, optimizer: Optimizer) -> None:
-        assert self.method is not None
-        self.method.after_backward(optimizer)
 
     def on_train_end(self) -> None:
         """Has the optimizers keep their state, for a checkpoint that is saved after the training."""
@@ -138,12 +131,6 @@ class DeARStrategyMixin(AveragingStrategyMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
         return state if self.method is None else self.method.without_views(state)
-
-    def after_backward(self, optimizer: Optimizer) -> None:
-        super().after_backward(optimizer)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and self.method is not None and self.method.unscale(1 / scaler.get_scale(), optimizer):
-            mark_overflow(scaler, optimizer)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank."""

@@ -114,12 +114,6 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> PipeSGD:
         return PipeSGD(module, optimizers, self.config, backend=self._traffic_backend)
 
-    def gradient_is_complete(self, optimizer: Optimizer) -> None:
-        assert self.method is not None
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        # The scaler then unscales the gradient that is about to be applied, and sees whether that has overflowed.
-        self.method.after_backward(optimizer, 1.0 if scaler is None else scaler.get_scale())
-
     def end_training(self) -> None:
         if self.method is not None and self.config.drain and not self._interrupted:
             self.method.drain(partial(run_hooks_before_step, self.precision_plugin, self.lightning_module))

@@ -75,9 +75,8 @@ class PipeSyncStrategyMixin(_Base):
             return
         assert self.lightning_module is not None
         self._begin_to_attach()
-        scaler = getattr(self.precision_plugin, "scaler", None)
         for optimizer in self.optimizers:
-            if scaler is not None and handles_unscaling(optimizer):
+            if self._scaler is not None and handles_unscaling(optimizer):
                 raise ValueError(
                     f"precision='16-mixed' with a fused {type(optimizer).__name__} unscales gradients within the step, "
                     f"where strategy={self.name!r} cannot see them: set fused=False."
@@ -122,8 +121,8 @@ class PipeSyncStrategyMixin(_Base):
     def after_backward(self, optimizer: Optimizer) -> None:
         """Called between unscaling and clipping."""
         assert self.method is not None
-        overflow = self.method.after_backward(optimizer)
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = self._scaler
+        overflow = self.method.after_unscaling(optimizer, None if scaler is None else scaler.get_scale())
         if overflow and scaler is not None:
             mark_overflow(scaler, optimizer)
 
@@ -246,6 +245,10 @@ class PipeSyncStrategyMixin(_Base):
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, PipeSyncCallbackMixin) for callback in callbacks):
             callbacks.insert(0 if first else len(callbacks), self.callback_class())
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
 
     @property
     def _fitting(self) -> bool:

@@ -41,6 +41,24 @@ class SyncMethod(ABC):
             looked at this rank's alone, has to skip the update. The same on all ranks.
         """
 
+    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:  # noqa: B027
+        """Called by a framework when the backward passes of a step are over, before its loss scaler sees ``p.grad``.
+
+        Most methods wait until the gradient is unscaled.
+
+        Args:
+            optimizer: whose gradient is complete; may be left out if there is but one.
+            loss_scale: by which the gradient is too large; None without a loss scaler.
+        """
+
+    def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
+        """Called by a framework after :meth:`before_unscaling`, when ``p.grad`` is unscaled, and not yet clipped.
+
+        Returns:
+            As :meth:`after_backward`.
+        """
+        return self.after_backward(optimizer)
+
     @abstractmethod
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its global L2 norm; returns the norm before (0-dim)."""
@@ -78,6 +96,10 @@ class SyncMethod(ABC):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Returns what the method did so far, by name."""
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns what ``optimizer.state_dict()`` would be without the method, on every rank; a collective call."""
+        return optimizer.state_dict()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

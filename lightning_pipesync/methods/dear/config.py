@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
@@ -130,6 +130,12 @@ class DeARConfig:
                 "elementwise= if it does."
             )
         return known if self.update is None else self.update == "sharded"
+
+    def on_hosts_of(self, num_processes: int, world_size: int) -> DeARConfig:
+        """Returns these settings with the rows of a torus, if they are not given, being hosts of so many ranks."""
+        if self.topology == "torus2d" and self.torus_columns is None and 1 < num_processes < world_size:
+            return replace(self, torus_columns=num_processes)
+        return self
 
     def first_fusion(self) -> Fusion:
         """Returns how tensors are fused, at first if there is a search."""

@@ -152,6 +152,19 @@ class DeAR(AveragingMethod):
         self._stepped.clear()
         return False
 
+    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:
+        """Waits for the averaged gradient: it was sent in the backward pass, scaled."""
+        self.after_backward(optimizer)
+
+    def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
+        """Unscales the averaged gradient, too, of which ``p.grad`` is no part.
+
+        Returns:
+            Whether some value of it is not finite, on any rank.
+        """
+        self.after_backward(optimizer)
+        return loss_scale is not None and self.unscale(1 / loss_scale, optimizer)
+
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the averaged gradient by its L2 norm, to which each rank contributes one number, that of its shard."""
         self.after_backward(optimizer)

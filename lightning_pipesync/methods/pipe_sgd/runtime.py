@@ -119,6 +119,10 @@ class PipeSGD(AveragingMethod):
         pipe.hand_over(loss_scale)
         return False
 
+    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:
+        """Hands over the gradient; a scaler then unscales the one that is about to be applied, and looks at it."""
+        self.after_backward(optimizer, 1.0 if loss_scale is None else loss_scale)
+
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its L2 norm."""
         self.after_backward(optimizer)
