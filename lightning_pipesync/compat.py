@@ -203,3 +203,25 @@ def without_rank(loader: DataLoader) -> None:
     seeding = loader.worker_init_fn
     if isinstance(seeding, functools.partial) and seeding.func is pl_worker_init_function:
         loader.worker_init_fn = functools.partial(seeding.func, rank=0)
+
+
+def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Returns, before ``scaler`` is updated, whether it skips the step of ``optimizer``."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    return any(bool(found_inf.item()) for found_inf in found)
+
+
+def mark_prepared(prepared: Any) -> None:
+    """Has Accelerate know that ``prepared`` is what it prepares models to be."""
+    prepared._is_accelerate_prepared = True
+
+
+def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer) -> None:
+    """Has an Accelerator use ``new`` where it has prepared ``old``."""
+    optimizers = accelerator._optimizers
+    optimizers[[id(optimizer) for optimizer in optimizers].index(id(old))] = new
+
+
+def add_prepared_loader(accelerator: Any, loader: Any) -> None:
+    """Has an Accelerator know a loader that was prepared in another way than its own."""
+    accelerator._dataloaders.append(loader)

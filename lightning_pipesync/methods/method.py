@@ -27,7 +27,10 @@ class SyncMethod(ABC):
     Attributes:
         transport: the way to the other ranks.
         flushed: whether the weights are the consolidated ones, since :meth:`flush`.
+        applies_grad: whether ``p.grad`` is what is about to be applied, after :meth:`after_backward`.
     """
+
+    applies_grad = True
 
     transport: Transport
     flushed: bool
@@ -83,6 +86,9 @@ class SyncMethod(ABC):
         A step that is taken without :meth:`resume` goes on from them.
         """
 
+    def synchronize(self) -> None:  # noqa: B027 - most methods bring the weights up to date within a step
+        """Waits until this rank's weights are those after the last step; not a collective call."""
+
     @abstractmethod
     def resume(self) -> None:
         """Undoes :meth:`flush`, but for what was written to the weights since; does nothing if not flushed.
@@ -100,6 +106,9 @@ class SyncMethod(ABC):
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without the method, on every rank; a collective call."""
         return optimizer.state_dict()
+
+    def return_optimizer_states(self) -> None:  # noqa: B027 - most methods leave it to the optimizers
+        """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

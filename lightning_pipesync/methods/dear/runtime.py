@@ -66,6 +66,8 @@ class DeAR(AveragingMethod):
         RuntimeError: ``torch.distributed`` is not initialised.
     """
 
+    applies_grad = False
+
     def __init__(
         self,
         module: nn.Module,

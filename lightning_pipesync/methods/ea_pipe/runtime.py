@@ -91,7 +91,7 @@ class EAPipe:
         self._layers = split.flattened(layers)
         self.cuts: list[int] = []
         self._stages: list[Stage] = []
-        self.flushed, self._checked = True, False
+        self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
         if virtual_stages is None:
             self.transport = Transport(self._device, timeout_s=self.config.timeout_s, backend=backend)
@@ -147,7 +147,7 @@ class EAPipe:
             RuntimeError: the first and the last stage have different batches, or a peer is lost.
         """
         self._begin(source)
-        self.flushed = False
+        self.flushed = self._gathered = False
         result = None
         for stage in self._stages:
             result = stage.forward(source, loss, completes=completes, digest=digest)
@@ -195,10 +195,11 @@ class EAPipe:
         return output
 
     def gather(self) -> None:
-        """Copies the master's layers of all stages to all ranks, after :meth:`flush`."""
+        """Copies the master's layers of all stages to all ranks, after :meth:`flush`, unless they have them already."""
         self.flush()
-        if self.transport is None or not self.cuts:
+        if self.transport is None or not self.cuts or self._gathered:
             return
+        self._gathered = True
         for stage in range(self.num_stages):
             layers = nn.ModuleList(self._layers_of(stage))
             broadcast = partial(self._broadcast, src=rank_of(stage, self.num_stages))
@@ -239,6 +240,7 @@ class EAPipe:
             ValueError: the state is of another number of stages, or of other ones than there are already, or of
                 another method or number of replicas.
         """
+        self._gathered = False
         if not state["stages"]:  # it was saved before the first mini-batch
             for stage in self._stages:
                 stage.begin_anew()

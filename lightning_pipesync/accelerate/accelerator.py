@@ -1,0 +1,354 @@
+"""Accelerate's Accelerator, with a method in the place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_pipesync.accelerate import checkpoint, clipping, loaders
+from lightning_pipesync.accelerate.launched import check_num_processes, check_support
+from lightning_pipesync.accelerate.model import SynchronisedModel
+from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
+from lightning_pipesync.accelerate.prepared import Prepared
+from lightning_pipesync.compat import mark_prepared, replace_prepared_optimizer
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
+from lightning_pipesync.methods.selsync import SelSyncConfig
+
+
+class PipeSyncAccelerator(Accelerator):
+    """``accelerate.Accelerator``, whose ``prepare`` gives models and optimizers to a method of this package.
+
+    The loop stays as it was::
+
+        accelerator = PipeSyncAccelerator(pipesync=PipeSyncPlugin("selsync", delta=0.3))
+        model, optimizer, test_loader = accelerator.prepare(model, optimizer, test_loader)
+        train_loader = accelerator.prepare_train_loader(train_loader)
+        for x, y in train_loader:
+            optimizer.zero_grad()
+            accelerator.backward(loss_function(model(x), y))
+            optimizer.step()
+
+    With one process, and without a plugin, it is a plain Accelerator.
+
+    Args:
+        pipesync: the method and its settings; None: those in the environment, see PipeSyncPlugin.from_environment.
+        accelerator_kwargs: as in Accelerator.
+
+    Attributes:
+        pipesync: the method and its settings; None if there are none.
+
+    Raises:
+        ValueError: a setting in the environment is wrong, or there are fewer processes than the launcher was asked for,
+            or the model is to be sharded.
+    """
+
+    def __init__(self, pipesync: PipeSyncPlugin | None = None, **accelerator_kwargs: Any) -> None:
+        self.pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
+        if not torch.accelerator.is_available():
+            accelerator_kwargs.setdefault("cpu", True)  # otherwise Accelerate looks for a GPU in every launched process
+        super().__init__(**accelerator_kwargs)
+        check_num_processes(self.num_processes)
+        if self.pipesync is not None:
+            check_support(self)
+        self._prepared = Prepared()
+        self._preparing = False
+        self._loader_checked = False
+
+    # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares models, optimizers, loaders and schedulers, as Accelerate does; a collective call.
+
+        Raises:
+            ValueError: the ranks differ in settings or model, or something cannot be trained by the method.
+        """
+        self._preparing = True
+        try:
+            result = super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._preparing = False
+        self._attach()
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepares a model; its optimizer has to be prepared, too, before it is trained."""
+        trained = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
+        if not self._synchronises or not trained:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        self._refuse_pipeline("prepare(model, optimizer)")
+        for known in self._prepared.models:
+            if model is known or model is known.module:
+                return known
+        # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
+        wrapper = SynchronisedModel(super().prepare_model(model, device_placement, evaluation_mode=True))
+        mark_prepared(wrapper)
+        self._prepared.models.append(wrapper)
+        self._attach()
+        return wrapper
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Prepares an optimizer; the model that it trains has to be prepared, too, before a step."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if not self._synchronises or isinstance(prepared, SynchronisedOptimizer):
+            return prepared
+        self._refuse_pipeline("prepare(model, optimizer)")
+        synchronised = SynchronisedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
+        replace_prepared_optimizer(self, prepared, synchronised)
+        self._prepared.optimizers.append(synchronised)
+        self._attach()
+        return synchronised
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepares a loader that is not of training data, or has its order from Accelerate.
+
+        In a pipeline all ranks get the same batches.
+        """
+        if self._synchronises and self._has_pipeline:
+            return loaders.same_on_all_ranks(self, data_loader)
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def prepare_train_loader(self, data_loader: DataLoader) -> Any:
+        """Prepares the loader of the training data: with SelSync in the order of SelDP, and with data injection.
+
+        Raises:
+            ValueError: the data set has fewer samples than there are ranks, or the loader makes no batches.
+        """
+        self._loader_checked = True
+        config = None if self.pipesync is None else self.pipesync.config
+        if not self._synchronises or not isinstance(config, SelSyncConfig):
+            return self.prepare_data_loader(data_loader)
+        return loaders.for_selsync(self, data_loader, config, lambda: self._prepared.injection)
+
+    def prepare_pipeline(
+        self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
+    ) -> EAPipe:
+        """Makes the pipeline of ``method="ea_pipe"``, whose ``train_batch(batch)`` takes the place of the loop's body.
+
+        Args:
+            layers: as in EAPipe.
+            loss: as in EAPipe.
+            optimizer_factory: as in EAPipe.
+            engine_kwargs: as in EAPipe: ``others``, ``virtual_stages``.
+
+        Raises:
+            ValueError: the method is another one, or as in EAPipe.
+        """
+        if not self._has_pipeline:
+            raise ValueError(
+                "prepare_pipeline() needs PipeSyncPlugin(method='ea_pipe'), and this Accelerator has "
+                f"{self.pipesync!r}: call prepare(model, optimizer), or change the method."
+            )
+        assert self.pipesync is not None
+        assert isinstance(self.pipesync.config, EAPipeConfig)
+        layers = super().prepare_model(layers, device_placement=False, evaluation_mode=True)
+        if self.num_processes == 1:
+            engine_kwargs.setdefault("virtual_stages", 1)
+        engine = EAPipe(
+            layers,
+            loss,
+            optimizer_factory,
+            self.pipesync.config,
+            device=self.device,
+            backend=self._traffic_backend,
+            **engine_kwargs,
+        )
+        self._prepared.pipelines.append(engine)
+        return engine
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Ends the methods, and drops what was prepared."""
+        self._prepared.end()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Ends the methods, trackers and process groups."""
+        self._prepared.end()
+        super().end_training()
+
+    # --- a training step --------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Computes gradients, as Accelerate does."""
+        if not self._loader_checked and self._synchronises and self.pipesync is not None:
+            self._loader_checked = True
+            loaders.check_training(self.pipesync.config)
+        super().backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Waits for the gradients that are about to be applied, and unscales them if there is a loss scaler."""
+        if not self._takes_gradients:
+            super().unscale_gradients(optimizer)
+            return
+        chosen = self._prepared.optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, (tuple, list)) else [chosen]:
+            one.take_gradient()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Clips the gradient that is about to be applied by its norm; returns the norm before.
+
+        Raises:
+            ValueError: with DeAR, these are not all parameters of one optimizer, or it is not the L2 norm: no rank has
+                the whole gradient.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self._takes_gradients:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return clipping.clip_norm(parameters, self._prepared.optimizers, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clips every value of the gradient that is about to be applied to ``[-clip_value, clip_value]``.
+
+        Raises:
+            ValueError: with DeAR, these are not all parameters of one optimizer.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._takes_gradients:
+            clipping.clip_value(parameters, self._prepared.optimizers, clip_value)
+        else:
+            super().clip_grad_value_(parameters, clip_value)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Does nothing for models of a method, whose ranks take the same number of steps.
+
+        Raises:
+            ValueError: they would not, with ``even_batches=False``.
+        """
+        if not any(isinstance(one, SynchronisedModel) for one in joinables):
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise ValueError(
+                "even_batches=False gives the ranks different numbers of steps, and a method's ranks take their steps "
+                "together: leave it at True."
+            )
+        yield
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what the method did so far on this rank, to be logged: ``selsync/lssr``, ``dear/mib_sent``, ..."""
+        return {} if self.pipesync is None else self._prepared.metrics(self.pipesync.method)
+
+    # --- reading the weights ----------------------------------------------------------------------------------------
+
+    def consolidate(self) -> None:
+        """Makes the weights the method's consolidated ones, the same on all ranks, until training goes on.
+
+        A collective call. ``model.eval()``, :meth:`wait_for_everyone`, and what saves something make it themselves.
+        """
+        self._prepared.consolidate()
+
+    def wait_for_everyone(self) -> None:
+        """Waits for all ranks, and consolidates the weights: what follows may well be saved by one of them."""
+        super().wait_for_everyone()
+        self.consolidate()
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Returns the user's own model; with SelSync its weights are this rank's own unless they are consolidated."""
+        if isinstance(model, SynchronisedModel):
+            if model.method is not None:
+                model.method.synchronize()
+            model = model.module
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Returns the consolidated weights under the user's own names; a collective call."""
+        self.consolidate()
+        return checkpoint.without_views(super().get_state_dict(model, unwrap))
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Saves a checkpoint, as Accelerate does, with what each rank needs to go on bit for bit; a collective call."""
+        self.consolidate()
+        folder = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        if self._prepared.stateful:
+            assert self.pipesync is not None
+            checkpoint.save_rank_states(
+                folder, self._prepared.stateful, self.pipesync.method, self.process_index, self.num_processes
+            )
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Goes on from a checkpoint of this method, of another one or of plain Accelerate; a collective call.
+
+        Raises:
+            ValueError: it is of other models, settings, or another number of processes.
+        """
+        folders: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
+        # Methods begin with what models and optimizers hold, so these are loaded without them.
+        self._prepared.detach()
+        try:
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        finally:
+            hook.remove()
+        self._attach()
+        if not self._prepared.stateful:
+            return
+        assert self.pipesync is not None
+        states = checkpoint.read_rank_states(
+            folders[0], self.pipesync.method, self.process_index, self.num_processes, len(self._prepared.stateful)
+        )
+        for one, state in zip(self._prepared.stateful, states or [], strict=False):
+            one.load_state_dict(state)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Returns the loader without its first batches, to go on within an epoch."""
+        if isinstance(dataloader, loaders.InjectedLoader):
+            return dataloader.skip_first_batches(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _synchronises(self) -> bool:
+        return self.pipesync is not None and self.num_processes > 1
+
+    @property
+    def _has_pipeline(self) -> bool:
+        return self.pipesync is not None and isinstance(self.pipesync.config, EAPipeConfig)
+
+    @property
+    def _takes_gradients(self) -> bool:
+        """Whether the gradients are complete, and a method has them; while they are accumulated nobody looks."""
+        return bool(self._prepared.synchronisations) and self.sync_gradients
+
+    @property
+    def _traffic_backend(self) -> str | None:
+        """Gloo if the user asked for it; otherwise the transport chooses for the device."""
+        return "gloo" if self.state.backend == "gloo" else None
+
+    def _attach(self) -> None:
+        """Has a method look after what has been prepared, once all of it has been; a collective call."""
+        if self._synchronises and not self._preparing:
+            assert self.pipesync is not None
+            self._prepared.attach(self.pipesync.config, self._traffic_backend)
+
+    def _refuse_pipeline(self, call: str) -> None:
+        if self._has_pipeline:
+            raise ValueError(
+                f"method='ea_pipe' makes the passes itself, and {call} cannot have it do so: call engine = "
+                "accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) in the "
+                "place of backward() and step()."
+            )

@@ -1,0 +1,183 @@
+"""The order in which each rank gets the data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.utils import broadcast_object_list, send_to_device
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_pipesync.compat import add_prepared_loader
+from lightning_pipesync.data import DataInjection, SelDPSampler, adjusted_batch_size
+from lightning_pipesync.methods.registry import MethodConfig
+from lightning_pipesync.methods.selsync import SelSyncConfig
+
+
+class InjectedLoader:
+    """A prepared loader that appends rows of other ranks' batches to each batch (SelSync III-E).
+
+    Args:
+        loader: prepared, its batches still on the host.
+        find_injection: returns what appends them, when the iteration begins.
+        device: where the batches go; None: nowhere.
+    """
+
+    def __init__(self, loader: Any, find_injection: Callable[[], DataInjection], device: torch.device | None) -> None:
+        self.loader, self.find_injection, self.device = loader, find_injection, device
+
+    def __iter__(self) -> Iterator[Any]:
+        injection = self.find_injection()
+        for batch in self.loader:
+            injected = injection(batch)
+            yield injected if self.device is None else send_to_device(injected, self.device)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # asked for by who copies this, before it is there
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def skip_first_batches(self, num_batches: int) -> InjectedLoader:
+        """Returns the same without its first batches."""
+        return InjectedLoader(skip_first_batches(self.loader, num_batches), self.find_injection, self.device)
+
+
+def for_selsync(
+    accelerator: Accelerator, loader: DataLoader, config: SelSyncConfig, find_injection: Callable[[], DataInjection]
+) -> Any:
+    """Returns the loader of the training data as SelSync has it: its order SelDP's, its batches with injected rows.
+
+    What the user chose is respected: iterable data sets, samplers and batch samplers of his own are left to
+    Accelerate, with a warning where SelDP was to be expected.
+
+    Raises:
+        ValueError: the data set has fewer samples than there are ranks, or injection has no batches to work with.
+    """
+    world_size = accelerator.num_processes
+    sampler, size = loader.sampler, loader.batch_size
+    if size is None and config.injection is not None:
+        raise ValueError(
+            f"injection={config.injection} needs a training loader with a batch_size, and this one has a batch sampler "
+            "of its own, or makes no batches: give it a batch_size, or set injection=None."
+        )
+    if size is not None and accelerator.split_batches:
+        size = max(1, size // world_size)
+    if size is not None and config.injection is not None:
+        size = adjusted_batch_size(size, *config.injection, world_size)
+
+    divided_by = world_size
+    if config.partition == "seldp" and size is not None and _can_be_reordered(loader):
+        order = SelDPSampler(
+            loader.dataset,
+            num_replicas=world_size,
+            rank=accelerator.process_index,
+            shuffle=type(sampler) is RandomSampler,
+            seed=_shared_seed(accelerator),
+            drop_last=loader.drop_last,
+            full_pass=config.full_pass,
+        )
+        if loader.drop_last:  # the next epoch begins with what this one leaves out
+            order.samples_per_epoch = max(1, len(order) // size * size)
+        loader = _with_batches(loader, BatchSampler(order, size, loader.drop_last))
+        divided_by = 1
+    elif config.partition == "seldp":
+        warnings.warn(
+            "SelDP leaves this loader in the order of Accelerate: it reorders map-style data sets with a batch_size, "
+            f"with or without shuffle, and this one has a {type(sampler).__name__}. Set partition='defdp' to say so.",
+            stacklevel=3,
+        )
+    elif config.injection is not None and size is not None:
+        loader = _with_batches(loader, BatchSampler(sampler, size, loader.drop_last))
+    on_host = config.injection is not None
+    prepared = _prepared(accelerator, loader, divided_by, on_host=on_host)
+    if not on_host:
+        return prepared
+    return InjectedLoader(prepared, find_injection, accelerator.device if accelerator.device_placement else None)
+
+
+def _can_be_reordered(loader: DataLoader) -> bool:
+    """Returns whether the order of the data is torch's own."""
+    return not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) in (
+        RandomSampler,
+        SequentialSampler,
+    )
+
+
+def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader) -> Any:
+    """Returns the loader with the same batches in the same order on all ranks, as a pipeline needs them."""
+    return _prepared(accelerator, loader, divided_by=1, seed=_shared_seed(accelerator))
+
+
+def check_training(config: MethodConfig) -> None:
+    """Says what is missing when a training begins whose loader was not prepared as one.
+
+    Raises:
+        ValueError: data injection was asked for, and nothing would be injected.
+    """
+    if not isinstance(config, SelSyncConfig):
+        return
+    if config.injection is not None:
+        raise ValueError(
+            f"injection={config.injection} has no effect on loaders that prepare() was given: call train_loader = "
+            "accelerator.prepare_train_loader(train_loader), or set injection=None."
+        )
+    if config.partition == "seldp":
+        warnings.warn(
+            "partition='seldp' has no effect on loaders that prepare() was given, since it cannot tell which of them "
+            "has the training data: call train_loader = accelerator.prepare_train_loader(train_loader), or set "
+            "partition='defdp'.",
+            stacklevel=3,
+        )
+
+
+def _prepared(
+    accelerator: Accelerator, loader: DataLoader, divided_by: int, *, on_host: bool = False, seed: int | None = None
+) -> Any:
+    """Prepares a loader as Accelerate would, with another number of ranks among which it is divided."""
+    prepared = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=divided_by,
+        process_index=accelerator.process_index if divided_by > 1 else 0,
+        split_batches=accelerator.split_batches and divided_by > 1,
+        put_on_device=accelerator.device_placement and not on_host,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler or seed is not None,
+        data_seed=accelerator.dataloader_config.data_seed if seed is None else seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
+    add_prepared_loader(accelerator, prepared)
+    return prepared
+
+
+def _shared_seed(accelerator: Accelerator) -> int:
+    """Returns the seed of the data's order, the same on all ranks: the configured one, or rank 0's own."""
+    [seed] = broadcast_object_list([accelerator.dataloader_config.data_seed or torch.initial_seed() % 2**31])
+    return int(seed)
+
+
+def _with_batches(loader: DataLoader, batches: BatchSampler) -> DataLoader:
+    """Returns a loader of the same data with other batches."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )

@@ -1,0 +1,91 @@
+"""What ``prepare`` returns for an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+
+from lightning_pipesync.compat import found_overflow, mark_overflow
+from lightning_pipesync.methods.method import SyncMethod
+
+
+class SynchronisedOptimizer(AcceleratedOptimizer):
+    """Accelerate's optimizer, whose step is a method's.
+
+    Attributes:
+        method: whose step it is; None before the model is prepared, too.
+    """
+
+    method: SyncMethod | None = None
+    _gradient_taken = False
+    _skipped = False
+
+    def take_gradient(self) -> None:
+        """Has the gradient of this step be what is about to be applied, unscaled and not yet clipped; once a step."""
+        if self._gradient_taken:
+            return
+        method = self._method()
+        scale = None if self.scaler is None else self.scaler.get_scale()
+        method.before_unscaling(self.optimizer, scale)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if method.after_unscaling(self.optimizer, scale) and self.scaler is not None:
+            mark_overflow(self.scaler, self.optimizer)
+        self._gradient_taken = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Takes the method's step, unless gradients are being accumulated.
+
+        Args:
+            closure: computes the gradient, if that has not been done; evaluated once.
+
+        Raises:
+            RuntimeError: the model was not prepared, or a peer is lost.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        if closure is None:
+            self.take_gradient()
+        self._method().step(lambda: self._update(closure), self.optimizer)
+        self._gradient_taken = False
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients:
+            self._gradient_taken = False  # a step was left out
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the loss scaler has skipped the last step."""
+        return self._skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole state; a collective call where each rank has a part of it (DeAR)."""
+        return super().state_dict() if self.method is None else self.method.optimizer_state_dict(self.optimizer)
+
+    def _update(self, closure: Callable[[], Any] | None) -> None:
+        def compute() -> Any:
+            assert closure is not None
+            loss = closure()
+            self.take_gradient()
+            return loss
+
+        compute_first = None if closure is None else compute
+        if self.scaler is None:
+            self.optimizer.step(compute_first)
+            return
+        if compute_first is not None:
+            raise ValueError("A closure and mixed_precision='fp16' do not go together: compute the gradient before.")
+        self.scaler.step(self.optimizer)
+        self._skipped = found_overflow(self.scaler, self.optimizer)
+        self.scaler.update()
+
+    def _method(self) -> SyncMethod:
+        if self.method is None:
+            raise RuntimeError(
+                f"The {type(self.optimizer).__name__} updates the parameters of no model that was prepared, so nobody "
+                "would synchronise its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        return self.method

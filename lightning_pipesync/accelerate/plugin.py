@@ -1,0 +1,111 @@
+"""Which method an Accelerator uses, and with which settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_pipesync.methods.registry import make_config, parse_config
+
+PREFIX = "PIPESYNC_"
+#: The YAML file that holds method and settings.
+CONFIG_VARIABLE = PREFIX + "CONFIG"
+#: How many processes a launcher was asked for.
+NUM_PROCESSES_VARIABLE = PREFIX + "NUM_PROCESSES"
+#: The key of a YAML file under which method and settings stand, if it holds more than those.
+SECTION = "pipesync"
+
+
+class PipeSyncPlugin:
+    """A method and its settings, for :class:`PipeSyncAccelerator`.
+
+    Args:
+        method: ``"dear"``, ``"selsync"``, ``"pipe_sgd"`` or ``"ea_pipe"``.
+        settings: of that method, see DeARConfig, SelSyncConfig, PipeSGDConfig and EAPipeConfig.
+
+    Attributes:
+        method: its name.
+        config: the settings.
+
+    Raises:
+        ValueError: there is no such method or setting, or one is out of its range.
+    """
+
+    def __init__(self, method: str, **settings: Any) -> None:
+        self.method = method
+        self.config = make_config(method, settings)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> PipeSyncPlugin:
+        """Returns the plugin of a mapping with ``method`` and settings, whose values may be texts.
+
+        Raises:
+            ValueError: there is no such method or setting, or one is not of its type or out of its range.
+        """
+        settings = dict(mapping)
+        plugin = cls.__new__(cls)
+        plugin.method = settings.pop("method", None)
+        plugin.config = parse_config(plugin.method, settings)
+        return plugin
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> PipeSyncPlugin | None:
+        """Returns the plugin that the environment variables describe; None if there are none.
+
+        ``PIPESYNC_METHOD`` names the method, ``PIPESYNC_DELTA`` and so on its settings. ``PIPESYNC_CONFIG`` names a
+        YAML file with ``method`` and settings, which variables override.
+
+        Raises:
+            ValueError: there is no such file, method or setting, or one is not of its type or out of its range.
+        """
+        environment = os.environ if environment is None else environment
+        given = {
+            name.removeprefix(PREFIX).lower(): value
+            for name, value in environment.items()
+            if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, NUM_PROCESSES_VARIABLE)
+        }
+        if CONFIG_VARIABLE in environment:
+            given = {**read_section(environment[CONFIG_VARIABLE]), **given}
+        elif given and "method" not in given:
+            names = ", ".join(PREFIX + name.upper() for name in given)
+            raise ValueError(f"The environment has {names}, and no {PREFIX}METHOD: set it, too.")
+        return cls.from_mapping(given) if given else None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.method!r}, {self.config!r})"
+
+
+def read_section(path: str | Path) -> dict[str, Any]:
+    """Returns method and settings from a YAML file, which may hold other things besides them.
+
+    Raises:
+        ValueError: there is no such file, or it does not hold them.
+    """
+    content = read_yaml(path)
+    section = content.get(SECTION, content)
+    if not isinstance(section, dict) or "method" not in section:
+        raise ValueError(
+            f"{path} does not name a method: it needs a line 'method: selsync', say, by itself or under '{SECTION}:'."
+        )
+    return {str(name): value for name, value in section.items()}
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Returns the mapping that a YAML file holds.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML file: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold names and values, 'method: selsync', say; it holds {content!r}.")
+    return content

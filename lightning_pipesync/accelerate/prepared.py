@@ -1,0 +1,96 @@
+"""Everything that was prepared to be trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_pipesync.accelerate.model import SynchronisedModel
+from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.synchronisation import Synchronisation, connected
+from lightning_pipesync.data import DataInjection
+from lightning_pipesync.methods.ea_pipe import EAPipe
+from lightning_pipesync.methods.registry import MethodConfig
+
+
+@dataclass
+class Prepared:
+    """Models, optimizers and pipelines, and the methods that look after them.
+
+    Attributes:
+        models: in the order in which they were prepared.
+        optimizers: likewise.
+        pipelines: likewise.
+        synchronisations: the methods that are attached.
+    """
+
+    models: list[SynchronisedModel] = field(default_factory=list)
+    optimizers: list[SynchronisedOptimizer] = field(default_factory=list)
+    pipelines: list[EAPipe] = field(default_factory=list)
+    synchronisations: list[Synchronisation] = field(default_factory=list)
+
+    @property
+    def stateful(self) -> list[Synchronisation | EAPipe]:
+        """What has a state on each rank."""
+        return [*self.synchronisations, *self.pipelines]
+
+    @property
+    def injection(self) -> DataInjection:
+        """What appends other ranks' rows to a batch.
+
+        Raises:
+            RuntimeError: there is no model yet.
+        """
+        for one in self.synchronisations:
+            if one.injection is not None:
+                return one.injection
+        raise RuntimeError("Batches are injected from the training of a model: prepare model and optimizer before.")
+
+    def attach(self, config: MethodConfig, backend: str | None) -> None:
+        """Gives a method to what has none yet, and is complete; a collective call.
+
+        Raises:
+            ValueError: the ranks differ in settings or model, or something cannot be trained so.
+        """
+        groups = connected(self.models, self.optimizers)
+        for one in list(self.synchronisations):
+            if (one.models, one.optimizers) in groups:
+                groups.remove((one.models, one.optimizers))
+            else:  # a further optimizer for its models
+                one.method.flush()
+                one.method.return_optimizer_states()
+                one.detach()
+                self.synchronisations.remove(one)
+        self.synchronisations += [
+            Synchronisation.attach(models, optimizers, config, backend=backend) for models, optimizers in groups
+        ]
+
+    def detach(self) -> None:
+        """Ends the methods of models and optimizers; their weights stay as they are."""
+        for one in self.synchronisations:
+            one.detach()
+        self.synchronisations.clear()
+
+    def end(self) -> None:
+        """Ends everything, and forgets what was prepared."""
+        self.detach()
+        for engine in self.pipelines:
+            engine.detach()
+        for prepared in (self.models, self.optimizers, self.pipelines):
+            prepared.clear()
+
+    def consolidate(self) -> None:
+        """Makes all weights the consolidated ones; a collective call."""
+        for one in self.synchronisations:
+            if not one.method.flushed:
+                one.method.flush()
+        for engine in self.pipelines:
+            engine.gather()
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Returns the metrics of all methods under ``name``, and those of further ones under ``name_1`` and so on."""
+        found: dict[str, float] = {}
+        by_method = [one.method.metrics() for one in self.synchronisations]
+        for index, metrics in enumerate([*by_method, *(engine.metrics() for engine in self.pipelines)]):
+            prefix = f"{name}_{index}" if index else name
+            found |= {f"{prefix}/{key}": value for key, value in metrics.items()}
+        return found

@@ -1,0 +1,113 @@
+"""Which method looks after which of the models and optimizers that were prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipesync.accelerate.launched import ranks_of_host
+from lightning_pipesync.accelerate.model import SynchronisedModel
+from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.data import DataInjection
+from lightning_pipesync.methods.dear import DeARConfig
+from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.registry import SYNC_METHODS, MethodConfig
+from lightning_pipesync.methods.selsync import SelSyncConfig
+
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """A method, the optimizers whose steps it takes, and the models that they train.
+
+    Attributes:
+        models: all that share an optimizer.
+        optimizers: all that share a model.
+        method: attached to them.
+        injection: SelSync's data injection, if it is wanted.
+    """
+
+    models: list[SynchronisedModel]
+    optimizers: list[SynchronisedOptimizer]
+    method: SyncMethod
+    injection: DataInjection | None = None
+
+    @classmethod
+    def attach(
+        cls,
+        models: list[SynchronisedModel],
+        optimizers: list[SynchronisedOptimizer],
+        config: MethodConfig,
+        *,
+        backend: str | None,
+    ) -> Synchronisation:
+        """Attaches a method; a collective call. All ranks then have rank 0's weights.
+
+        Args:
+            models: what the optimizers train.
+            optimizers: over their parameters.
+            config: the settings.
+            backend: of the traffic, see Transport.
+
+        Raises:
+            ValueError: the ranks differ in settings or model, or something cannot be trained so.
+        """
+        if isinstance(config, DeARConfig):
+            config = config.on_hosts_of(ranks_of_host(), torch.distributed.get_world_size())
+        modules = [model.module for model in models]
+        root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        make: Any = SYNC_METHODS[type(config)]
+        method: SyncMethod = make(root, [one.optimizer for one in optimizers], config, backend=backend)
+        for model in models:
+            model.method = method
+        for optimizer in optimizers:
+            optimizer.method = method
+        injected = config.injection if isinstance(config, SelSyncConfig) else None
+        injection = None if injected is None else DataInjection(*injected, method.transport)
+        return cls(models, optimizers, method, injection)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank needs, besides the consolidated weights and the optimizer's state."""
+        injection = {} if self.injection is None else self.injection.state_dict()
+        return {"method": self.method.state_dict(), "injection": injection}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it is of other settings.
+        """
+        self.method.load_state_dict(state["method"])
+        if self.injection is not None and state["injection"]:
+            self.injection.load_state_dict(state["injection"])
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the method's threads and process groups; the weights stay as they are."""
+        for model in self.models:
+            model.method = None
+        for optimizer in self.optimizers:
+            optimizer.method = None
+        self.method.detach(timeout_s)
+
+
+def connected(
+    models: Sequence[SynchronisedModel], optimizers: Sequence[SynchronisedOptimizer]
+) -> list[tuple[list[SynchronisedModel], list[SynchronisedOptimizer]]]:
+    """Returns groups of models and optimizers, so that what shares a parameter is in one group.
+
+    Models that no optimizer trains, and optimizers that train none of the models, are left out.
+    """
+    groups: list[tuple[list[SynchronisedModel], list[SynchronisedOptimizer]]] = []
+    for optimizer in optimizers:
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = [model for model in models if any(id(parameter) in trained for parameter in model.module.parameters())]
+        if not own:
+            continue
+        sharing = [group for group in groups if any(model in own for model in group[0])]
+        merged = [model for model in models if model in own or any(model in group[0] for group in sharing)]
+        others = [one for group in sharing for one in group[1]]
+        groups = [group for group in groups if group not in sharing] + [(merged, [*others, optimizer])]
+    return groups
