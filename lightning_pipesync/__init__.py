@@ -3,6 +3,8 @@
 Importing the package registers the strategies, so that ``Trainer(strategy="selsync")`` finds them.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_pipesync.core.codecs import TopK
 from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
 from lightning_pipesync.lightning import DeARStrategy, EAPipeStrategy, PipeSGDStrategy, SelSyncStrategy
@@ -10,6 +12,9 @@ from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+
+if TYPE_CHECKING:
+    from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncPlugin
 
 __version__ = "0.1.0"
 
@@ -24,6 +29,8 @@ __all__ = [
     "PipeSGD",
     "PipeSGDConfig",
     "PipeSGDStrategy",
+    "PipeSyncAccelerator",
+    "PipeSyncPlugin",
     "SelDPSampler",
     "SelSync",
     "SelSyncConfig",
@@ -31,3 +38,12 @@ __all__ = [
     "TopK",
     "label_skewed_partition",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs Accelerate when it is asked for: users of Lightning need not wait for it."""
+    if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
+        from lightning_pipesync import accelerate
+
+        return getattr(accelerate, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,9 +12,24 @@ from typing import Any
 from lightning_pipesync.bench.commands import collectives, converge, pipeline, stages, step, timeline
 from lightning_pipesync.netlab.command import netlab
 
+
+def launch(arguments: Sequence[str]) -> int:
+    """Runs ``accelerate launch``, with a method and its settings from the section ``pipesync`` of the same file.
+
+    ``pipesync launch --config_file FILE SCRIPT ...``; all options are those of ``accelerate launch``.
+
+    Args:
+        arguments: options, the script, and the script's own.
+    """
+    from lightning_pipesync.accelerate.launch import launch_with_accelerate
+
+    return launch_with_accelerate(arguments)
+
+
 #: A function a subcommand, or a dictionary of further ones with ``_help``. Options and help come from the function's
 #: signature and docstring; it returns the exit status, or None for 0. What is slow to import, it imports itself.
 SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
+    "launch": launch,
     "netlab": netlab,
     "bench": {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
@@ -53,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _for_parser(words: list[str]) -> list[str]:
     """Writes the command after ``--``, and options that may be given again, as the parser takes them."""
+    if words[:1] == ["launch"] and words[1:] not in (["-h"], ["--help"]):
+        return ["launch", "--arguments", json.dumps(words[1:])]  # another program's, whatever they look like
     options, command = words, None
     if "--" in words:
         cut = words.index("--")

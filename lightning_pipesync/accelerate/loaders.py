@@ -162,7 +162,8 @@ def _prepared(
 
 def _shared_seed(accelerator: Accelerator) -> int:
     """Returns the seed of the data's order, the same on all ranks: the configured one, or rank 0's own."""
-    [seed] = broadcast_object_list([accelerator.dataloader_config.data_seed or torch.initial_seed() % 2**31])
+    configured = accelerator.dataloader_config.data_seed
+    [seed] = broadcast_object_list([torch.initial_seed() % 2**31 if configured is None else configured])
     return int(seed)
 
 

@@ -1,0 +1,62 @@
+"""``pipesync launch``: Accelerate's launcher, with method and settings from the same YAML file as the rest."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.utils import patch_environment
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from lightning_pipesync.accelerate.plugin import (
+    CONFIG_VARIABLE,
+    NUM_PROCESSES_VARIABLE,
+    SECTION,
+    PipeSyncPlugin,
+    read_section,
+    read_yaml,
+)
+
+
+def launch_with_accelerate(arguments: Sequence[str]) -> int:
+    """Runs ``accelerate launch ARGUMENTS``, whose configuration file has a section ``pipesync``; returns its status.
+
+    Args:
+        arguments: as ``accelerate launch`` takes them: options, the script, and the script's own.
+
+    Raises:
+        ValueError: there is no such file or section, or method and settings in it are wrong.
+    """
+    parsed = launch_command_parser().parse_args(list(arguments))
+    if parsed.config_file is None:
+        raise ValueError(
+            "launch needs --config_file FILE, a YAML file as 'accelerate config' writes it, with a section "
+            f"'{SECTION}:'."
+        )
+    content = read_yaml(parsed.config_file)
+    if SECTION not in content:
+        raise ValueError(
+            f"{parsed.config_file} has no section '{SECTION}:' with a method and its settings. Without one, use "
+            "'accelerate launch'."
+        )
+    PipeSyncPlugin.from_mapping(read_section(parsed.config_file))  # before any process is started
+    num_processes = content.get("num_processes") if parsed.num_processes is None else parsed.num_processes
+    with tempfile.TemporaryDirectory(prefix="pipesync-") as folder:
+        settings, rest = Path(folder, "pipesync.yaml"), Path(folder, "accelerate.yaml")
+        settings.write_text(yaml.safe_dump(content.pop(SECTION)))
+        rest.write_text(yaml.safe_dump(content))
+        parsed.config_file = str(rest)
+        environment = {CONFIG_VARIABLE: str(settings)}
+        if num_processes is not None:
+            environment[NUM_PROCESSES_VARIABLE] = str(num_processes)
+        with patch_environment(**environment):
+            try:
+                launch_command(parsed)
+            except ChildFailedError as error:
+                print(error, file=sys.stderr)
+                return 1
+    return 0
