@@ -124,13 +124,19 @@ class PipeSyncAccelerator(Accelerator):
     def prepare_train_loader(self, data_loader: DataLoader) -> Any:
         """Prepares the loader of the training data: with SelSync in the order of SelDP, and with data injection.
 
+        Its order depends on the epoch alone, so that a run that goes on in the midst of one finds the same batches:
+        ``loader.set_epoch(epoch)``, then ``accelerator.skip_first_batches(loader, num_batches)``.
+
         Raises:
             ValueError: the data set has fewer samples than there are ranks, or the loader makes no batches.
         """
         self._loader_checked = True
-        config = None if self.pipesync is None else self.pipesync.config
-        if not self._synchronises or not isinstance(config, SelSyncConfig):
+        if not self._synchronises or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
+        assert self.pipesync is not None
+        config = self.pipesync.config
+        if not isinstance(config, SelSyncConfig):
+            return loaders.divided(self, data_loader)
         return loaders.for_selsync(self, data_loader, config, lambda: self._prepared.injection)
 
     def prepare_pipeline(

@@ -110,6 +110,11 @@ def _can_be_reordered(loader: DataLoader) -> bool:
     )
 
 
+def divided(accelerator: Accelerator, loader: DataLoader) -> Any:
+    """Returns the loader divided among the ranks, its shuffled order one that ``set_epoch`` can go back to."""
+    return _prepared(accelerator, loader, accelerator.num_processes, seed=_shared_seed(accelerator))
+
+
 def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader) -> Any:
     """Returns the loader with the same batches in the same order on all ranks, as a pipeline needs them."""
     return _prepared(accelerator, loader, divided_by=1, seed=_shared_seed(accelerator))
@@ -140,7 +145,12 @@ def check_training(config: MethodConfig) -> None:
 def _prepared(
     accelerator: Accelerator, loader: DataLoader, divided_by: int, *, on_host: bool = False, seed: int | None = None
 ) -> Any:
-    """Prepares a loader as Accelerate would, with another number of ranks among which it is divided."""
+    """Prepares a loader as Accelerate would, with another number of ranks among which it is divided.
+
+    It draws nothing from the global random numbers, so that a run that goes on within an epoch draws as many.
+    """
+    generator = loader.generator
+    loader.generator = generator or torch.Generator().manual_seed(torch.initial_seed() % 2**31)
     prepared = prepare_data_loader(
         loader,
         accelerator.device,
@@ -149,13 +159,14 @@ def _prepared(
         split_batches=accelerator.split_batches and divided_by > 1,
         put_on_device=accelerator.device_placement and not on_host,
         rng_types=list(accelerator.rng_types),
-        dispatch_batches=False,
+        dispatch_batches=accelerator.dispatch_batches if divided_by > 1 else False,
         even_batches=accelerator.even_batches,
         use_seedable_sampler=accelerator.use_seedable_sampler or seed is not None,
         data_seed=accelerator.dataloader_config.data_seed if seed is None else seed,
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+    loader.generator = generator
     add_prepared_loader(accelerator, prepared)
     return prepared
 

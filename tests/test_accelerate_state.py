@@ -1,0 +1,141 @@
+"""Checkpoints of PipeSyncAccelerator: what a run that goes on from one is, and where else it can be loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
+from tests.harness import launch, raised
+from tests.lightning_models import Classifier, dataset, train_loader
+from tests.models import OPTIMIZERS
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dear": {"fusion": "buffer", "buffer_mb": 1e-4, "compression": "int8"},
+    "selsync": {"delta": 0.05, "window": 3, "compression": "int8", "injection": (0.5, 0.5)},
+    "pipe_sgd": {"staleness": 2, "error_feedback": True, "compression": "int8"},
+    "ea_pipe": {"split": (2,)},
+}
+SAVED_AT = (1, 3)  # epoch, and batches of it
+LOSS = nn.functional.cross_entropy
+
+
+def accelerator_of(method: str, **settings: Any) -> PipeSyncAccelerator:
+    plugin = PipeSyncPlugin(method, **(settings or METHODS[method]))
+    return PipeSyncAccelerator(plugin, dataloader_config=DataLoaderConfiguration(data_seed=11))
+
+
+def train(method: str, folder: Path, resumed: bool) -> tuple[Tensor, Tensor]:
+    """Trains two epochs, saving within the second; or what comes after that. Returns weights, and a random number."""
+    accelerator = accelerator_of(method)
+    torch.manual_seed(100 * resumed + accelerator.process_index)
+    model = Classifier(optimizer="adamw", batch_norm=method != "ea_pipe", dropout=0.3)
+    loader = accelerator.prepare_train_loader(train_loader(drop_last=True))
+    if method == "ea_pipe":
+        engine = accelerator.prepare_pipeline(
+            model.model, LOSS, lambda parameters: OPTIMIZERS["adamw"](nn.ParameterList(parameters))
+        )
+    else:
+        optimizer = OPTIMIZERS["adamw"](model.model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        network, optimizer, scheduler = accelerator.prepare(model.model, optimizer, scheduler)
+    epoch, first = SAVED_AT if resumed else (0, 0)
+    if resumed:
+        accelerator.load_state(str(folder))
+    for current in range(epoch, 2):
+        loader.set_epoch(current)
+        batches = accelerator.skip_first_batches(loader, first) if first else loader
+        for index, (_, x, y) in enumerate(batches, start=first):
+            if method == "ea_pipe":
+                engine.train_batch((x, y))
+            else:
+                optimizer.zero_grad()
+                accelerator.backward(LOSS(network(x), y))
+                optimizer.step()
+                scheduler.step()
+            if not resumed and (current, index + 1) == SAVED_AT:
+                accelerator.save_state(str(folder))
+        first = 0
+    accelerator.consolidate()
+    weights, number = model.weights(), torch.rand(())
+    accelerator.free_memory()
+    return weights, number
+
+
+def resume(directory: Path) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    return {method: [train(method, directory / method, resumed) for resumed in (False, True)] for method in METHODS}
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Bit for bit, within an epoch: weights, residuals of codecs, gradients in flight, injected rows, dropout."""
+    ranks = launch(partial(resume, tmp_path), 2, init=False)
+    for method in METHODS:
+        for (uninterrupted, number), (resumed, other) in (outcome[method] for outcome in ranks):
+            assert torch.equal(uninterrupted, resumed), (method, (uninterrupted - resumed).abs().max())
+            assert torch.equal(number, other), method
+        assert torch.equal(ranks[0][method][0][0], ranks[1][method][0][0]), method
+        assert (tmp_path / method / "pipesync_1.bin").exists()
+
+
+def steps(accelerator: Accelerator, folder: Path | None, num_steps: int, save: Path | None) -> tuple[Tensor, float]:
+    """Trains from a checkpoint, if there is one, and saves another."""
+    torch.manual_seed(accelerator.process_index)
+    model = Classifier(optimizer="adamw")
+    optimizer = OPTIMIZERS["adamw"](model.model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    network, optimizer, scheduler = accelerator.prepare(model.model, optimizer, scheduler)
+    if folder is not None:
+        accelerator.load_state(str(folder))
+    for step in range(num_steps):
+        _, x, y = dataset()[torch.arange(4) + 8 * step + 4 * accelerator.process_index]
+        optimizer.zero_grad()
+        accelerator.backward(LOSS(network(x), y))
+        optimizer.step()
+        scheduler.step()
+    if save is not None:
+        accelerator.save_state(str(save))
+        accelerator.save_model(network, str(save / "model"))
+    accelerator.wait_for_everyone()
+    rate = float(optimizer.param_groups[0]["lr"])
+    accelerator.free_memory()
+    return model.weights(), rate
+
+
+def checkpoints(directory: Path) -> dict[str, Any]:
+    def make(kind: str) -> Accelerator:
+        return Accelerator(cpu=True) if kind == "ddp" else accelerator_of(kind, timeout_s=60)
+
+    outcomes: dict[str, Any] = {}
+    for kind in ("ddp", "dear"):
+        outcomes[f"{kind} alone"] = steps(make(kind), None, 6, None)
+        outcomes[f"{kind} first"] = steps(make(kind), None, 3, directory / kind)
+    for before, after in (("ddp", "dear"), ("dear", "ddp"), ("dear", "selsync")):
+        outcomes[f"{before} then {after}"] = steps(make(after), directory / before, 0, None)
+    outcomes["settings"] = raised(
+        lambda: steps(accelerator_of("dear", compression="int8"), directory / "dear", 0, None)
+    )
+    return outcomes
+
+
+def test_checkpoints_are_accelerates_own(tmp_path: Path) -> None:
+    """DeAR trains what plain Accelerate does, with as many steps of the scheduler; either loads the other's."""
+    ranks = launch(partial(checkpoints, tmp_path), 2, init=False)
+    for outcomes in ranks:
+        weights, rate = outcomes["ddp alone"]
+        assert torch.equal(outcomes["dear alone"][0], weights)
+        assert outcomes["dear alone"][1] == rate == 0.01 * 0.5**3  # two steps of the scheduler for each of six
+        for loaded in ("ddp then dear", "dear then ddp", "dear then selsync"):
+            assert torch.equal(outcomes[loaded][0], outcomes["ddp first"][0]), loaded
+        kind, message = outcomes["settings"]
+        assert kind == "ValueError"
+        assert "compression" in message
+    plain, dear = (load_file(tmp_path / kind / "model" / "model.safetensors") for kind in ("ddp", "dear"))
+    assert plain.keys() == dear.keys()
+    assert all(torch.equal(plain[name], dear[name]) for name in plain)
