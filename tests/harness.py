@@ -108,7 +108,7 @@ def _run_rank(
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", OMP_NUM_THREADS="1")
     try:
         if init:
             dist.init_process_group(

@@ -1,0 +1,273 @@
+"""PipeSyncAccelerator where something is wrong, unusual, or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipesync import DeARConfig, PipeSyncAccelerator, PipeSyncPlugin, SelSyncConfig
+from lightning_pipesync.accelerate.launched import check_num_processes
+from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from tests.harness import DIED, launch, raised
+from tests.lightning_models import dataset
+from tests.models import OPTIMIZERS, batch, seeded_mlp
+
+EXACT = {"dear": {}, "selsync": {"delta": 0, "aggregation": "gradients"}, "pipe_sgd": {"staleness": 0}}
+
+
+def accelerator_of(method: str, **settings: Any) -> PipeSyncAccelerator:
+    return PipeSyncAccelerator(PipeSyncPlugin(method, **settings))
+
+
+def forward_backward(accelerator: Accelerator, model: nn.Module, step: int) -> None:
+    x, y = batch(step, accelerator.process_index)
+    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+
+
+def test_plugin_from_the_environment(tmp_path: Path) -> None:
+    assert PipeSyncPlugin.from_environment({"HOME": "/", "PIPESYNC_NUM_PROCESSES": "2"}) is None
+    plugin = PipeSyncPlugin.from_environment(
+        {"PIPESYNC_METHOD": "selsync", "PIPESYNC_DELTA": "inf", "PIPESYNC_INJECTION": "[0.5, 0.25]"}
+    )
+    assert plugin is not None
+    assert (plugin.method, plugin.config) == ("selsync", SelSyncConfig(delta=float("inf"), injection=(0.5, 0.25)))
+    file = tmp_path / "pipesync.yaml"
+    for text in ("method: dear\nbuffer_mb: 4\nupdate: sharded\n", "num_processes: 2\npipesync:\n  method: dear\n"):
+        file.write_text(text)
+        plugin = PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file), "PIPESYNC_BUFFER_MB": "8"})
+        assert plugin is not None
+        assert plugin.config == DeARConfig(buffer_mb=8.0, update="sharded" if "sharded" in text else None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"METHOD": "sellsync"}, ["one of dear, ea_pipe, pipe_sgd, selsync", "'sellsync'"]),
+        ({"METHOD": "selsync", "DELTAA": "0.3"}, ["no setting 'deltaa'", "delta, aggregation, window"]),
+        ({"METHOD": "selsync", "DELTA": "a lot"}, ["selsync", "delta", "a lot"]),
+        ({"METHOD": "selsync", "DELTA": "-1"}, ["delta must be at least 0", "-1"]),
+        ({"METHOD": "dear", "UPDATE": "halved"}, ["update", "sharded", "halved"]),
+        ({"DELTA": "0.3"}, ["PIPESYNC_DELTA", "no PIPESYNC_METHOD"]),
+        ({"CONFIG": "/nowhere.yaml"}, ["/nowhere.yaml cannot be read"]),
+    ],
+)
+def test_wrong_settings_are_named(environment: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        PipeSyncPlugin.from_environment({f"PIPESYNC_{name}": value for name, value in environment.items()})
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("- dear\n", "names and values"), ("delta: 0.3\n", "does not name a method"), ("a: [\n", "no YAML file")],
+)
+def test_wrong_files_are_named(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=words) as caught:
+        PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)})
+    assert str(file) in str(caught.value)
+
+
+def test_a_launcher_that_starts_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_num_processes(1)
+    monkeypatch.setenv("PIPESYNC_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match="num_processes=2, and this is one of 1"):
+        check_num_processes(1)
+    check_num_processes(2)
+    monkeypatch.delenv("PIPESYNC_NUM_PROCESSES")
+    for name, value in (("ACCELERATE_MIXED_PRECISION", "no"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="asked for several processes"):
+        check_num_processes(1)
+
+
+def train_adversaries(accelerator: Accelerator, twice: bool) -> Tensor:
+    """Two models with an optimizer each, and a third and fourth that share one; gradients accumulated by hand."""
+    models = [seeded_mlp(seed + accelerator.process_index) for seed in (0, 10, 20, 30)]
+    optimizers = [
+        OPTIMIZERS["sgd"](models[0]),
+        OPTIMIZERS["adamw"](models[1]),
+        OPTIMIZERS["sgd"](nn.ModuleList(models[2:])),
+    ]
+    first, second, *others = accelerator.prepare(*models[:2], *optimizers[:2], *models[2:])
+    first_optimizer, second_optimizer, third, fourth = others
+    shared = accelerator.prepare(optimizers[2])
+    for step in range(4):
+        for model, optimizer in ((first, first_optimizer), (second, second_optimizer)):
+            with accelerator.no_sync(model):
+                forward_backward(accelerator, model, 2 * step)
+            forward_backward(accelerator, model, 2 * step + 1)
+            if twice:  # a further backward pass, which DDP, too, would reduce
+                forward_backward(accelerator, model, 2 * step + 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        x, y = batch(step, accelerator.process_index)
+        accelerator.backward(nn.functional.cross_entropy(third(x) + fourth(x), y))
+        shared.step()
+        shared.zero_grad()
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    return torch.cat([parameter.detach().flatten() for model in models for parameter in model.parameters()])
+
+
+def train_adversaries_by_all() -> list[dict[str, Tensor]]:
+    found = []
+    for twice in (False, True):
+        outcomes = {name: train_adversaries(accelerator_of(name, **one), twice) for name, one in EXACT.items()}
+        found.append(outcomes | {"ddp": train_adversaries(Accelerator(cpu=True), twice)})
+    return found
+
+
+def test_several_models_and_optimizers() -> None:
+    """As with plain Accelerate, bit for bit, whoever shares an optimizer."""
+    for once, twice in launch(train_adversaries_by_all, 2, init=False):
+        for name in EXACT:
+            assert torch.equal(once[name], once["ddp"]), name
+            # DDP adds to a gradient that is averaged already, the methods average the sum.
+            torch.testing.assert_close(twice[name], twice["ddp"])
+
+
+def trained_with_a_loss_scaler(method: str) -> dict[str, Any]:
+    """Six steps with a scaler that overflows on one rank in one of them, beside those without."""
+    weights, skipped = {}, []
+    for scaled in (False, True):
+        accelerator = accelerator_of(method, **EXACT[method])
+        model = seeded_mlp()
+        network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+        assert isinstance(optimizer, SynchronisedOptimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for step in range(6):
+            if step == 2 and not scaled:
+                continue
+            x, y = batch(step, accelerator.process_index)
+            loss = nn.functional.cross_entropy(network(x), y)
+            if scaled:
+                optimizer.scaler = scaler
+                loss = scaler.scale(loss)
+                if step == 2 and accelerator.process_index == 1:
+                    loss = loss * float("inf")
+            loss.backward()
+            optimizer.take_gradient()
+            accelerator.clip_grad_norm_(network.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+        accelerator.consolidate()
+        weights[scaled] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        accelerator.free_memory()
+    return {"weights": weights, "skipped": skipped, "scale": scaler.get_scale()}
+
+
+def refusals() -> dict[str, Any]:
+    """What raises, by a word of the message; and what it raises."""
+    dear = accelerator_of("dear")
+    model, other = seeded_mlp(), seeded_mlp()
+    network, optimizer = dear.prepare(model, OPTIMIZERS["sgd"](model))
+    alone = dear.prepare(other)
+    stray = dear.prepare(OPTIMIZERS["sgd"](seeded_mlp()))
+    forward_backward(dear, network, 0)
+    first, *_ = network.parameters()
+    outcomes = {
+        "its optimizer was not prepared": raised(lambda: alone(batch(0, 0)[0])),
+        "no model that was prepared": raised(stray.step),
+        "all parameters of one optimizer": raised(lambda: dear.clip_grad_norm_([first], 1.0)),
+        "norm_type=inf": raised(lambda: dear.clip_grad_norm_(network.parameters(), 1.0, float("inf"))),
+        "was called directly": raised(optimizer.optimizer.step),
+        "even_batches=False": raised(lambda: dear.join_uneven_inputs([network], even_batches=False).__enter__()),
+        "prepare_pipeline() needs": raised(
+            lambda: dear.prepare_pipeline(model, nn.functional.cross_entropy, lambda _: None)
+        ),
+    }
+    dear.free_memory()
+    pipeline = accelerator_of("ea_pipe")
+    outcomes["accelerator.prepare_pipeline(layers"] = raised(lambda: pipeline.prepare(model, OPTIMIZERS["sgd"](model)))
+    selsync = accelerator_of("selsync", injection=(0.5, 0.5))
+    network, optimizer = selsync.prepare(model, OPTIMIZERS["sgd"](model))
+    outcomes["prepare_train_loader(train_loader)"] = raised(lambda: forward_backward(selsync, network, 0))
+    outcomes["a batch_size"] = raised(lambda: selsync.prepare_train_loader(DataLoader(dataset(), batch_size=None)))
+    selsync.free_memory()
+    selsync = accelerator_of("selsync")
+    network, optimizer = selsync.prepare(model, OPTIMIZERS["sgd"](model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        forward_backward(selsync, network, 0)
+    outcomes["partition='seldp' has no effect"] = ("", " ".join(str(one.message) for one in caught))
+    selsync.free_memory()
+    return outcomes
+
+
+def unusual() -> Any:
+    return {method: trained_with_a_loss_scaler(method) for method in EXACT}, refusals()
+
+
+def test_unusual_loops_and_refusals() -> None:
+    """A loss scaler unscales what is applied and skips on all ranks; what cannot work says so on all ranks."""
+    for scaled, refused in launch(unusual, 2, init=False):
+        for method, outcome in scaled.items():
+            torch.testing.assert_close(outcome["weights"][True], outcome["weights"][False], rtol=1e-5, atol=1e-7)
+            assert outcome["skipped"] == [False] * 5 + [False, False, True, False, False, False], method
+            assert outcome["scale"] == 512, method
+        for words, outcome in refused.items():
+            assert outcome is not None, words
+            assert words in outcome[1], outcome
+
+
+def lose_peer(method: str) -> Any:
+    """Trains until rank 1 is killed; what rank 0 finds, and after how many seconds."""
+    accelerator = accelerator_of(method, timeout_s=10, **EXACT[method])
+    model = seeded_mlp()
+    network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+    for step in range(1000):
+        if step == 3 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        outcome = raised(partial(forward_backward, accelerator, network, step)) or raised(optimizer.step)
+        if outcome is not None:
+            return outcome, time.monotonic() - started
+        optimizer.zero_grad()
+    return None
+
+
+@pytest.mark.parametrize("method", list(EXACT))
+def test_a_killed_process_is_an_error_of_the_others(method: str) -> None:
+    survivor, killed = launch(partial(lose_peer, method), 2, init=False, may_die=(1,))
+    assert killed == DIED
+    (kind, message), seconds = survivor
+    assert kind == "RuntimeError"
+    assert "rank 1" in message.lower() or "peer" in message.lower()
+    assert seconds < 60
+
+
+def evaluate_alone() -> Any:
+    """Rank 0 goes to an evaluation that rank 1 does not know of, in SelSync, where that is a collective call."""
+    accelerator = accelerator_of("selsync", delta=1e9, timeout_s=5)
+    model = seeded_mlp()
+    network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
+    for step in range(4):
+        forward_backward(accelerator, network, step)
+        outcome = raised(optimizer.step)
+        if outcome is None and accelerator.process_index == 0 and step == 2:
+            outcome = raised(network.eval)
+        if outcome is not None:
+            return outcome
+        optimizer.zero_grad()
+    return None
+
+
+def test_an_evaluation_on_one_rank_is_an_error() -> None:
+    """No rank waits for ever, and none goes on with what was meant for another exchange."""
+    outcomes = launch(evaluate_alone, 2, init=False)
+    assert all(outcome is not None and outcome[0] == "RuntimeError" for outcome in outcomes), outcomes
