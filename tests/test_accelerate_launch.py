@@ -1,0 +1,175 @@
+"""Accelerate's own test scripts with our Accelerator, and everything that `accelerate launch` starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_pipesync.cli import main
+from tests import accelerate_scripts
+from tests.harness import free_port, launch
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "integrations" / "accelerate"
+DIGITS = [str(ROOT / "examples" / "accelerate_digits.py"), "--epochs", "1"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+PIPESYNC = [sys.executable, "-m", "lightning_pipesync", "launch"]
+
+# These set no optimizer's step off, and nobody reduces the gradients of a model whose optimizer is not prepared.
+WITHOUT_OPTIMIZER = {
+    "test_sync.distributed_sync",
+    "test_sync.multiple_fwd",
+    "test_sync.gradient_accumulation, sync_each_batch=False",
+    "test_sync.gradient_accumulation, sync_each_batch=True",
+}
+# It looks for the averaged gradient in p.grad after a backward pass, where it is after the step at the earliest.
+BEFORE_THE_STEP = {"test_sync.gradient_accumulation_with_opt_and_scheduler, sync_each_batch=True"}
+# It looks for the averaged gradient in p.grad, and with DeAR no rank has all of it.
+WHOLE_GRADIENT = {"test_sync.gradient_accumulation_with_opt_and_scheduler, sync_each_batch=False"}
+
+
+def run_scripts(environment: dict[str, str]) -> dict[str, str]:
+    os.environ.update({f"PIPESYNC_{name}": value for name, value in environment.items()})
+    return accelerate_scripts.run()
+
+
+@pytest.mark.parametrize(
+    ("environment", "failing"),
+    [
+        ({"METHOD": "dear"}, WITHOUT_OPTIMIZER | BEFORE_THE_STEP | WHOLE_GRADIENT),
+        ({"METHOD": "selsync", "DELTA": "0", "AGGREGATION": "gradients"}, WITHOUT_OPTIMIZER | BEFORE_THE_STEP),
+        ({"METHOD": "pipe_sgd", "STALENESS": "0"}, WITHOUT_OPTIMIZER | BEFORE_THE_STEP),
+    ],
+    ids=["dear", "selsync", "pipe_sgd"],
+)
+def test_accelerates_own_scripts(environment: dict[str, str], failing: set[str]) -> None:
+    for outcomes in launch(partial(run_scripts, environment), 2, init=False, timeout_s=300):
+        assert {name for name, error in outcomes.items() if error} == failing, outcomes
+        assert {"test_script", "test_ops", "test_metrics.torch_metrics"} <= outcomes.keys()
+        for name in WITHOUT_OPTIMIZER:
+            assert "its optimizer was not prepared" in outcomes[name]
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    """Starts a launcher in a session of its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIPESYNC_", "ACCELERATE_"))}
+    return subprocess.Popen(
+        command,
+        env={**kept, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Waits for a launcher, and returns what it and its workers wrote; nothing of them is left running."""
+    try:
+        output, _ = process.communicate(timeout=240)
+        return output
+    finally:
+        left = [pid for pid in sessions().get(process.pid, []) if pid != process.pid]
+        for pid in (process.pid, *left):
+            if process.poll() is None or pid != process.pid:
+                os.kill(pid, signal.SIGKILL)
+        assert not left, left
+
+
+def sessions() -> dict[int, list[int]]:
+    """The living processes by the session that they belong to."""
+    found: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session, *_ = status.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if state != "Z":
+            found.setdefault(int(session), []).append(int(status.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "config", "options", "method"),
+    [
+        (ACCELERATE, "cpu.yaml", [], "dear"),
+        (ACCELERATE, "gpus.yaml", ["--num_processes", "2"], "pipe_sgd"),
+        (PIPESYNC, "selsync_cpu.yaml", [], "selsync"),
+    ],
+    ids=["cpu", "gpus", "selsync_cpu"],
+)
+def test_configuration_files(launcher: list[str], config: str, options: list[str], method: str) -> None:
+    options = ["--config_file", str(CONFIGS / config), "--main_process_port", str(free_port()), *options]
+    environment = {} if method == "selsync" else {"PIPESYNC_METHOD": method}
+    process = start([*launcher, *options, *DIGITS], **environment)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert f"{method} on 2 processes: test accuracy" in output
+    assert "Warning" not in output.replace("UserWarning: OMP_NUM_THREADS", "")
+
+
+def test_two_machines() -> None:
+    """The file for two machines, here twice on this one, with a process each; EA-Pipe needs no more of a launcher."""
+    options = ["--config_file", str(CONFIGS / "two_machines.yaml"), "--main_process_ip", "127.0.0.1"]
+    options += ["--main_process_port", str(free_port()), "--num_processes", "2", "--same_network"]
+    first, second = (
+        start([*ACCELERATE, *options, "--machine_rank", rank, *DIGITS], PIPESYNC_METHOD="ea_pipe") for rank in "01"
+    )
+    output, other = finish(first), finish(second)
+    assert (first.returncode, second.returncode) == (0, 0), output + other
+    assert "ea_pipe on 2 processes: test accuracy" in output
+
+
+def test_a_wrong_setting_ends_all_workers() -> None:
+    options = ["--config_file", str(CONFIGS / "cpu.yaml"), "--main_process_port", str(free_port())]
+    process = start([*ACCELERATE, *options, *DIGITS], PIPESYNC_METHOD="dear", PIPESYNC_BUFFERMB="4")
+    output = finish(process)
+    assert process.returncode != 0
+    assert "method='dear' has no setting 'buffermb'. It has: update, elementwise" in output
+
+
+def test_one_process_in_place_of_two() -> None:
+    """What `accelerate launch --cpu` does without a word."""
+    process = start([*ACCELERATE, "--cpu", "--num_processes", "2", *DIGITS], PIPESYNC_METHOD="dear")
+    output = finish(process)
+    assert process.returncode != 0
+    assert "asked for several processes, and has started this one only" in output
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (None, "no section 'pipesync:'"),
+        ({"method": "selsink"}, "method must be one of dear, ea_pipe, pipe_sgd, selsync, got 'selsink'"),
+        ({"method": "selsync", "detla": 0.3}, "no setting 'detla'. It has: delta, aggregation"),
+        ({"method": "selsync", "delta": [1]}, "delta"),
+        ({"delta": 0.3}, "does not name a method"),
+        ("selsync", "does not name a method"),
+    ],
+)
+def test_pipesync_launch_checks_before_it_starts(
+    section: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script is never run: it does not even exist."""
+    content = yaml.safe_load((CONFIGS / "selsync_cpu.yaml").read_text())
+    content.pop("pipesync")
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(content if section is None else {**content, "pipesync": section}))
+    assert main(["launch", "--config_file", str(file), "nowhere.py"]) == 2
+    assert words in capsys.readouterr().err
+    assert not any(name.startswith("PIPESYNC_") for name in os.environ)
+
+
+def test_pipesync_launch_needs_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "nowhere.py"]) == 2
+    assert "needs --config_file FILE" in capsys.readouterr().err
+    assert main(["launch", "--config_file", str(tmp_path / "none.yaml"), "nowhere.py"]) == 2
+    assert "none.yaml cannot be read" in capsys.readouterr().err
