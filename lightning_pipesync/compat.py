@@ -1,11 +1,11 @@
-"""The only place that touches a private name of torch or lightning, so that an upgrade breaks one file."""
+"""The only place that touches a private name of torch, lightning or accelerate, so that an upgrade breaks one file."""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -225,3 +225,16 @@ def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer)
 def add_prepared_loader(accelerator: Any, loader: Any) -> None:
     """Has an Accelerator know a loader that was prepared in another way than its own."""
     accelerator._dataloaders.append(loader)
+
+
+@contextmanager
+def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
+    """Within it a Trainer of transformers makes its Accelerator by calling ``make``."""
+    from transformers import trainer
+
+    theirs = trainer.Accelerator
+    trainer.Accelerator = make
+    try:
+        yield
+    finally:
+        trainer.Accelerator = theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class PipeSyncAccelerator(Accelerator):
             check_support(self)
         self._prepared = Prepared()
         self._preparing = False
-        self._loader_checked = False
+        self._loader_checked = self._loader_is_for_training = False
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -117,6 +118,8 @@ class PipeSyncAccelerator(Accelerator):
 
         In a pipeline all ranks get the same batches.
         """
+        if self._loader_is_for_training:
+            return self.prepare_train_loader(data_loader)
         if self._synchronises and self._has_pipeline:
             return loaders.same_on_all_ranks(self, data_loader)
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
@@ -130,7 +133,7 @@ class PipeSyncAccelerator(Accelerator):
         Raises:
             ValueError: the data set has fewer samples than there are ranks, or the loader makes no batches.
         """
-        self._loader_checked = True
+        self._loader_checked, self._loader_is_for_training = True, False
         if not self._synchronises or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
         assert self.pipesync is not None
@@ -138,6 +141,15 @@ class PipeSyncAccelerator(Accelerator):
         if not isinstance(config, SelSyncConfig):
             return loaders.divided(self, data_loader)
         return loaders.for_selsync(self, data_loader, config, lambda: self._prepared.injection)
+
+    @contextmanager
+    def preparing_train_loader(self) -> Iterator[None]:
+        """Within it the next loader that is prepared is that of the training data."""
+        self._loader_is_for_training = True
+        try:
+            yield
+        finally:
+            self._loader_is_for_training = False
 
     def prepare_pipeline(
         self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
@@ -286,12 +298,16 @@ class PipeSyncAccelerator(Accelerator):
         """Saves a checkpoint, as Accelerate does, with what each rank needs to go on bit for bit; a collective call."""
         self.consolidate()
         folder = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        self.save_rank_states(folder)
+        return folder
+
+    def save_rank_states(self, folder: str | Path) -> None:
+        """Writes what each rank needs besides the consolidated weights and the optimizers; a collective call."""
         if self._prepared.stateful:
             assert self.pipesync is not None
             checkpoint.save_rank_states(
                 folder, self._prepared.stateful, self.pipesync.method, self.process_index, self.num_processes
             )
-        return folder
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
@@ -310,11 +326,19 @@ class PipeSyncAccelerator(Accelerator):
         finally:
             hook.remove()
         self._attach()
+        self.load_rank_states(folders[0])
+
+    def load_rank_states(self, folder: str | Path) -> None:
+        """Goes on from what :meth:`save_rank_states` has written, if it was this method; a collective call.
+
+        Raises:
+            ValueError: it is of other models, settings, or another number of processes.
+        """
         if not self._prepared.stateful:
             return
         assert self.pipesync is not None
         states = checkpoint.read_rank_states(
-            folders[0], self.pipesync.method, self.process_index, self.num_processes, len(self._prepared.stateful)
+            folder, self.pipesync.method, self.process_index, self.num_processes, len(self._prepared.stateful)
         )
         for one, state in zip(self._prepared.stateful, states or [], strict=False):
             one.load_state_dict(state)

@@ -30,6 +30,7 @@ def save_rank_states(folder: str | Path, methods: Sequence[Stateful], name: str,
         world_size: number of processes.
     """
     states = [method.state_dict() for method in methods]
+    Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0, which does so, too, may come later
     torch.save({"method": name, "world_size": world_size, "states": states}, _file(folder, rank))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -21,6 +22,7 @@ class SynchronisedOptimizer(AcceleratedOptimizer):
     method: SyncMethod | None = None
     _gradient_taken = False
     _skipped = False
+    _state_at_hand: dict[str, Any] | None = None
 
     def take_gradient(self) -> None:
         """Has the gradient of this step be what is about to be applied, unscaled and not yet clipped; once a step."""
@@ -63,7 +65,18 @@ class SynchronisedOptimizer(AcceleratedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state; a collective call where each rank has a part of it (DeAR)."""
+        if self._state_at_hand is not None:
+            return self._state_at_hand
         return super().state_dict() if self.method is None else self.method.optimizer_state_dict(self.optimizer)
+
+    @contextmanager
+    def state_at_hand(self) -> Iterator[None]:
+        """Within it :meth:`state_dict` is no collective call; entering it is one."""
+        self._state_at_hand = self.state_dict()
+        try:
+            yield
+        finally:
+            self._state_at_hand = None
 
     def _update(self, closure: Callable[[], Any] | None) -> None:
         def compute() -> Any:

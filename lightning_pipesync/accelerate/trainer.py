@@ -1,0 +1,90 @@
+"""The methods in transformers' Trainer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
+from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
+from lightning_pipesync.compat import accelerator_of_transformers
+from lightning_pipesync.methods.selsync import SelSyncConfig
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class PipeSyncTrainerMixin(_Base):
+    """Goes before ``transformers.Trainer``, or a subclass of it, in the bases::
+
+        class MyTrainer(PipeSyncTrainerMixin, Trainer): ...
+
+        trainer = MyTrainer(model=model, args=args, train_dataset=data, pipesync=PipeSyncPlugin("dear"))
+
+    Training logs have the method's metrics. What is evaluated and saved are the consolidated weights; a run that goes
+    on with ``train(resume_from_checkpoint=...)`` has what each rank needs.
+
+    Args:
+        pipesync: as in PipeSyncAccelerator.
+
+    Raises:
+        ValueError: the method is EA-Pipe, which makes the passes itself, or data injection is wanted.
+    """
+
+    accelerator: PipeSyncAccelerator
+
+    def __init__(self, *args: Any, pipesync: PipeSyncPlugin | None = None, **kwargs: Any) -> None:
+        self._pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
+        if self._pipesync is not None and self._pipesync.method == "ea_pipe":
+            raise ValueError(
+                "method='ea_pipe' makes the passes itself, and transformers' Trainer makes them, too: use "
+                "PipeSyncAccelerator.prepare_pipeline() in a loop of your own, or another method."
+            )
+        config = None if self._pipesync is None else self._pipesync.config
+        if isinstance(config, SelSyncConfig) and config.injection is not None:
+            raise ValueError(
+                f"injection={config.injection} does not work in transformers' Trainer, which goes on within an epoch "
+                "by a loader of its own: use it in a loop of your own, or set injection=None."
+            )
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with accelerator_of_transformers(partial(PipeSyncAccelerator, self._pipesync)):
+            super().create_accelerator_and_postprocess()
+
+    def get_train_dataloader(self) -> DataLoader:
+        with self.accelerator.preparing_train_loader():
+            return super().get_train_dataloader()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.consolidate()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        metrics = self.accelerator.metrics() if "loss" in logs else {}
+        super().log({**logs, **metrics}, *args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self.accelerator.consolidate()
+        super().save_model(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not isinstance(self.optimizer, SynchronisedOptimizer):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        with self.optimizer.state_at_hand():  # rank 0 alone asks for it, and each rank may have a part of it
+            super()._save_optimizer_and_scheduler(output_dir)
+        self.accelerator.save_rank_states(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.accelerator.load_rank_states(checkpoint)
+
+    def _load_best_model(self) -> None:
+        self.accelerator.consolidate()
+        super()._load_best_model()
