@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.compat import run_hooks_before_step
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
-from lightning_pipesync.lightning.strategy import CHECKPOINT_KEY
+from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.config import DelayCompensation
 

@@ -16,8 +16,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.compat import change_train_loaders, handles_unscaling, mark_overflow
+from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.loaders import begin_at, no_warning_about_resuming, resumable
+from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
 from lightning_pipesync.methods.method import SyncMethod
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
@@ -26,9 +28,6 @@ if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pyt
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
-
-#: The key of a checkpoint under which everything stands that a plain one does not have.
-CHECKPOINT_KEY = "pipesync"
 
 
 class PipeSyncStrategyMixin(_Base):
@@ -198,26 +197,15 @@ class PipeSyncStrategyMixin(_Base):
         change_train_loaders(self.lightning_module.trainer, self.begin_where_stopped)
 
     def _load_from(self, saved: dict[str, Any]) -> None:
-        if saved["strategy"] != self.name:
-            rank_zero_warn(
-                f"The checkpoint is of strategy={saved['strategy']!r}. Training goes on with {self.name!r} "
-                "from its consolidated weights; what that strategy kept for each rank is not used."
-            )
-        elif saved["world_size"] != self.world_size and not self.needs_as_many_ranks:
-            return
-        elif saved["world_size"] != self.world_size:
-            raise ValueError(
-                f"The checkpoint holds the state of {saved['world_size']} ranks, and there are {self.world_size}. "
-                f"Resume with as many, or remove the key {CHECKPOINT_KEY!r} from the checkpoint to go on from its "
-                "consolidated weights."
-            )
-        elif "ranks" in saved:
-            self.load_rank_state_dict(saved["ranks"][self.global_rank])
+        needs = self.needs_as_many_ranks
+        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, needs, rank_zero_warn)
+        if state is not None:
+            self.load_rank_state_dict(state)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Returns what this rank needs to go on bit for bit, besides what a plain checkpoint holds."""
         assert self.method is not None
-        state = {"method": self.method.state_dict(), "rng": _rng_states(self.root_device)}
+        state = {"method": self.method.state_dict(), "rng": rng_states(self.root_device)}
         if precision := self.precision_plugin.state_dict():  # a loss scale of its own
             state["precision"] = precision
         return state
@@ -234,7 +222,7 @@ class PipeSyncStrategyMixin(_Base):
     def _restore_rng(self) -> None:
         """Has the random numbers go on where the interrupted run stopped."""
         if self._rng_states is not None:
-            _set_rng_states(self._rng_states)
+            set_rng_states(self._rng_states)
             self._rng_states = None
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -292,16 +280,3 @@ class PipeSyncStrategyMixin(_Base):
         if epochs.processed == epochs.started:
             return epochs.processed, 0
         return (epochs.processed + 1, 0) if batches.is_last_batch else (epochs.processed, batches.current.ready)
-
-
-def _rng_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_rng_states(states: dict[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
