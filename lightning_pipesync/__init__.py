@@ -1,10 +1,12 @@
 """Fast distributed training on networks slower than the accelerators.
 
-Importing the package registers the strategies, so that ``Trainer(strategy="selsync")`` finds them.
+Importing the package registers the strategies, so that ``Trainer(strategy="selsync")`` and
+``Fabric(strategy="selsync")`` find them.
 """
 
 from typing import TYPE_CHECKING, Any
 
+import lightning_pipesync.fabric  # noqa: F401 - registers the strategies
 from lightning_pipesync.core.codecs import TopK
 from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
 from lightning_pipesync.lightning import DeARStrategy, EAPipeStrategy, PipeSGDStrategy, SelSyncStrategy

@@ -54,6 +54,16 @@ def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         found_inf.fill_(1.0)
 
 
+def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Returns whether ``scaler`` has unscaled the gradients of ``optimizer`` since its last update."""
+    return scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED"
+
+
+def control_backward_sync(strategy: Any, control: Any) -> None:
+    """Has ``fabric.no_backward_sync`` ask ``control``, in place of that which a strategy of Fabric has itself."""
+    strategy._backward_sync_control = control
+
+
 def run_hooks_before_step(precision: Any, module: Any, optimizer: Optimizer) -> None:
     """Does what a Trainer's precision plugin does between the backward pass and the update: hooks and clipping."""
     precision._after_closure(module, optimizer)

@@ -18,12 +18,23 @@ before = found()
 import lightning_pipesync
 assert found() == before, (before, found())
 
-import lightning.pytorch, pytorch_lightning
+import lightning.fabric, lightning.pytorch, lightning_fabric, pytorch_lightning
 for package in (lightning.pytorch, pytorch_lightning):
     for name in ("dear", "ea_pipe", "pipe_sgd", "selsync"):
         strategy = package.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
         assert strategy.name == name
         assert isinstance(strategy, package.strategies.DDPStrategy)
+for package in (lightning.fabric, lightning_fabric):
+    for name in ("dear", "pipe_sgd", "selsync"):
+        strategy = package.Fabric(strategy=name, accelerator="cpu", devices=1).strategy
+        assert strategy.name == name
+        assert isinstance(strategy, package.strategies.DDPStrategy)
+    try:
+        package.Fabric(strategy="ea_pipe", accelerator="cpu", devices=1)
+    except ValueError as error:
+        assert "train_batch" in str(error)
+    else:
+        raise AssertionError("EA-Pipe makes the backward passes itself")
 """
 
 

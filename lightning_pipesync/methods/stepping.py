@@ -40,7 +40,7 @@ class StepGuard:
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}.step() was called directly: this rank would go its own way, and no "
                 f"other would know. Call the step() of {self._method}, or of the optimizer that self.optimizers() "
-                "returns."
+                "or fabric.setup() returns."
             )
 
 

@@ -102,6 +102,10 @@ class SelSync(SyncMethod):
         steps = self.num_local_steps + self.num_synchronised_steps
         return self.num_local_steps / steps if steps else 0.0
 
+    def measured(self, optimizer: Optimizer | None = None) -> bool:
+        """Returns whether :meth:`after_backward` was called in this step."""
+        return self._unit(optimizer).measured
+
     def after_backward(self, optimizer: Optimizer | None = None) -> bool:
         """Measures the gradient (accumulated and unscaled, not yet clipped); averages it if gradients are aggregated.
 

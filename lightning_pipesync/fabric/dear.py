@@ -1,0 +1,43 @@
+"""``Fabric(strategy="dear")``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.fabric.module import SyncedModule
+from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
+from lightning_pipesync.methods.dear import DeAR
+
+
+class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
+    """DeAR for Fabric: synchronous SGD, the all-reduce hidden under the backward pass and the next forward pass.
+
+    What is trained is what ``strategy="ddp"`` would train. ``p.grad`` stays this rank's own gradient: the average of
+    all is never put together on one rank.
+
+    Args:
+        settings: see :class:`DeARConfig`; further ones as in DDPStrategy.
+
+    Raises:
+        ValueError: there is no such setting, or it is out of its range; the message names it and its value.
+    """
+
+    name = "dear"
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        # A codec's residuals are each rank's own; without any, a run may go on with another number of ranks.
+        self.needs_as_many_ranks = not get_codec(self.config.compression).lossless
+
+    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> DeAR:
+        config = self.config.on_hosts_of(self.num_processes, self.world_size)
+        return DeAR(module, optimizers, config, backend=self._traffic_backend)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        state = super().get_module_state_dict(module)
+        method = module.method if isinstance(module, SyncedModule) else None
+        return method.without_views(state) if isinstance(method, DeAR) else state

@@ -1,0 +1,96 @@
+"""A model in a Fabric loop, and the method that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
+
+#: MiB that travel in one piece when a model is set up before its optimizers.
+PIECE_MB = 25.0
+
+
+class SyncedModule(nn.Module):
+    """What ``fabric.setup`` wraps, where DDP has its own wrapper: the model, its optimizers and their method.
+
+    Models and optimizers may be set up one after the other, and nobody says which optimizer is the last one. The method
+    is then attached by the first forward pass that computes gradients, or by whatever else needs it.
+
+    Attributes:
+        module: the user's model.
+        optimizers: those that have been set up.
+        method: what trains the model; None until it is attached.
+
+    Args:
+        module: the user's model.
+        attach: creates the method; called on all ranks.
+    """
+
+    def __init__(self, module: nn.Module, attach: Callable[[nn.Module, list[Optimizer]], SyncMethod]) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizers: list[Optimizer] = []
+        self.method: SyncMethod | None = None
+        self._attach = attach
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.optimizers:
+            self.attached()
+        return self.module(*args, **kwargs)
+
+    def attached(self) -> SyncMethod:
+        """Returns the method; attaches it first, a collective call, if that is still to be done."""
+        if self.method is None:
+            self.method = self._attach(self.module, self.optimizers)
+        return self.method
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Has the method train with ``optimizer``, too.
+
+        Raises:
+            ValueError: the training has begun.
+        """
+        if self.method is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} is set up after the training of its model has begun: set up all "
+                "optimizers of a model before its first forward pass."
+            )
+        self.optimizers.append(optimizer)
+
+    def has_parameters_of(self, optimizer: Optimizer) -> bool:
+        """Returns whether ``optimizer`` is over parameters of this model alone."""
+        own = {id(parameter) for parameter in self.module.parameters()}
+        return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it backward passes accumulate gradients, and communicate nothing."""
+        method = self.attached() if self.optimizers else None
+        return method.no_sync() if isinstance(method, AveragingMethod) else nullcontext()
+
+    def broadcast(self) -> None:
+        """Gives all ranks the weights and buffers of rank 0; a collective call."""
+
+        def start(flat: Tensor) -> Handle[Any]:
+            work = dist.broadcast(flat, 0, async_op=True)
+            return Handle(work.wait)
+
+        tensors = [*self.module.parameters(), *buffer_reader(self.module)()]
+        exchange_fused(tensors, PIECE_MB, start)
+
+
+class BackwardSyncControl:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def no_backward_sync(self, module: SyncedModule, enabled: bool = True) -> AbstractContextManager[None]:
+        """Within it, if ``enabled``, backward passes accumulate gradients."""
+        return module.no_sync() if enabled else nullcontext()

@@ -1,0 +1,48 @@
+"""``Fabric(strategy="pipe_sgd")``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
+from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.pipe_sgd import PipeSGD
+
+
+class PipeSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
+    """Pipe-SGD for Fabric: the all-reduce of one step runs under the next, whose gradients are exactly k steps stale.
+
+    After ``clip_gradients`` and after the step, ``p.grad`` is the averaged gradient that is about to be applied; it is
+    zero in the first ``staleness`` steps, which make no update.
+
+    Args:
+        settings: see :class:`PipeSGDConfig`; further ones as in DDPStrategy.
+
+    Raises:
+        ValueError: there is no such setting, or it is out of its range; the message names it and its value.
+    """
+
+    name = "pipe_sgd"
+    not_in_fabric: ClassVar[Mapping[str, str]] = {
+        "drain": "call fabric.strategy.method_of(optimizer).drain() after the last step"
+    }
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.needs_as_many_ranks = self.config.error_feedback  # what the codec drops is each rank's own
+
+    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> PipeSGD:
+        return PipeSGD(module, optimizers, self.config, backend=self._traffic_backend)
+
+    def load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
+        super().load_from(saved, methods)
+        if saved["strategy"] == self.name and saved["world_size"] != self.world_size:
+            rank_zero_warn(
+                f"The checkpoint is of {saved['world_size']} ranks, and there are {self.world_size}: gradients that "
+                "were on their way are dropped, and the pipeline fills anew."
+            )

@@ -1,0 +1,544 @@
+"""`Fabric(strategy=...)` on real processes against the methods in a plain loop, and against `strategy="ddp"`."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelDPSampler, SelSync
+from lightning_pipesync.fabric import DeARFabricStrategy, PipeSGDFabricStrategy, SelSyncFabricStrategy
+from lightning_pipesync.methods.method import AveragingMethod
+from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
+from tests.lightning_models import LOCAL, dataset
+from tests.models import batch, seeded_mlp, state
+
+STEPS = 20
+NAMES = ["dear", "pipe_sgd", "selsync"]
+METHODS: dict[str, Any] = {"dear": DeAR, "pipe_sgd": PipeSGD, "selsync": SelSync}
+STRATEGIES: dict[str, Any] = {
+    "dear": DeARFabricStrategy,
+    "pipe_sgd": PipeSGDFabricStrategy,
+    "selsync": SelSyncFabricStrategy,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dear": {"fusion": "buffer", "buffer_mb": 1e-4},
+    "pipe_sgd": {"compression": "int8", "error_feedback": True},
+    "selsync": {"delta": 0.3, "smoothing": 0.5, "compression": "bf16"},
+}
+#: With these a method is synchronous SGD.
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "dear": {},
+    "pipe_sgd": {"staleness": 0},
+    "selsync": {"delta": 0.0, "aggregation": "gradients"},
+}
+
+
+def launched(name: str, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> Fabric:
+    """A launched Fabric on the CPU, whose strategy is given by its name, or by its settings; the processes exist."""
+    strategy = name if settings is None else STRATEGIES[name](**settings)
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **kwargs)
+    fabric.launch()
+    return fabric
+
+
+def assert_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def in_turns(model: nn.Module) -> list[SGD]:
+    """Two optimizers that are stepped in turns."""
+    first, second = (SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model[0], model[2]))
+    return [first, second]
+
+
+def in_a_plain_loop(name: str, by_value: bool) -> dict[str, Any]:
+    """Trains with accumulation, clipping and schedules; each rank has weights of its own at first."""
+    rank = int(os.environ["RANK"])
+    model = seeded_mlp(rank)
+    optimizers = in_turns(model)
+    sync = METHODS[name](model, optimizers, **SETTINGS[name])
+    schedulers, norms = [StepLR(optimizer, 5, 0.7) for optimizer in optimizers], []
+    for i in range(STEPS):
+        optimizer, scheduler = optimizers[i % 2], schedulers[i % 2]
+        with sync.no_sync() if isinstance(sync, AveragingMethod) else nullcontext():
+            loss_of(model, 2 * i, rank).backward()
+        loss_of(model, 2 * i + 1, rank).backward()
+        if not by_value:
+            norms.append(sync.clip(0.5, optimizer))
+        elif isinstance(sync, AveragingMethod):
+            sync.clip_value(0.01, optimizer)
+        else:
+            sync.after_backward(optimizer)
+            nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
+        sync.step(optimizer=optimizer)
+        scheduler.step()
+        model.zero_grad()
+    own, metrics = state(model), sync.metrics()
+    sync.flush()
+    sync.detach()
+    return {"own": own, "weights": state(model), "norms": norms, "metrics": metrics}
+
+
+def in_fabric(fabric: Fabric, by_value: bool, separately: bool) -> dict[str, Any]:
+    """The same in Fabric's words."""
+    rank, norms = fabric.global_rank, []
+    model = seeded_mlp(rank)
+    if separately:
+        optimizers = list(in_turns(model))
+        model = fabric.setup_module(model)
+        optimizers = [fabric.setup_optimizers(optimizer) for optimizer in optimizers]
+    else:
+        model, *optimizers = fabric.setup(model, *in_turns(model))
+    schedulers = [StepLR(optimizer, 5, 0.7) for optimizer in optimizers]
+    for i in range(2 * STEPS):
+        optimizer, scheduler = optimizers[i // 2 % 2], schedulers[i // 2 % 2]
+        accumulating = i % 2 == 0
+        with fabric.no_backward_sync(model, enabled=accumulating):
+            fabric.backward(loss_of(model, i, rank))
+        if accumulating:
+            continue
+        if by_value:
+            fabric.clip_gradients(model, optimizer, clip_val=0.01)
+        else:
+            norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5))
+        optimizer.step()
+        model.zero_grad()
+        scheduler.step()
+    if isinstance(fabric.strategy, tuple(STRATEGIES.values())):
+        own, metrics = state(model), fabric.strategy.method_of(optimizers[0]).metrics()
+        with fabric.strategy.consolidated():
+            weights = state(model)
+        assert_equal(state(model), own)
+        return {"own": own, "weights": weights, "norms": norms, "metrics": metrics}
+    return {"weights": state(model), "norms": norms}
+
+
+def train_all() -> dict[tuple[str, str, bool], dict[str, Any]]:
+    """What was trained, by strategy, by the way it was set up, and by the way gradients were clipped."""
+    outcomes = {}
+    for by_value in (False, True):
+        for name in NAMES:
+            fabric = launched(name, SETTINGS[name])
+            outcomes[name, "together", by_value] = in_fabric(fabric, by_value, separately=False)
+            outcomes[name, "separately", by_value] = in_fabric(fabric, by_value, separately=True)
+            outcomes[name, "plain", by_value] = in_a_plain_loop(name, by_value)
+        outcomes["ddp", "together", by_value] = in_fabric(launched("ddp"), by_value, separately=False)
+    return outcomes
+
+
+@cache
+def trained() -> list[dict[tuple[str, str, bool], dict[str, Any]]]:
+    return launch(train_all, 2, init=False)
+
+
+@pytest.mark.parametrize("by_value", [False, True], ids=["clip norm", "clip value"])
+@pytest.mark.parametrize("name", NAMES)
+def test_is_the_plain_loop(name: str, by_value: bool) -> None:
+    """Bit for bit, whether model and optimizers are set up together or not."""
+    for of_rank in trained():
+        expected = of_rank[name, "plain", by_value]
+        for setup in ("together", "separately"):
+            actual = of_rank[name, setup, by_value]
+            assert_equal(actual["own"], expected["own"])
+            assert_equal(actual["weights"], expected["weights"])
+            assert_equal(actual["weights"], trained()[0][name, setup, by_value]["weights"])
+            assert actual["norms"] == expected["norms"]
+            assert len(actual["norms"]) == (0 if by_value else STEPS)
+    [one, other] = [of_rank[name, "together", by_value] for of_rank in trained()]
+    if name == "selsync":
+        assert 0 < one["metrics"]["lssr"] < 1
+        assert not torch.equal(one["own"]["0.weight"], other["own"]["0.weight"]), "the last steps were local"
+    else:
+        assert_equal(one["own"], other["own"])
+
+
+@pytest.mark.parametrize("by_value", [False, True], ids=["clip norm", "clip value"])
+def test_dear_is_ddp(by_value: bool) -> None:
+    for of_rank in trained():
+        actual, expected = of_rank["dear", "together", by_value], of_rank["ddp", "together", by_value]
+        torch.testing.assert_close(actual["norms"], expected["norms"])
+        if by_value:  # a norm is put together in another order
+            assert_equal(actual["weights"], expected["weights"])
+        torch.testing.assert_close(actual["weights"], expected["weights"])
+
+
+def scaling(scale: float) -> MixedPrecision:
+    """16-mixed precision with its loss scaler on the CPU, where Fabric would quietly take bf16-mixed."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3))
+
+
+def train_in_half_precision(fabric: Fabric, clip: bool) -> tuple[dict[str, Tensor], float]:
+    model = seeded_mlp()
+    model, optimizer = fabric.setup(model, AdamW(model.parameters(), lr=0.01))
+    for i in range(8):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, i, fabric.global_rank))
+        if clip:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+        optimizer.step()
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    return state(model), 1.0 if scaler is None else scaler.get_scale()
+
+
+def train_in_all_precisions() -> dict[tuple[str, str], tuple[dict[str, Tensor], float]]:
+    outcomes = {}
+    for name in ["ddp", *NAMES]:
+        settings = SYNCHRONOUS.get(name)
+        for precision, arguments in {
+            "bf16-mixed": {"precision": "bf16-mixed"},
+            "16-mixed": {"plugins": [scaling(2.0**10)]},
+            "overflow": {"plugins": [scaling(2.0**24)]},
+        }.items():
+            clip = precision != "bf16-mixed"
+            outcomes[name, precision] = train_in_half_precision(launched(name, settings, **arguments), clip)
+    return outcomes
+
+
+def test_precisions() -> None:
+    """All methods can be synchronous SGD; the larger scale overflows at first."""
+    for of_rank in launch(train_in_all_precisions, 2, init=False):
+        for (name, precision), (weights, scale) in of_rank.items():
+            expected, expected_scale = of_rank["ddp", precision]
+            torch.testing.assert_close(weights, expected, msg=lambda text, key=(name, precision): f"{key}: {text}")
+            assert scale == expected_scale, (name, precision)
+        assert of_rank["ddp", "16-mixed"][1] > 2.0**10
+        assert of_rank["ddp", "overflow"][1] < 2.0**24
+
+
+def train_from(
+    fabric: Fabric, steps: range, path: Path, dropout: float = 0.0, save_at: int | None = None
+) -> dict[str, Any]:
+    """Trains steps, from a checkpoint unless they begin with 0; returns what the rank has then, and had at first."""
+    torch.manual_seed(100 + fabric.global_rank + steps.start)
+    model = nn.Sequential(seeded_mlp(steps.start + fabric.global_rank, batch_norm=dropout > 0), nn.Dropout(dropout))
+    model, optimizer = fabric.setup(model, AdamW(model.parameters(), lr=0.01))
+    progress = {"model": model, "optimizer": optimizer, "step": 0}
+    remainder = fabric.load(path, progress) if steps.start else {}
+    momenta = copy.deepcopy(optimizer.state_dict()["state"])
+    result = {"loaded": state(model), "remainder": sorted(remainder), "step": progress["step"], "momenta": momenta}
+
+    def train(steps: range) -> tuple[dict[str, Tensor], float]:
+        for i in steps:
+            optimizer.zero_grad()
+            fabric.backward(loss_of(model, i, fabric.global_rank))
+            optimizer.step()
+            if i + 1 == save_at:
+                fabric.save(path, {**progress, "step": save_at})
+                fabric.save(path.with_suffix(".weights"), {"model": model})
+        scaler = getattr(fabric.strategy.precision, "scaler", None)
+        return state(model), 1.0 if scaler is None else scaler.get_scale()
+
+    result["weights"], result["scale"] = train(steps)
+    if save_at in steps:  # back to where it was saved
+        fabric.load(path, progress)
+        result["weights again"], _ = train(range(save_at, steps.stop))
+        fabric.load(path.with_suffix(".weights"), {"model": model})
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        train(range(3))  # nothing is left of what was under way
+        result["reloaded"] = {name: value.detach().clone() for name, value in model.named_parameters()}
+    return result
+
+
+def resume_all(directory: Path) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {"ddp": train_from(launched("ddp"), range(20), directory / "ddp", save_at=10)}
+    for name in NAMES:
+        path, settings = directory / name, {"compression": "bf16", **SETTINGS[name]}
+        for key, steps in (("whole", range(20)), ("resumed", range(10, 20))):
+            fabric = launched(name, settings, plugins=[scaling(2.0**10)])
+            outcomes[f"{name} {key}"] = train_from(fabric, steps, path, dropout=0.2, save_at=10)
+        train_from(launched(name), range(11), directory / f"{name}, plain", save_at=10)
+        outcomes[f"{name} to ddp"] = train_from(launched("ddp"), range(10, 10), directory / f"{name}, plain")
+        outcomes[f"ddp to {name}"] = train_from(launched(name, SYNCHRONOUS[name]), range(10, 20), directory / "ddp")
+    return outcomes
+
+
+def go_on_alone(directory: Path) -> dict[str, tuple[str, str] | None]:
+    def go_on(name: str) -> tuple[str, str] | None:
+        return raised(lambda: train_from(launched(name), range(10, 12), directory / f"{name}, plain"))
+
+    return {name: go_on(name) for name in NAMES}
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """A resumed run is the uninterrupted one bit for bit; checkpoints load in DDP, and the other way round."""
+    outcomes = launch(resume_all, 2, tmp_path, init=False)
+    for of_rank in outcomes:
+        for name in NAMES:
+            whole, resumed = of_rank[f"{name} whole"], of_rank[f"{name} resumed"]
+            assert_equal(resumed["weights"], whole["weights"])
+            assert_equal(whole["weights again"], whole["weights"])
+            weights_only = torch.load(tmp_path / f"{name}.weights", weights_only=True)
+            assert list(weights_only) == ["model"]
+            for key, value in whole["reloaded"].items():
+                assert torch.equal(value, weights_only["model"][key.removeprefix("_forward_module.module.")]), key
+            assert resumed["scale"] == whole["scale"] > 2.0**10
+            assert (resumed["step"], resumed["remainder"]) == (10, [])
+            of_ddp = of_rank[f"{name} to ddp"]
+            assert of_ddp["remainder"] == ["pipesync"]
+            saved = torch.load(tmp_path / f"{name}, plain", weights_only=True)
+            assert_equal(of_ddp["loaded"], saved["model"])
+            assert len(of_ddp["momenta"]) == 4
+            assert saved["pipesync"]["ranks"].keys() == {0, 1}
+            from_ddp = of_rank[f"ddp to {name}"]
+            torch.testing.assert_close(from_ddp["weights"], of_rank["ddp"]["weights"])
+            momenta = torch.load(tmp_path / "ddp", weights_only=True)["optimizer"]["state"]
+            for index, of_parameter in momenta.items():
+                assert_equal(from_ddp["momenta"][index], of_parameter)
+        assert_equal(of_rank["ddp to dear"]["weights"], of_rank["ddp"]["weights"])
+    [alone] = launch(go_on_alone, 1, tmp_path, init=False)
+    assert alone["dear"] is None
+    assert alone["pipe_sgd"] is None
+    assert_refused({"the state of 2 ranks": alone["selsync"]})
+    one, other = (of_rank["selsync whole"]["weights"] for of_rank in outcomes)
+    assert not torch.equal(one["0.0.weight"], other["0.0.weight"]), "each rank has gone on from weights of its own"
+
+
+def validate_and_save(directory: Path) -> dict[str, Any]:
+    """Replicas part after the first step; who looks at the weights finds their average, and training goes on."""
+    fabric = launched("selsync", LOCAL)
+    model = seeded_mlp(batch_norm=True)
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    seen = []
+    for i in range(4):
+        fabric.backward(loss_of(model, i, fabric.global_rank))
+        optimizer.step()
+        before = state(model)
+        with fabric.strategy.consolidated():
+            seen.append(state(model))
+            fabric.save(directory / "within", {"model": model, "optimizer": optimizer})
+            assert_equal(state(model), seen[-1])
+        fabric.save(directory / "outside", {"model": model, "optimizer": optimizer})
+        assert_equal(state(model), before)
+    with pytest.raises(KeyError), fabric.strategy.consolidated():
+        raise KeyError("a bug in the validation")
+    assert_equal(state(model), before)
+    return {"own": before, "seen": seen}
+
+
+def test_validation(tmp_path: Path) -> None:
+    one, other = launch(validate_and_save, 2, tmp_path, init=False)
+    for average, same in zip(one["seen"], other["seen"], strict=True):
+        assert_equal(average, same)
+    for name, average in one["seen"][-1].items():
+        if average.is_floating_point():
+            torch.testing.assert_close(average, (one["own"][name] + other["own"][name]) / 2)
+    assert not torch.equal(one["own"]["0.weight"], other["own"]["0.weight"])
+    for file in ("within", "outside"):
+        assert_equal(torch.load(tmp_path / file, weights_only=True)["model"], one["seen"][-1])
+
+
+def train_two_models(fabric: Fabric) -> dict[str, Tensor]:
+    """One of them computes its gradients in a closure; a third one is not trained."""
+    rank = fabric.global_rank
+    models = [seeded_mlp(seed + 3 * rank) for seed in range(3)]
+    teacher = fabric.setup_module(models[2])
+    first, first_optimizer = fabric.setup(models[0], SGD(models[0].parameters(), lr=0.1))
+    second, second_optimizer = fabric.setup(models[1], SGD(models[1].parameters(), lr=0.1))
+
+    def compute(model: nn.Module, step: int) -> Tensor:
+        model.zero_grad()
+        with torch.no_grad():
+            target = teacher(batch(step, rank)[0])
+        loss = nn.functional.mse_loss(model(batch(step, rank)[0]), target)
+        fabric.backward(loss)
+        return loss
+
+    for i in range(3):
+        compute(first, i)
+        first_optimizer.step()
+        assert second_optimizer.step(lambda step=i: compute(second, step)) > 0
+    return state(nn.ModuleList(models))
+
+
+def train_two_models_with_all() -> dict[str, dict[str, Tensor]]:
+    return {name: train_two_models(launched(name, SYNCHRONOUS.get(name))) for name in ["ddp", *NAMES]}
+
+
+def test_several_models() -> None:
+    for of_rank in launch(train_two_models_with_all, 2, init=False):
+        for name in NAMES:
+            assert_equal(of_rank[name], of_rank["ddp"])
+
+
+def order_of_the_data() -> list[list[int]]:
+    """What the loader of a Fabric hands out in three epochs."""
+    fabric = launched("selsync")
+    sampler = SelDPSampler(dataset())
+    loader = fabric.setup_dataloaders(DataLoader(dataset(), 4, sampler=sampler))
+    assert loader.sampler is sampler
+    return [[int(index) for indices, *_ in loader for index in indices] for _ in range(3)]
+
+
+def test_seldp() -> None:
+    """Fabric leaves the sampler alone, and tells it the epoch."""
+    for rank, epochs in enumerate(launch(order_of_the_data, 2, init=False)):
+        for epoch, seen in enumerate(epochs):
+            sampler = SelDPSampler(dataset(), 2, rank)
+            sampler.set_epoch(epoch)
+            assert seen == list(sampler)
+        assert sorted(epochs[0] + epochs[1]) == list(range(64))
+
+
+def do_it_wrong() -> dict[str, tuple[str, str] | None]:
+    def refused(kind: str) -> tuple[str, str] | None:
+        fused, plugins = kind == "fused=False", [scaling(2.0**10)] if kind == "fused=False" else []
+        fabric = launched("dear", plugins=plugins)
+        model = seeded_mlp()
+        optimizer, late = (SGD(part.parameters(), lr=0.1, fused=fused) for part in (model[0], model[2]))
+        if kind == "No model that was set up":
+            return raised(lambda: fabric.setup_optimizers(optimizer))
+        if kind == "fused=False":
+            return raised(lambda: fabric.setup(model, optimizer))
+        model, optimizer = fabric.setup(model, optimizer)
+        fabric.backward(loss_of(model, 0, fabric.global_rank))
+        actions = {
+            "norm_type=inf": lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=float("inf")),
+            "set up all": lambda: fabric.setup_optimizers(late),
+            "'pipesync'": lambda: fabric.save("nowhere", {"model": model, "pipesync": 1}),
+            "was not set up": lambda: fabric.strategy.method_of(late),
+            "step() was called directly": optimizer.optimizer.step,
+        }
+        return raised(actions[kind])
+
+    def leave_out_a_step() -> None:
+        fabric = launched("selsync")
+        model = seeded_mlp()
+        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+        for i in range(2):
+            fabric.backward(loss_of(model, i, fabric.global_rank))
+            for _ in range(2):  # it may well be clipped twice
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+
+    kinds = ["No model that was set up", "fused=False", "norm_type=inf", "set up all", "'pipesync'", "was not set up"]
+    outcomes = {kind: refused(kind) for kind in [*kinds, "step() was called directly"]}
+    return {**outcomes, "left out": raised(leave_out_a_step)}
+
+
+def test_what_would_go_wrong_is_named() -> None:
+    for outcomes in launch(do_it_wrong, 2, init=False):
+        for what, words in (
+            ("step() was called directly", "fabric.setup()"),
+            ("left out", "set the gradients to zero"),
+        ):
+            kind, message = outcomes.pop(what) or ("", "")
+            assert kind == "RuntimeError"
+            assert words in message
+        assert_refused(outcomes)
+
+
+def test_settings() -> None:
+    for name in NAMES:
+        with pytest.raises(ValueError, match=r"no setting 'timeout_ms'.*timeout_s"):
+            STRATEGIES[name](timeout_ms=5)
+        with pytest.raises(ValueError, match="timeout_s"):
+            STRATEGIES[name](timeout_s=0)
+    for name, setting, instead in [
+        ("selsync", {"partition": "defdp"}, "SelDPSampler"),
+        ("selsync", {"injection": (0.5, 0.5)}, "DataInjection"),
+        ("pipe_sgd", {"drain": True}, r"drain\(\)"),
+    ]:
+        with pytest.raises(ValueError, match=instead):
+            STRATEGIES[name](**setting)
+
+
+def lose_a_peer(name: str, how: str, timeout_s: float) -> tuple[str, str] | None:
+    fabric = launched(name, {"timeout_s": timeout_s})
+    model = seeded_mlp()
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+
+    def train_on() -> None:
+        for i in range(100):
+            if i == 3 and fabric.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+            optimizer.zero_grad()
+            fabric.backward(loss_of(model, i, fabric.global_rank))
+            optimizer.step()
+
+    outcome = raised(train_on)
+    if how == "hangs":
+        kill_stopped_siblings()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "timeout_s"), [("dear", "hangs", 4), ("pipe_sgd", "dies", 100), ("selsync", "dies", 100)]
+)
+def test_a_lost_rank_makes_the_others_raise(name: str, how: str, timeout_s: float) -> None:
+    survived, died = launch(lose_a_peer, 2, name, how, timeout_s, init=False, may_die=(1,), timeout_s=60)
+    assert died == DIED
+    assert survived is not None
+    assert survived[0] == "RuntimeError"
+    assert "rank 1" in survived[1]
+
+
+def train_a_pipeline() -> list[list[Tensor]]:
+    """A pipeline within Fabric, and one without."""
+    trained = []
+    for within in (True, False):
+        fabric = launched("ddp") if within else None
+        model = seeded_mlp()
+        engine = EAPipe(model, nn.functional.cross_entropy, lambda weights: SGD(weights, lr=0.05))
+        for i in range(10):
+            loss = engine.train_batch(batch(i, 0))
+            assert loss is None or fabric is None or fabric.to_device(loss) > 0
+        engine.gather()
+        engine.detach()
+        trained.append([p.detach().clone() for p in model.parameters()])
+    return trained
+
+
+def test_ea_pipe() -> None:
+    with pytest.raises(ValueError, match=r"EAPipe.*train_batch"):
+        Fabric(accelerator="cpu", devices=2, strategy="ea_pipe")
+    initial = list(seeded_mlp().parameters())
+    for within, without in launch(train_a_pipeline, 2, init=False):
+        assert all(torch.equal(one, other) for one, other in zip(within, without, strict=True))
+        assert not any(torch.equal(one, other) for one, other in zip(within, initial, strict=True))
+
+
+def end_early(fabric: Fabric, file: Path) -> None:
+    """Rank 0 returns when its last weights are still on their way to rank 1, which looks at them."""
+    model = nn.Linear(4000, 4000)
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        fabric.backward(model(torch.ones(1, 4000)).square().mean())
+        optimizer.step()
+    if fabric.global_rank == 1:
+        file.write_text(f"{model(torch.ones(1, 4000)).square().mean():.3f}")
+
+
+def fork_ranks(file: Path) -> None:
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):  # Fabric itself starts the processes
+        del os.environ[name]
+    strategy = DeARFabricStrategy(start_method="fork", fusion="buffer")
+    Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(end_early, file)
+
+
+def test_a_rank_that_is_done_has_sent_everything(tmp_path: Path) -> None:
+    launch(fork_ranks, 1, tmp_path / "loss", init=False)
+    assert float((tmp_path / "loss").read_text()) > 0
