@@ -19,6 +19,7 @@ from lightning_pipesync.core.parameters import check_optimizer, collect_paramete
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.division import Division, SequentialDivision
 from lightning_pipesync.methods.ea_pipe.links import Links, make_links, rank_of
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, part_of
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
@@ -88,7 +89,7 @@ class EAPipe:
         self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
         self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)
-        self._layers = split.flattened(layers)
+        self._division: Division
         self.cuts: list[int] = []
         self._stages: list[Stage] = []
         self.flushed, self._checked, self._gathered = True, False, False
@@ -209,12 +210,12 @@ class EAPipe:
 
     def describe(self) -> str:
         """Returns which layers each stage has, a line for each; nothing before the first batch."""
-        bounds = [0, *self.cuts, len(self._layers)] if self._stages else []
+        bounds = [0, *self.cuts, len(self._division.layers)] if self._stages else []
         lines = []
         for stage, (start, end) in enumerate(pairwise(bounds)):
             values = sum(split.numbers_of_parameters(self._layers_of(stage)))
             place = "" if self.transport is None else f" on rank {rank_of(stage, self.num_stages)}"
-            names = " to ".join(dict.fromkeys([self._layers[start][0], self._layers[end - 1][0]]))
+            names = " to ".join(dict.fromkeys([self._division.layers[start][0], self._division.layers[end - 1][0]]))
             lines.append(f"stage {stage + 1} of {self.num_stages}{place}: layers {names}, {values:,.0f} parameters")
         return "\n".join(lines)
 
@@ -254,7 +255,7 @@ class EAPipe:
         if len(state["cuts"]) != self.num_stages - 1:
             raise ValueError(f"The state is of {len(state['cuts']) + 1} stages, and there are {self.num_stages}.")
         if not self._stages:
-            self._make_stages(state["cuts"])
+            self._make_stages(lambda: state["cuts"])
         elif self.cuts != state["cuts"]:
             raise ValueError(
                 f"The state is of stages that begin with layers {state['cuts']}, and those of this training begin with "
@@ -274,7 +275,7 @@ class EAPipe:
         """Checks that all ranks are about to train the same model, and gives them rank 0's weights."""
         problem: ValueError | None = None
         try:
-            split.check_number(self._layers, self.num_stages)
+            self._division = SequentialDivision(self._model, self.config, self.num_stages, self._device)
             parameters = collect_parameters(self._model, [])
         except ValueError as error:
             problem = error
@@ -292,7 +293,7 @@ class EAPipe:
         """
         self._checked = True
         own = {id(layer) for layer in self._layers_of(rank_of(self.transport.rank, self.num_stages))}  # type: ignore[union-attr]
-        for name, layer in self._layers:
+        for name, layer in self._division.layers:
             if id(layer) not in own and any(parameter.grad is not None for parameter in layer.parameters()):
                 raise RuntimeError(
                     f"The loss depends on the parameters of layer {name} itself, which is on another stage: compute it "
@@ -309,12 +310,21 @@ class EAPipe:
         """Makes the stages, if that has not been done: a collective call."""
         if self._stages:
             return
-        self._make_stages(self._choose_cuts(source))
+        seen = self._of_first_stage(lambda: self._division.look(source))
+        self._make_stages(lambda: self._division.cut(seen))
 
-    def _make_stages(self, cuts: Sequence[int]) -> None:
+    def _of_first_stage(self, function: Callable[[], Any]) -> Any:
+        """Returns what ``function`` returns where the first stage is, on all ranks."""
+        first, found = rank_of(0, self.num_stages), None
+        if self.transport is None or self.transport.rank == first:
+            with torch.inference_mode(False), torch.enable_grad(), drawing(self.config.seed, 0, None, self._device):
+                found = function()
+        return found if self.transport is None else self.transport.gather_objects(found)[first]
+
+    def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
         problem: ValueError | None = None
         try:
-            self.cuts = split.checked_cuts(cuts, self._layers, self.num_stages)
+            self.cuts = split.checked_cuts(choose_cuts(), self._division.layers, self.num_stages)
             with torch.inference_mode(False):  # the first batch may be one to validate with
                 self._stages = [
                     self._make_stage(stage, links)
@@ -323,20 +333,6 @@ class EAPipe:
         except ValueError as error:
             problem = error
         self._raise_on_all_ranks(problem)
-
-    def _choose_cuts(self, source: Source) -> list[int]:
-        """Returns the cuts that the first stage proposes."""
-        layers = [layer for _, layer in self._layers]
-        if isinstance(self.config.split, tuple):
-            return list(self.config.split)
-        if self.config.split == "parameters":
-            return split.partition(split.numbers_of_parameters(layers), self.num_stages)
-        is_first = self.transport is None or self.transport.rank == rank_of(0, self.num_stages)
-        cuts: list[int] = []
-        if is_first:
-            with torch.inference_mode(False), torch.enable_grad(), drawing(self.config.seed, 0, None, self._device):
-                cuts = split.balanced(*split.measure(layers, source(), self._device), self.num_stages)
-        return cuts if self.transport is None else self.transport.gather_objects(cuts)[rank_of(0, self.num_stages)]
 
     def _make_stage(self, index: int, links: Links) -> Stage:
         layers = nn.Sequential(*self._layers_of(index))
@@ -356,8 +352,8 @@ class EAPipe:
         )
 
     def _layers_of(self, stage: int) -> list[nn.Module]:
-        bounds = [0, *self.cuts, len(self._layers)]
-        return [layer for _, layer in self._layers[bounds[stage] : bounds[stage + 1]]]
+        bounds = [0, *self.cuts, len(self._division.layers)]
+        return [layer for _, layer in self._division.layers[bounds[stage] : bounds[stage + 1]]]
 
     def _raise_on_all_ranks(self, problem: ValueError | None) -> None:
         if self.transport is not None:
