@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
@@ -198,6 +199,27 @@ def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
 def keep_local(metric: Metric) -> None:
     """Has a metric never gather what other ranks have accumulated."""
     metric.sync_on_compute = metric._to_sync = False
+
+
+def is_pipe_split(node: Node) -> bool:
+    """Returns whether ``node`` is where :func:`torch.distributed.pipelining.pipe_split` was called in a trace."""
+    return node.target is torch.ops.pippy._pipe_split.default
+
+
+def written_by(node: Node) -> list[Node]:
+    """Returns the values that an operation in a graph writes to in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    pairs = zip(schema.arguments, node.args, strict=False)  # what is left out has its default, and is not written to
+    named = [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
+    written = [value for argument, value in [*pairs, *named] if argument.alias_info and argument.alias_info.is_write]
+    return [value for value in tree_flatten(written)[0] if isinstance(value, Node)]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Returns a number that tells the memory of a tensor, which may be fake, from that of others."""
+    return tensor.untyped_storage()._cdata
 
 
 def saves_now(trainer: Trainer) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 Method = Literal["ea_pipe", "pipedream", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
-Split = Literal["balanced", "parameters"] | tuple[int, ...]
+Split = Literal["balanced", "parameters"] | tuple[int, ...] | tuple[str, ...]
 
 METHODS: tuple[str, ...] = get_args(Method)
 #: Methods whose stages hold one version of the weights, which has moved on when a gradient comes back.
@@ -38,7 +38,8 @@ class EAPipeConfig:
 
     split: Split = "balanced"
     """Which layers a stage gets: ``balanced`` by the time that they take, measured; ``parameters``: by their number;
-    or the indices of the first layers of the second and all later stages."""
+    or the indices of the first layers of the second and all later stages. For a model that is no ``nn.Sequential``: the
+    names of the submodules with which the second and all later stages begin, in the order in which they are called."""
 
     replicas: int | None = None
     """Mini-batches in flight, each with a replica of the weights. None: as many as stages (N), as in the paper, which
@@ -89,16 +90,25 @@ class EAPipeConfig:
                 "stage before it is known: clip by value, or use a method with replicas."
             )
 
+    @property
+    def split_names(self) -> tuple[str, ...] | None:
+        """The names of submodules in :attr:`split`; None if it has no names."""
+        names = tuple(one for one in self.split if isinstance(one, str))
+        return names if names and isinstance(self.split, tuple) else None
+
     def _check_split(self) -> None:
         if isinstance(self.split, str):
             if self.split not in ("balanced", "parameters"):
                 raise ValueError(
-                    f"split must be 'balanced', 'parameters' or the indices of the stages' first layers, got "
-                    f"{self.split!r}."
+                    "split must be 'balanced', 'parameters', the indices of the stages' first layers or a tuple of "
+                    f"names of submodules, got {self.split!r}."
                 )
             return
         object.__setattr__(self, "split", tuple(self.split))
-        if list(self.split) != sorted(set(self.split)) or min(self.split, default=1) < 1:
+        indices = [one for one in self.split if isinstance(one, int)]
+        if self.split_names is not None and (indices or len(set(self.split_names)) < len(self.split_names)):
+            raise ValueError(f"split must list names of submodules alone, each once, got {self.split!r}.")
+        if indices != sorted(set(indices)) or min(indices, default=1) < 1:
             raise ValueError(
                 f"split must list the indices of the first layers of the later stages, growing and from 1 on, got "
                 f"{self.split!r}."

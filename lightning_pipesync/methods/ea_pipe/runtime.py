@@ -19,7 +19,7 @@ from lightning_pipesync.core.parameters import check_optimizer, collect_paramete
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.division import Division, SequentialDivision
+from lightning_pipesync.methods.ea_pipe.division import Division, division_of
 from lightning_pipesync.methods.ea_pipe.links import Links, make_links, rank_of
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, part_of
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
@@ -34,7 +34,7 @@ PIECE_MB = 25.0
 
 
 class EAPipe:
-    """Trains a sequence of layers as a pipeline: a stage of them in each process, and no bubble.
+    """Trains a model as a pipeline: a stage of it in each process, and no bubble.
 
     Mini-batches follow each other at once; each in flight has a replica of the weights of its own, and replicas and
     master are pulled together (paper, Algorithm 1). All processes make the same calls. Rank 0 has the last stage: it
@@ -50,7 +50,8 @@ class EAPipe:
         engine.detach()
 
     Args:
-        layers: the model, the same on all ranks; those of other stages stay as they are, on the host.
+        layers: the model, the same on all ranks: an ``nn.Sequential``, of which the layers of other stages stay as they
+            are, on the host; or any other module, if ``split`` names submodules, which is traced.
         loss: returns the loss, 0-dim, for an output and a target; None: each call of :meth:`feed` brings its own.
         optimizer_factory: returns the optimizer of a stage's parameters.
         config: the settings; or give them as keywords, see :class:`EAPipeConfig`.
@@ -64,7 +65,8 @@ class EAPipe:
         config: the settings.
         num_stages: N.
         transport: the way to the other ranks; None for virtual stages.
-        cuts: indices of the first layers of all stages but the first; empty before the first batch.
+        cuts: indices of the first layers of all stages but the first; empty before the first batch. What is traced has
+            one layer for each stage.
         flushed: whether the pipeline is empty and the weights are the master's.
 
     Raises:
@@ -74,7 +76,7 @@ class EAPipe:
 
     def __init__(
         self,
-        layers: nn.Sequential,
+        layers: nn.Module,
         loss: Callable[[Any, Any], Tensor] | None,
         optimizer_factory: OptimizerFactory,
         config: EAPipeConfig | None = None,
@@ -90,6 +92,7 @@ class EAPipe:
         self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)
         self._division: Division
+        self._to_resume: dict[str, Any] | None = None
         self.cuts: list[int] = []
         self._stages: list[Stage] = []
         self.flushed, self._checked, self._gathered = True, False, False
@@ -226,8 +229,10 @@ class EAPipe:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the stages of this process need to go on bit for bit; empties the pipeline first."""
+        if self._to_resume is not None:
+            return self._to_resume
         self.flush()
-        settings = {"method": self.config.method, "replicas": self.config.replicas}
+        settings = {name: getattr(self.config, name) for name in ("method", "replicas", "split_names")}
         return {"settings": settings, "cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
 
     def optimizer_state(self) -> dict[int, Any]:
@@ -237,11 +242,13 @@ class EAPipe:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank, with its cuts.
 
+        The stages of a traced model are made with the first mini-batch, and load it then.
+
         Raises:
             ValueError: the state is of another number of stages, or of other ones than there are already, or of
                 another method or number of replicas.
         """
-        self._gathered = False
+        self._gathered, self._to_resume = False, None
         if not state["stages"]:  # it was saved before the first mini-batch
             for stage in self._stages:
                 stage.begin_anew()
@@ -254,6 +261,9 @@ class EAPipe:
                 )
         if len(state["cuts"]) != self.num_stages - 1:
             raise ValueError(f"The state is of {len(state['cuts']) + 1} stages, and there are {self.num_stages}.")
+        if not self._stages and not self._division.layers:
+            self._to_resume = state
+            return
         if not self._stages:
             self._make_stages(lambda: state["cuts"])
         elif self.cuts != state["cuts"]:
@@ -275,7 +285,7 @@ class EAPipe:
         """Checks that all ranks are about to train the same model, and gives them rank 0's weights."""
         problem: ValueError | None = None
         try:
-            self._division = SequentialDivision(self._model, self.config, self.num_stages, self._device)
+            self._division = division_of(self._model, self.config, self.num_stages, self._device)
             parameters = collect_parameters(self._model, [])
         except ValueError as error:
             problem = error
@@ -312,6 +322,8 @@ class EAPipe:
             return
         seen = self._of_first_stage(lambda: self._division.look(source))
         self._make_stages(lambda: self._division.cut(seen))
+        if self._to_resume is not None:
+            self.load_state_dict(self._to_resume)
 
     def _of_first_stage(self, function: Callable[[], Any]) -> Any:
         """Returns what ``function`` returns where the first stage is, on all ranks."""

@@ -1,0 +1,115 @@
+"""A traced graph, cut into one graph for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+from torch.fx import Node
+
+from lightning_pipesync.compat import is_pipe_split, memory_of, tensors_in, written_by
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one stage runs of a graph.
+
+    Attributes:
+        run: takes the values that come in, and returns those that go on to the next stage, or the outputs: tuples.
+        of_weights: for each value that goes on, whether it lies in the memory of a parameter or a buffer.
+    """
+
+    run: fx.GraphModule
+    of_weights: tuple[bool, ...]
+
+
+def cut(traced: fx.GraphModule) -> list[Piece]:
+    """Cuts a graph at its calls of ``torch.distributed.pipelining.pipe_split``.
+
+    A stage gets values from the stage before alone, so that what a later one needs goes through all between. Parameters
+    and buffers do not: each stage reads those that it uses from the module.
+
+    Args:
+        traced: takes and returns tensors, one after the other.
+
+    Raises:
+        ValueError: a stage has nothing to compute, or writes to memory that another stage would have to see change.
+    """
+    nodes = [node for node in traced.graph.nodes if not is_pipe_split(node)]
+    stage_of = _stages_of(traced.graph)
+    num_stages = max(stage_of.values()) + 1
+    computing = {stage_of[node] for node in nodes if node.op not in ("placeholder", "output", "get_attr")}
+    empty = sorted(set(range(num_stages)) - computing)
+    if empty:
+        raise ValueError(f"stage {empty[0] + 1} of {num_stages} would have nothing to compute")
+    weights = [node for node in nodes if node.op == "get_attr"]
+    in_weights = {place for node in weights for place in _memory(node)}
+    pieces = []
+    incoming = [node for node in nodes if node.op == "placeholder"]
+    for stage in range(num_stages):
+        own = [node for node in nodes if stage_of.get(node) == stage and node.op != "placeholder"]
+        outgoing = [node for node in nodes if _crosses(node, stage, stage_of)]
+        for node in outgoing:
+            if not isinstance(node.meta.get("val"), Tensor):
+                raise ValueError(f"{node.name}, a number computed from a tensor, would have to travel to another stage")
+        _check_writes(own, incoming, weights)
+        run = fx.GraphModule(traced, _graph_of(own, incoming, outgoing))
+        pieces.append(Piece(run, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing)))
+        incoming = outgoing
+    return pieces
+
+
+def _stages_of(graph: fx.Graph) -> dict[Node, int]:
+    """Returns the stage of each node but those that read parameters and buffers."""
+    stage, stages = 0, {}
+    for node in graph.nodes:
+        if is_pipe_split(node):
+            stage += 1
+        elif node.op != "get_attr":
+            stages[node] = 0 if node.op == "placeholder" else stage
+    return stages
+
+
+def _crosses(node: Node, stage: int, stage_of: dict[Node, int]) -> bool:
+    """Returns whether the value of a node goes from ``stage`` to the next one."""
+    return node in stage_of and stage_of[node] <= stage and any(stage_of[user] > stage for user in node.users)
+
+
+def _graph_of(own: Sequence[Node], incoming: Sequence[Node], outgoing: Sequence[Node]) -> fx.Graph:
+    """Returns the graph of a stage from its own nodes; without an output among them it returns ``outgoing``."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in incoming}
+
+    def copy_of(node: Node) -> Node:
+        if node not in copies:
+            assert node.op == "get_attr"
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in own:
+        copies[node] = graph.node_copy(node, copy_of)
+    if not own or own[-1].op != "output":
+        graph.output(tuple(copy_of(node) for node in outgoing))
+    return graph
+
+
+def _check_writes(own: Sequence[Node], incoming: Sequence[Node], weights: Sequence[Node]) -> None:
+    """Checks that what a stage writes to in place has come to it by one way only.
+
+    Raises:
+        ValueError: two values of another stage share memory, and are copies of their own once they have travelled.
+    """
+    for node in own:
+        for written in written_by(node):
+            places = set(_memory(written))
+            others = [other for other in incoming if places & set(_memory(other))]
+            if others and len(others) + sum(bool(places & set(_memory(weight))) for weight in weights) > 1:
+                raise ValueError(
+                    f"{node.target} writes in place to {written.name}, which shares its memory with another value that "
+                    "comes from an earlier stage: begin the stage elsewhere, or do not work in place there"
+                )
+
+
+def _memory(node: Node) -> list[int]:
+    return [memory_of(tensor) for tensor in tensors_in(node.meta.get("val"))]

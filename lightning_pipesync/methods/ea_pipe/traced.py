@@ -1,0 +1,345 @@
+"""Stages of a model that is no ``nn.Sequential``: traced, and cut where named submodules are called.
+
+[Note: a graph for each shape]
+``torch.export`` follows the model's Python code once, and keeps the operations. What Python decides is decided then:
+by the shapes of the input, by what is no tensor in it, by whether modules are in training, by autocast. So there is a
+graph for each of these, made when it is needed, over the model's own parameters and buffers. What the first stage is
+called with, but for the values of tensors, travels with the activations, so that each stage can make its graph from it.
+
+[Note: the cut]
+``torch.distributed.pipelining`` marks the places, as for its own ``pipeline``. That would go on to rebuild the modules
+from the graph, which fails if the model turns off gradients or autocast for a part, as many do; and it connects any two
+stages, where these ones know their neighbours only. So the flat graph is cut here, in ``cut``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import pipe_split
+
+from lightning_pipesync.compat import map_tensors, tensors_in, tree_flatten, tree_unflatten
+from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a module is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Nested containers without the values of the tensors in them.
+
+    Attributes:
+        tree: the containers, with tensors described.
+    """
+
+    tree: Any
+
+    def key(self) -> tuple[Any, ...]:
+        """Returns something to hash that tells this from other layouts."""
+        leaves, spec = tree_flatten(self.tree)
+        return *leaves, spec
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns the containers with ``tensors`` in their places."""
+        remaining = iter(tensors)
+        leaves, spec = tree_flatten(self.tree)
+        return tree_unflatten([next(remaining) if isinstance(leaf, _Described) else leaf for leaf in leaves], spec)
+
+    def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Returns tensors as they are described."""
+        found = [leaf for leaf in tree_flatten(self.tree)[0] if isinstance(leaf, _Described)]
+        return tuple(torch.zeros(one.shape, dtype=one.dtype, device=device) for one in found)
+
+
+def described(tree: Any) -> tuple[Layout, list[Tensor]]:
+    """Returns the containers and the tensors in them."""
+    layout = map_tensors(lambda tensor: _Described(tuple(tensor.shape), tensor.dtype), tree)
+    return Layout(layout), tensors_in(tree)
+
+
+def input_of(value: Any) -> tuple[Layout, list[Tensor]]:
+    """Returns what a model is called with, in :class:`Call` or as the only argument."""
+    call = value if isinstance(value, Call) else Call((value,), {})
+    return described((call.args, call.kwargs))
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """Graphs of all stages, and what their outputs are put into."""
+
+    pieces: list[Piece]
+    output: Layout
+
+
+class Tracer:
+    """Makes the graphs of a model, see [Note: a graph for each shape].
+
+    Args:
+        model: any module.
+        names: of its submodules with which the second and later stages begin, in the order in which they are called.
+        device: where it is traced, and then computes.
+
+    Raises:
+        ValueError: there is no such submodule.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        self._model, self._names, self._device = model, tuple(names), device
+        self._graphs: dict[Any, _Traced] = {}
+        self._owners: dict[int, int] = {}
+        for name in names:
+            _check_name(model, name)
+
+    def stages(self, inputs: Layout) -> list[tuple[str, nn.Module]]:
+        """Returns the stages by name. What no graph uses belongs to the last one.
+
+        Args:
+            inputs: of the first mini-batch. The model is traced in training and in evaluation.
+
+        Raises:
+            ValueError: it cannot be traced or cut.
+        """
+        self._model.to(self._device)
+        graphs = [self.graph(inputs)]
+        with _restored(self._model):
+            self._model.train(not self._model.training)
+            graphs.append(self.graph(inputs))
+        found: list[tuple[str, nn.Module]] = []
+        last = len(self._names)
+        used = [set().union(*(_used(graph.pieces[stage]) for graph in graphs)) for stage in range(last + 1)]
+        used[last] |= set(map(id, _tensors_of(self._model).values())) - set().union(*used)
+        for stage, ids in enumerate(used):
+            own = {name: tensor for name, tensor in _tensors_of(self._model).items() if id(tensor) in ids}
+            self._owners.update((id(tensor), stage) for tensor in own.values())
+            found.append((self._describe(stage), TracedStage(self, stage, stage == last, own)))
+        return found
+
+    def graph(self, inputs: Layout) -> _Traced:
+        """Returns the graphs for such inputs, in the mode in which the model's modules are.
+
+        Raises:
+            ValueError: the model cannot be traced or cut, or not as before.
+        """
+        device = self._device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        key = (inputs.key(), tuple(module.training for module in self._model.modules()), autocast)
+        if key not in self._graphs:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._graphs[key] = self._checked(self._trace(inputs))
+        return self._graphs[key]
+
+    def _trace(self, inputs: Layout) -> _Traced:
+        called: list[str] = []
+        outputs: list[Layout] = []
+        replaced: set[str] = set()
+        flat = _Flat(self._model, inputs, outputs.append, replaced.update)
+        what = f"{type(self._model).__name__} cannot be divided at split={self._names!r}"
+        try:
+            with _marked(self._model, self._names, called.append), _restored(self._model):
+                exported = torch.export.export(flat, inputs.zeros(self._device), strict=False)
+        except Exception as error:
+            [reason, *_] = str(error).splitlines() or [type(error).__name__]
+            raise ValueError(
+                f"{what}, since torch.export cannot trace it: {reason} What Python decides must not depend on the "
+                "values of tensors: have the model use torch.where, or make it an nn.Sequential, whose layers are not "
+                "traced."
+            ) from error
+        try:
+            pieces = cut(exported.module(check_guards=False))
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}.") from error
+        self._check_calls(called, len(pieces))
+        if replaced:
+            raise ValueError(
+                f"{type(self._model).__name__} replaces its buffer {min(replaced)} by another tensor, and a graph has "
+                "the one that there was: have it write in place, as with copy_()."
+            )
+        return _Traced(pieces, outputs[-1])
+
+    def _check_calls(self, called: list[str], num_pieces: int) -> None:
+        for name in self._names:
+            if called.count(name) != 1:
+                raise ValueError(
+                    f"split={self._names!r}: {type(self._model).__name__} calls {name} {called.count(name)} times in a "
+                    "forward pass, and a stage begins where it is called once: name another submodule."
+                )
+        if tuple(called) != self._names:
+            raise ValueError(
+                f"split={self._names!r} must name the submodules in the order in which they are called: {called}."
+            )
+        if num_pieces != len(self._names) + 1:
+            raise ValueError(
+                f"split={self._names!r}: a stage cannot begin within torch.no_grad(), autocast or a checkpointed "
+                "function of the model: name a submodule that is called outside."
+            )
+
+    def _checked(self, graph: _Traced) -> _Traced:
+        """Returns the graphs, if each stage uses what it has.
+
+        Raises:
+            ValueError: a stage does not.
+        """
+        names = {id(tensor): name for name, tensor in _tensors_of(self._model).items()}
+        for stage, piece in enumerate(graph.pieces):
+            for used in _used(piece):
+                owner = self._owners.get(used, stage)
+                if owner != stage:
+                    raise ValueError(
+                        f"{names[used]} is on stage {owner + 1}, and with an input of this shape or in this mode "
+                        f"{type(self._model).__name__} uses it on stage {stage + 1}: set split= so that both are one."
+                    )
+        return graph
+
+    def _describe(self, stage: int) -> str:
+        begin = f"from {self._names[stage - 1]}" if stage else ""
+        end = f"before {self._names[stage]}" if stage < len(self._names) else ""
+        return " to ".join(filter(None, [begin, end])) or "all"
+
+
+class TracedStage(nn.Module):
+    """The graphs of one stage, over the model's own parameters and buffers.
+
+    What goes from stage to stage is a tuple: what the model was called with, and the values that later stages need.
+
+    Args:
+        tracer: makes the graphs.
+        stage: index of the stage.
+        is_last: whether it returns the model's output.
+        tensors: its parameters and buffers, by their names in the model.
+    """
+
+    def __init__(self, tracer: Tracer, stage: int, is_last: bool, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._tracer, self._stage, self._is_last = tracer, stage, is_last
+        for name, tensor in tensors.items():
+            _register(self, name, tensor)
+
+    def forward(self, value: Any) -> Any:
+        inputs, values = value if self._stage else input_of(value)
+        graph = self._tracer.graph(inputs)
+        piece = graph.pieces[self._stage]
+        results = piece.run(*(tensor.contiguous() for tensor in values))
+        if self._is_last:
+            return graph.output.filled(results)
+        return inputs, [_to_send(*pair) for pair in zip(results, piece.of_weights, strict=True)]
+
+
+class _Flat(nn.Module):
+    """A module that takes and returns nothing but tensors.
+
+    Args:
+        model: what is called.
+        inputs: what with.
+        tell_output: called with the layout of its output.
+        tell_replaced: called with the names of buffers that it has replaced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Layout,
+        tell_output: Callable[[Layout], object],
+        tell_replaced: Callable[[set[str]], object],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._inputs, self._tell_output, self._tell_replaced = inputs, tell_output, tell_replaced
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = self._inputs.filled(tensors)
+        before = dict(self.model.named_buffers())
+        output, found = described(self.model(*args, **kwargs))
+        self._tell_output(output)
+        self._tell_replaced({name for name, buffer in self.model.named_buffers() if buffer is not before.get(name)})
+        return tuple(found)
+
+
+def _to_send(value: Any, is_of_weights: bool) -> Any:
+    """Returns a value that nobody writes to; weights are written to, maybe before it is delivered."""
+    return value.clone(memory_format=torch.contiguous_format) if is_of_weights else value.contiguous()
+
+
+@contextmanager
+def _marked(model: nn.Module, names: Sequence[str], tell: Callable[[str], object]) -> Iterator[None]:
+    """Within it calls of the named submodules are marked in a trace, and told."""
+
+    def mark(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            tell(name)
+            pipe_split()
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_pre_hook(mark(name), prepend=True)
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Undoes what is assigned to attributes of the model's modules within it."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name, tied ones by each of their names."""
+    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return {**dict(parameters), **dict(buffers)}
+
+
+def _used(piece: Piece) -> set[int]:
+    """Returns the ids of the parameters and buffers that a stage uses, and of constants."""
+    return set(map(id, _tensors_of(piece.run).values()))
+
+
+def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
+    """Has ``holder`` have a parameter or a buffer of that name."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(holder.named_children()):
+            holder.add_module(part, nn.Module())
+        holder = holder.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        holder.register_parameter(last, tensor)
+    else:
+        holder.register_buffer(last, tensor)
+
+
+def _check_name(model: nn.Module, name: str) -> None:
+    known, place = dict(model.named_modules()), name
+    if name and name in known:
+        return
+    while place not in known:
+        place = place.rpartition(".")[0]
+    children = [f"{place}.{child}" if place else child for child, _ in known[place].named_children()]
+    raise ValueError(
+        f"split names {name!r}, and {type(model).__name__} has no such submodule. "
+        f"{place or 'It'} has: {', '.join(children) or 'none'}."
+    )
