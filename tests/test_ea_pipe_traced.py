@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from lightning_pipesync import EAPipe
+from lightning_pipesync import EAPipe, EAPipeStrategy
 from tests.harness import assert_refused, launch, raised
+from tests.lightning_models import dataset, trainer, val_loader
 from tests.models import batch
 from tests.test_ea_pipe import OPTIMIZERS
 
@@ -312,3 +317,88 @@ def test_processes_are_virtual_stages() -> None:
     )  # the first stage, which is the first to see
     assert outcomes[0]["failed late"][0] == "RuntimeError"  # a batch of that size; the other one waits in vain
     assert "rank 1" in outcomes[0]["failed late"][1]
+
+
+# --- in the Trainer ---------------------------------------------------------------------------------------------------
+
+
+class Images(pl.LightningModule):
+    """Any LightningModule; its network takes more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model_of("residual")
+        self.seen: list[list[int]] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        indices, x, y = batch
+        if self.training:
+            self.seen.append(indices.tolist())
+        return F.cross_entropy(self.net(x.view(-1, 1, 2, 3), scale=0.5), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["sgd"](self.parameters())
+
+
+def fit_images(directory: Path) -> dict[str, Any]:
+    """Two epochs, and again from the checkpoint after the first; the last batch of each is smaller."""
+    found = {}
+    for case, path in (("whole", None), ("resumed", directory / "epoch=0.ckpt")):
+        model = Images()
+        saving = ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)
+        run = trainer(
+            EAPipeStrategy(module="net", split=CUTS[2][0]),
+            2,
+            directory,
+            enable_checkpointing=True,
+            callbacks=[saving] if path is None else [],
+            num_sanity_val_steps=1,
+        )
+        loader = DataLoader(dataset(), batch_size=5, shuffle=True)
+        run.fit(model, loader, val_loader(), ckpt_path=path)
+        found[case] = {"state": model.state_dict(), "seen": model.seen, "val_loss": run.callback_metrics["val_loss"]}
+    for words, settings in (
+        ("set module= to the name", {}),
+        ("there is no such submodule", {"module": "nets"}),
+        ("that is a Residual. Any other submodule is traced", {"module": "net", "split": "balanced"}),
+        ("It has: stem, norm, blocks, head", {"module": "net", "split": ("x",)}),
+    ):
+        run = trainer(EAPipeStrategy(**{"split": CUTS[2][0], **settings}), 2, directory)
+        found[words] = raised(lambda run=run: run.fit(Images(), val_loader()))
+    return found
+
+
+def test_a_trainer_with_a_traced_module(tmp_path: Path) -> None:
+    """Its checkpoints have the user's own names, and a resumed run is the uninterrupted one bit for bit."""
+    outcomes = launch(fit_images, 2, tmp_path, init=False, timeout_s=300)
+    whole, resumed = outcomes[0].pop("whole"), outcomes[0].pop("resumed")
+    assert set(outcomes[1]) == {"whole", "resumed", *outcomes[0]}
+    model = Images()
+    engine = EAPipe(
+        Of(lambda x: model.net(x, scale=0.5), model.net),
+        F.cross_entropy,
+        OPTIMIZERS["sgd"],
+        virtual_stages=2,
+        split=("used.0.blocks.1",),
+    )
+    for indices in whole["seen"]:
+        _, x, y = dataset()[torch.tensor(indices)]
+        engine.train_batch((x.view(-1, 1, 2, 3), y))
+    engine.flush()
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole["state"][name], value), name
+        assert torch.equal(resumed["state"][name], value), name
+        assert torch.equal(outcomes[1]["whole"]["state"][name], value), name
+    assert resumed["seen"] == whole["seen"][13:]
+    plain = Images()
+    plain.load_state_dict(torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["state_dict"])
+    [validated] = trainer("auto", 1, tmp_path).validate(plain, val_loader(), verbose=False)
+    assert validated["val_loss"] == pytest.approx(float(whole["val_loss"]))
+    for outcome in outcomes:
+        assert_refused({words: failed for words, failed in outcome.items() if words not in ("whole", "resumed")})

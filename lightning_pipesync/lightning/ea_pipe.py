@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     """EA-Pipe: a pipeline with a stage in each process, and a replica of the weights for each mini-batch in flight.
 
-    The LightningModule stays as it is: it holds an ``nn.Sequential``, whose layers are divided among the processes, and
-    computes its loss from what that returns. Every process loads the same batches. Rank 0 has the last stage: there
-    ``training_step``, ``validation_step`` and so on are run, and there they log; what callbacks read is the same on
-    all ranks after each epoch, validation and checkpoint. ``trainer.predict`` returns the predictions on rank 0.
+    The LightningModule stays as it is: it holds an ``nn.Sequential``, whose layers are divided among the processes, or
+    another submodule, which is traced and cut, and computes its loss from what that returns. Every process loads the
+    same batches. Rank 0 has the last stage: there ``training_step``, ``validation_step`` and so on are run, and there
+    they log; what callbacks read is the same on all ranks after each epoch, validation and checkpoint.
+    ``trainer.predict`` returns the predictions on rank 0.
 
     Logs ``ea_pipe/mib_sent`` and ``ea_pipe/exposed_seconds`` of rank 0. In ``on_before_optimizer_step``, ``p.grad`` is
     the gradient of this rank's layers that is about to be applied; those of other ranks' layers are None.
@@ -57,9 +58,10 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         elastic_force: alpha: part of their distance by which a replica and the master are pulled to each other.
         sync_period: tau: a replica is pulled after every so many of its mini-batches.
         method: ``ea_pipe``, or what it is compared to: ``pipedream``, ``naive``, ``spectrain``, ``gpipe``, ``1f1b``.
-        module: name of the ``nn.Sequential``; None: there is but one.
+        module: name of the submodule that is divided; None: there is but one ``nn.Sequential``.
         split: ``balanced`` by measured time, ``parameters`` by their number, or the indices of the layers with which
-            the second and later stages begin.
+            the second and later stages begin. For a submodule that is no ``nn.Sequential``: the names within it of
+            those with which they begin, in the order in which they are called.
         replicas: mini-batches in flight; None: as many as stages. More hide the time that activations travel.
         micro_batches: parts of a mini-batch for ``gpipe`` and ``1f1b``; None: as many as stages.
         prediction_smoothing: of the updates from which ``spectrain`` predicts.
@@ -141,7 +143,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         self._begin_to_attach()
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
-        self._submodule = Submodule(module, self._submodule_name)
+        self._submodule = Submodule(module, self._submodule_name, traced=self.config.split_names is not None)
         self.model_to_device()
         if self.global_rank != 0:
             self._until_teardown.enter_context(leaving_logs_to_rank_0(module))

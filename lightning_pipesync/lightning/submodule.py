@@ -10,9 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.compat import tensors_in
+from lightning_pipesync.methods.ea_pipe.traced import Call
 
 #: Values of each tensor that tell batches apart.
 DIGEST_VALUES = 1024
+
+
+#: What to do with models that are not made so.
+OTHER_MODELS = (
+    "Any other submodule is traced, if split= has the names of those within it with which the later stages begin."
+)
 
 
 class _InputFoundError(Exception):
@@ -20,11 +27,12 @@ class _InputFoundError(Exception):
 
 
 class Submodule:
-    """The ``nn.Sequential`` in the midst of a LightningModule's ``training_step``, ``validation_step`` and so on.
+    """The submodule in the midst of a LightningModule's ``training_step``, ``validation_step`` and so on.
 
     Args:
         module: the LightningModule.
         name: of the submodule; None: the only ``nn.Sequential`` that is not part of another one.
+        traced: whether it may be any module. Then its input is a :class:`Call`, otherwise its only argument.
 
     Attributes:
         name: as found.
@@ -34,14 +42,21 @@ class Submodule:
         ValueError: there is none, or several and none is named.
     """
 
-    def __init__(self, module: nn.Module, name: str | None) -> None:
+    def __init__(self, module: nn.Module, name: str | None, traced: bool) -> None:
+        if traced and name is None:
+            raise ValueError(
+                f"split= names submodules, and not of which part of {type(module).__name__}: set module= to the name "
+                "of the submodule that holds them."
+            )
         self.name = _only_sequential(module) if name is None else name
-        found = dict(module.named_modules()).get(self.name)
-        if not isinstance(found, nn.Sequential):
+        found = dict(module.named_modules()).get(self.name) if self.name else None
+        if found is None or not (traced or isinstance(found, nn.Sequential)):
             what = "there is no such submodule" if found is None else f"that is a {type(found).__name__}"
-            raise ValueError(f"module={self.name!r} must name an nn.Sequential of {type(module).__name__}: {what}.")
+            raise ValueError(
+                f"module={self.name!r} must name an nn.Sequential of {type(module).__name__}: {what}. {OTHER_MODELS}"
+            )
         self.layers = found
-        self._module = module
+        self._module, self._traced = module, traced
 
     @property
     def others(self) -> list[Tensor]:
@@ -57,21 +72,21 @@ class Submodule:
             RuntimeError: it does not, or the input depends on what is trained outside the submodule.
         """
 
-        def stop(value: Any) -> None:
-            raise _InputFoundError(value)
+        def stop(*args: Any, **kwargs: Any) -> None:
+            raise _InputFoundError(Call(args, kwargs))
 
         try:
             self._run(step, stop)
         except _InputFoundError as found:
-            [value] = found.args
+            [call] = found.args
         else:
             raise RuntimeError(self._not_called())
-        if any(tensor.requires_grad for tensor in tensors_in(value)):
+        if any(tensor.requires_grad for tensor in tensors_in((call.args, call.kwargs))):
             raise RuntimeError(
                 f"The input of {self.name} depends on parameters outside of it, and these are on the last stage: put "
                 f"the modules that come before it into {self.name}."
             )
-        return value
+        return call if self._traced else call.args[0]
 
     def result_of(self, step: Callable[[], Any], output: Any) -> Any:
         """Returns the result of ``step`` when the submodule returns ``output``, whatever it is called with.
@@ -81,7 +96,7 @@ class Submodule:
         """
         calls = 0
 
-        def replay(_: Any) -> Any:
+        def replay(*_: Any, **__: Any) -> Any:
             nonlocal calls
             calls += 1
             return output
@@ -96,8 +111,8 @@ class Submodule:
             )
         return result
 
-    def _run(self, step: Callable[[], Any], forward: Callable[[Any], Any]) -> Any:
-        self.layers.forward = forward  # type: ignore[method-assign]
+    def _run(self, step: Callable[[], Any], forward: Callable[..., Any]) -> Any:
+        self.layers.forward = forward
         try:
             return step()
         finally:
@@ -105,8 +120,8 @@ class Submodule:
 
     def _not_called(self) -> str:
         return (
-            f"The step ended without a call of {self.name}: name the nn.Sequential that it calls with module=, and "
-            "call it as a whole, not layer by layer."
+            f"The step ended without a call of {self.name}: name the submodule that it calls with module=, and call it "
+            "as a whole, not layer by layer."
         )
 
 
@@ -118,7 +133,7 @@ def _only_sequential(module: nn.Module) -> str:
     found = f"has {len(outermost)}: {', '.join(outermost)}" if outermost else "has none"
     raise ValueError(
         f"A pipeline is made from one nn.Sequential, and {type(module).__name__} {found}. Set module= to the name of "
-        "the one that holds the layers."
+        f"the one that holds the layers. {OTHER_MODELS}"
     )
 
 
