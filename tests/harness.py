@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# The modules that every rank needs are imported once; the ranks are forked from there in milliseconds.
-_CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "tests.lightning_models"])
+_CONTEXT.set_forkserver_preload(["tests.preload"])
 
 #: What `launch` returns for a rank that was expected to die.
 DIED = "died"

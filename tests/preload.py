@@ -1,0 +1,19 @@
+"""What ranks import: the process that they are forked from has done so once, and they start in milliseconds."""
+
+import gc
+from importlib import import_module
+
+# The optimizers of torch.distributed compile TorchScript on import, which takes longer than most tests train.
+for _name in (
+    "bayes_opt",
+    "pytest",
+    "sklearn.datasets",
+    "tests.lightning_models",
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.distributed.optim",
+):
+    import_module(_name)
+
+# A rank's garbage collections go over its own objects only; over all they would copy the memory that it shares.
+gc.freeze()
