@@ -130,6 +130,7 @@ def test_the_command_for_collectives(tmp_path: Path) -> None:
     [("emulated-alexnet", ["--scale", "0.001", "--ratio", "0.5", "2"]), ("cnn", [])],
     ids=["emulated", "real"],
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -> None:
     """Each contestant is there, DDP is predicted, and there are three pictures."""
     settings = ["--hosts", "2", "--model", model, "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "25"]
@@ -155,6 +156,7 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     settings = ["--hosts", "2", "--scale", "0.03", "--steps", "1", "--rounds", "1", "--bucket_mb", "1"]
     methods = ["--methods", "ddp", "dear-random", "pipe_sgd-level2", "pipe_sgd-int8", "--ratio", "4"]
@@ -177,6 +179,7 @@ def test_time_that_is_hidden() -> None:
     assert "| one | 7000 | 5000 | 4000 | 50% |" in text
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_timelines(tmp_path: Path) -> None:
     """DDP communicates in backward only; DeAR's second half starts after it, under the next forward pass."""
     options = [

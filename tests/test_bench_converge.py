@@ -228,6 +228,7 @@ def test_a_lower_perplexity_is_better() -> None:
     assert "at most 6" in converge_report.as_markdown([result])
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_command(tmp_path: Path) -> None:
     methods = ["--methods", "ddp", "selsync:delta=0.3,smoothing=0.16"]
     options = ["--seeds", "0", "1", "--epochs", "1", "--evaluations", "3", "--target", "50"]
