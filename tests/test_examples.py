@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import multiprocessing
+
+from tests.harness import launch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PLAIN = [sys.executable]
@@ -22,6 +29,39 @@ def run(launcher: list[str], script: str, *options: object) -> subprocess.Comple
     return subprocess.run(
         command, env=inherited | {"COLUMNS": "80"}, text=True, capture_output=True, check=False, timeout=120
     )
+
+
+def run_here(command: list[str], is_rank: bool) -> subprocess.CompletedProcess[str]:
+    """Runs a script in this process: as a rank, or, as a user starts it, to start ranks itself, which are forked."""
+    os.environ["COLUMNS"] = "80"
+    if not is_rank:
+        for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        multiprocessing.spawn = partial(multiprocessing.start_processes, start_method="fork")
+    sys.argv = command
+    sys.path.insert(0, str(EXAMPLES))
+    status = 0
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except BaseException:
+            status = 1
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        texts = []
+        for stream in (stdout, stderr):
+            stream.seek(0)
+            texts.append(stream.read())
+    return subprocess.CompletedProcess(command, status, *texts)
+
+
+def run_forked(num_ranks: int, script: str, *options: object) -> list[subprocess.CompletedProcess[str]]:
+    """Runs a script in forked processes, which start without importing torch and Lightning: two ranks, or one plain."""
+    command = [str(EXAMPLES / script), *map(str, options)]
+    return launch(run_here, num_ranks, command, num_ranks > 1, init=False)
 
 
 def test_digits(tmp_path: Path) -> None:
@@ -60,12 +100,14 @@ def test_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "strategy"),
-    [(PLAIN, "pipe_sgd"), (TORCHRUN, "dear")],
-    ids=["plain-pipe_sgd", "torchrun-dear"],
+    ("launched", "strategy"), [(False, "pipe_sgd"), (True, "dear")], ids=["pipe_sgd", "torchrun-dear"]
 )
-def test_pydoc_transformer(launcher: list[str], strategy: str) -> None:
-    result = run(launcher, "pydoc_transformer.py", "--strategy", strategy, "--max-steps", 3)
+def test_pydoc_transformer(launched: bool, strategy: str) -> None:
+    options = ["--strategy", strategy, "--max-steps", 3]
+    if launched:
+        result = run(TORCHRUN, "pydoc_transformer.py", *options)
+    else:
+        result = run_forked(2, "pydoc_transformer.py", *options)[0]
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     assert f"{strategy} on 2 processes, 3 steps" in result.stdout
@@ -76,11 +118,12 @@ def test_pydoc_transformer(launcher: list[str], strategy: str) -> None:
 
 
 def test_pipeline_digits() -> None:
-    result = run(PLAIN, "pipeline_digits.py", "--epochs", 3)
-    assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr
-    assert "ea_pipe on 2 processes, 222 mini-batches" in result.stdout
-    assert float(result.stdout.partition("test accuracy")[2].split("%")[0]) > 70
+    first, second = run_forked(2, "pipeline_digits.py", "--epochs", 3)
+    for result in (first, second):
+        assert result.returncode == 0, result.stderr
+        assert "Warning" not in result.stderr
+    assert "ea_pipe on 2 processes, 222 mini-batches" in first.stdout
+    assert float(first.stdout.partition("test accuracy")[2].split("%")[0]) > 70
 
 
 @pytest.mark.parametrize(
@@ -91,13 +134,13 @@ def test_pipeline_digits() -> None:
     ],
 )
 def test_benchmarks(script: str, options: list[object], word: str) -> None:
-    result = run(PLAIN, script, *options)
+    [result] = run_forked(1, script, *options)
     assert result.returncode == 0, result.stderr
     assert word in result.stdout
 
 
 def test_failed_run_fails_the_script(tmp_path: Path) -> None:
-    result = run(PLAIN, "digits.py", "--batch-size", 0, "--output", tmp_path)
-    assert result.returncode != 0
-    assert "batch_size should be a positive integer" in result.stderr
+    for result in run_forked(2, "digits.py", "--batch-size", 0, "--output", tmp_path):
+        assert result.returncode != 0
+        assert "batch_size should be a positive integer" in result.stderr
     assert not (tmp_path / "results.json").exists()
