@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_tasks_can_be_learnt(name: str) -> None:
     scheduler = task.scheduler(optimizer, 100)
     batch = torch.utils.data.default_collate([task.train_set[i] for i in range(task.batch_size)])
     before = task.loss(module, batch).item()
-    for _ in range(100):
+    for _ in range(50):
         optimizer.zero_grad()
         task.loss(module, batch).backward()
         optimizer.step()
@@ -157,8 +158,13 @@ def one_training(method: str) -> dict[str, Any]:
     return result
 
 
+@cache
+def training_with_ddp() -> dict[str, Any]:
+    return launch(one_training, 2, "ddp")[0]
+
+
 def test_delta_zero_with_gradients_is_ddp() -> None:
-    ddp = launch(one_training, 2, "ddp")[0]
+    ddp = training_with_ddp()
     selsync = launch(one_training, 2, "selsync:delta=0,aggregation=gradients,partition=defdp")[0]
     assert [point["steps"] for point in ddp["points"]] == [19, 38]
     assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in selsync["points"]]
@@ -167,7 +173,7 @@ def test_delta_zero_with_gradients_is_ddp() -> None:
 
 
 def test_pipe_sgd_without_delay_is_ddp() -> None:
-    ddp = launch(one_training, 2, "ddp")[0]
+    ddp = training_with_ddp()
     pipe_sgd = launch(one_training, 2, "pipe_sgd:staleness=0")[0]
     assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in pipe_sgd["points"]]
 

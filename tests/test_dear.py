@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -42,6 +42,11 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], ex
             torch.testing.assert_close(actual[name], value)
 
 
+@cache
+def trained_with_ddp(world_size: int, optimizer: str) -> dict[str, Tensor]:
+    return launch(train_ddp, world_size, optimizer, STEPS)[0]
+
+
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 @pytest.mark.parametrize(
     ("optimizer", "world_size", "fusion"),
@@ -53,7 +58,7 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], ex
 )
 def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update: str) -> None:
     """Bit for bit where dividing by the number of ranks is exact; DDP does it before the sum, DeAR after it."""
-    expected = launch(train_ddp, world_size, optimizer, STEPS)[0]
+    expected = trained_with_ddp(world_size, optimizer)
     outcomes = launch(train, world_size, optimizer, {"update": update, **fusion})
     for outcome in outcomes:
         assert_same_state(outcome, expected, exact=world_size in (1, 2))
@@ -115,7 +120,7 @@ def test_optimizer_state_is_that_of_ddp(optimizer: str, world: str) -> None:
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "truncate16", "int8", "topk"])
 def test_compression_keeps_the_ranks_together(codec: str, update: str) -> None:
-    expected = launch(train_ddp, 2, "sgd", STEPS)[0]
+    expected = trained_with_ddp(2, "sgd")
     outcomes = launch(train, 2, "sgd", {"update": update, "compression": codec, "buffer_mb": 1e-4})
     for outcome in outcomes:
         assert_same_state(outcome, outcomes[0])

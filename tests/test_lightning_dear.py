@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,25 +48,31 @@ def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]], ex
         assert one["metrics"]["val_loss"] == pytest.approx(other["metrics"]["val_loss"], abs=1e-6)
 
 
+#: Settings of the module and of the Trainer, and whether the sums are made in the same order.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "sgd": ({"optimizer": "sgd"}, {}, True),
+    "schedule": ({"optimizer": "adamw", "scheduler": True, "dropout": 0.2}, {"val_check_interval": 0.5}, True),
+    "accumulation": ({"optimizer": "adamw"}, {"accumulate_grad_batches": 3}, True),
+    "clip norm": ({"optimizer": "sgd"}, {"gradient_clip_val": 0.1}, False),
+    "clip value": ({"optimizer": "sgd"}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, True),
+    "bf16-mixed": ({"optimizer": "adamw"}, {"precision": "bf16-mixed"}, True),
+    "bf16-true": ({"optimizer": "adamw"}, {"precision": "bf16-true"}, False),
+}
+
+
+@cache
+def fit_with_ddp(case: str) -> list[dict[str, Any]]:
+    module, arguments, _ = CASES[case]
+    with TemporaryDirectory() as directory:
+        return fit_on(2, Path(directory), "ddp", module, **arguments)
+
+
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize(
-    ("module", "arguments", "exact"),
-    [
-        ({"optimizer": "sgd"}, {}, True),
-        ({"optimizer": "adamw", "scheduler": True, "dropout": 0.2}, {"val_check_interval": 0.5}, True),
-        ({"optimizer": "adamw"}, {"accumulate_grad_batches": 3}, True),
-        ({"optimizer": "sgd"}, {"gradient_clip_val": 0.1}, False),
-        ({"optimizer": "sgd"}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, True),
-        ({"optimizer": "adamw"}, {"precision": "bf16-mixed"}, True),
-        ({"optimizer": "adamw"}, {"precision": "bf16-true"}, False),
-    ],
-    ids=["sgd", "schedule", "accumulation", "clip norm", "clip value", "bf16-mixed", "bf16-true"],
-)
-def test_is_ddp(module: dict[str, Any], arguments: dict[str, Any], exact: bool, update: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    expected = fit_on(2, tmp_path, "ddp", module, **arguments)
+@pytest.mark.parametrize("case", CASES)
+def test_is_ddp(case: str, update: str, tmp_path: Path) -> None:
+    module, arguments, exact = CASES[case]
     actual = fit_on(2, tmp_path, {**DEAR, "update": update}, module, **arguments)
-    assert_same(actual, expected, exact)
+    assert_same(actual, fit_with_ddp(case), exact)
     assert actual[0]["metrics"]["dear/mib_sent"] > 0
     assert actual[0]["metrics"]["dear/buckets"] > 1
 
@@ -160,14 +167,23 @@ def go_on(strategy: Any, directory: Path, path: Path | None) -> dict[str, Any]:
     return {"weights": model.weights(), "steps": run.global_step}
 
 
+@cache
+def whole_with_ddp() -> list[dict[str, Any]]:
+    with TemporaryDirectory() as directory:
+        return launch(partial(go_on, "ddp", Path(directory), None), 2, init=False)
+
+
 @pytest.mark.parametrize(
     ("first", "second"), [(DEAR, "ddp"), ("ddp", DEAR), (DEAR, DEAR)], ids=["to", "from", "resumed"]
 )
 @pytest.mark.parametrize("steps", [5, 8])
 def test_checkpoints(first: Any, second: Any, steps: int, tmp_path: Path) -> None:
     """At the end of an epoch, and within one: there DDP begins it anew, and DeAR goes on with the next batch."""
-    reference = save("ddp", 2, tmp_path / "reference", steps) if second == "ddp" else None
-    expected = launch(partial(go_on, "ddp", tmp_path, reference), 2, init=False)
+    if second == "ddp":
+        reference = save("ddp", 2, tmp_path / "reference", steps)
+        expected = launch(partial(go_on, "ddp", tmp_path, reference), 2, init=False)
+    else:
+        expected = whole_with_ddp()
     path = save(first, 2, tmp_path / "saved", steps)
     for one, other in zip(launch(partial(go_on, second, tmp_path, path), 2, init=False), expected, strict=True):
         assert one["steps"] == other["steps"] == 16
