@@ -243,7 +243,8 @@ def train(name: str, settings: dict[str, Any], wrap: Callable[[BenchModel], nn.M
         model.loss(module, model.make_batch(dist.get_rank())).backward()
         optimizer.step()
     gradients = [parameter.grad for parameter in module.parameters()]
-    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients if g is not None]
+    # Of a gradient that is a view of its bucket the whole bucket would be sent.
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in gradients if g is not None]
 
 
 @pytest.mark.parametrize("wrap", [with_ddp, with_fsdp2])
