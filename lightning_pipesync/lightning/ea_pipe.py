@@ -156,6 +156,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         for metric in metrics_of(module):
             compat.keep_local(metric)  # what is evaluated, is evaluated once
         self.method = self.attach_method(module, self.optimizers)
+        self._check_checkpoint()
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> EAPipe:  # type: ignore[override]
         return EAPipe(

@@ -53,6 +53,7 @@ class PipeSyncStrategyMixin(_Base):
     _rng_states: dict[str, Tensor] | None = None
     _flushed_to_save = False
     _start: tuple[int, int] = (0, 0)
+    _checkpoint_step: int | None = None
     _until_teardown = ExitStack()
 
     @abstractmethod
@@ -81,6 +82,7 @@ class PipeSyncStrategyMixin(_Base):
                     f"where strategy={self.name!r} cannot see them: set fused=False."
                 )
         self.method = self.attach_method(self.lightning_module, self.optimizers)
+        self._check_checkpoint()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for value in vars(callback).values():
                 if isinstance(value, AveragedModel):  # WeightAveraging and its kin
@@ -90,7 +92,24 @@ class PipeSyncStrategyMixin(_Base):
         self._start = (0, 0)
         self._until_teardown = ExitStack()
 
+    def _check_checkpoint(self) -> None:
+        """Checks that all ranks go on from the same step; a collective call.
+
+        Raises:
+            ValueError: on every rank: they do not, and some would take more steps than the others, and wait for ever.
+        """
+        assert self.method is not None
+        steps = self.method.transport.gather_objects(self._checkpoint_step)
+        if len(set(steps)) > 1:
+            found = ["no checkpoint" if step is None else f"one of step {step}" for step in steps]
+            other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+            raise ValueError(
+                f"The ranks do not go on from the same checkpoint: rank 0 has found {found[0]}, rank {other} "
+                f"{found[other]}. Keep the checkpoints in a folder that all machines see, and resume from there."
+            )
+
     def teardown(self) -> None:
+        self._checkpoint_step = None
         if self.method is not None:
             # After an error peers may be gone, and what is in flight may never arrive.
             self.method.detach(timeout_s=1.0 if self._interrupted else 10.0)
@@ -174,6 +193,7 @@ class PipeSyncStrategyMixin(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._checkpoint_step = checkpoint.get("global_step")
         ranks = checkpoint.get(CHECKPOINT_KEY, {}).get("ranks", {})
         for rank in set(ranks) - {self.global_rank}:
             del ranks[rank]  # a whole replica each
