@@ -1,0 +1,196 @@
+"""The files of integrations/, as far as one machine goes: other machines and Slurm are emulated, training is real."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+
+from lightning_pipesync.netlab import requirements
+from tests.commands import ROOT, environment, run_together
+from tests.harness import free_port
+
+INTEGRATIONS = ROOT / "integrations"
+TRAINJOB = INTEGRATIONS / "kubernetes" / "trainjob.yaml"
+SHELL_FILES = sorted(path for path in INTEGRATIONS.rglob("*") if path.suffix in (".sh", ".sbatch"))
+#: A training that ends soon, in a process on each of two machines.
+SHORT = ["--steps", 6, "--save-every", 3, "--accelerator", "cpu", "--output"]
+
+#: Starts its command once for each task of the job on this machine, as Slurm's own does on the nodes.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
+    SLURM_PROCID=$rank SLURM_NODEID=$((rank / SLURM_NTASKS_PER_NODE)) \\
+        SLURM_LOCALID=$((rank % SLURM_NTASKS_PER_NODE)) "$@" &
+    tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task" || status=$?; done
+exit "${status:-0}"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; else echo "$@" > "$REQUEUED"; fi
+"""
+
+ACCELERATE = """
+import sys, torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+rank = accelerator.process_index
+total = accelerator.reduce(torch.tensor(rank)).item()
+print(
+    f"rank {rank} of {accelerator.num_processes}, local rank {accelerator.local_process_index}, "
+    f"sum {total}, {sys.argv[2]}\\n", end="", flush=True
+)
+accelerator.end_training()
+"""
+
+
+def directives(file: Path) -> dict[str, str]:
+    """Returns the #SBATCH options of a file, by name, without those that have no value."""
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", file.read_text(), re.MULTILINE))
+
+
+def sbatch(name: str, folder: Path, *options: object, **variables: object) -> tuple[list[object], Any]:
+    """Returns what runs a batch file as Slurm would on two nodes with one task each, but on this machine."""
+    file = INTEGRATIONS / "slurm" / name
+    for command, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / command).write_text(text)
+        (folder / command).chmod(0o755)
+    own = environment()
+    allocation = {
+        "SLURM_JOB_ID": 4321,
+        "SLURM_JOB_NAME": directives(file)["job-name"],
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NNODES": 2,
+        "SLURM_NTASKS": 2,
+        "SLURM_NTASKS_PER_NODE": 1,
+        "SLURM_CPUS_PER_TASK": 1,
+        "PATH": f"{folder}:{own['PATH']}",
+    }
+    return ["bash", file, *options], environment(**allocation, **variables)
+
+
+def assert_trained(output: str, processes: int = 2) -> None:
+    assert f"{processes} processes end after step 6" in output, output
+    assert "weights the same on all processes" in output
+
+
+@pytest.mark.parametrize("file", SHELL_FILES, ids=lambda file: file.name)
+def test_shell_files_can_be_read_by_bash(file: Path) -> None:
+    result = subprocess.run(["bash", "-n", file], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def machine() -> None:
+    """Skips where hosts cannot be emulated."""
+    try:
+        requirements.check_requirements()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("machine")
+def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
+    lab = [sys.executable, "-m", "lightning_pipesync", "netlab", "--hosts", 2, "--"]
+    launch = [INTEGRATIONS / "torchrun" / "static.sh", ROOT / "examples" / "resumable_digits.py"]
+    command = [*lab, *launch, *SHORT, tmp_path / "checkpoints"]
+    [result] = run_together((command, environment(NPROC_PER_NODE=1, INTERFACE="eth0")))
+    assert result.returncode == 0, result.stdout
+    assert_trained(result.stdout)
+
+
+def test_slurm_starts_lightning(tmp_path: Path) -> None:
+    options = ["--strategy", "selsync", *SHORT, tmp_path / "checkpoints"]
+    [result] = run_together(sbatch("lightning.sbatch", tmp_path, *options, MASTER_PORT=free_port()))
+    assert result.returncode == 0, result.stdout
+    assert_trained(result.stdout)
+
+
+def test_slurm_starts_accelerate(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ACCELERATE)
+    settings = {"NPROC_PER_NODE": 2, "MAIN_PORT": free_port(), "ACCELERATE_USE_CPU": "true"}
+    [result] = run_together(sbatch("accelerate.sbatch", tmp_path, script, "--option", "a b", **settings))
+    assert result.returncode == 0, result.stdout
+    assert sorted(re.findall("rank .*", result.stdout)) == [
+        f"rank {rank} of 4, local rank {rank % 2}, sum 6, a b" for rank in range(4)
+    ]
+
+
+def test_slurm_requeues_a_job_whose_time_is_up(tmp_path: Path) -> None:
+    requeued = tmp_path / "requeued"
+    script = tmp_path / "wait.py"
+    script.write_text("import sys, time; print('waits', flush=True); time.sleep(100)")
+    command, variables = sbatch("lightning.sbatch", tmp_path, SCRIPT=script, REQUEUED=requeued)
+    process = subprocess.Popen(
+        list(map(str, command)), env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("waits")  # the trap is set
+        process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 30
+        while not requeued.exists() or not requeued.read_text():
+            assert time.monotonic() < deadline, "it was not requeued"
+            time.sleep(0.02)
+        assert requeued.read_text() == "requeue 4321\n"
+        assert process.poll() is None  # Slurm ends it
+    finally:
+        subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], check=True)
+        process.wait()
+
+
+def test_slurm_files_ask_for_what_they_use() -> None:
+    lightning = directives(INTEGRATIONS / "slurm" / "lightning.sbatch")
+    assert lightning["ntasks-per-node"] == lightning["gpus-per-node"]  # a process for each GPU
+    assert lightning["signal"].startswith("B:")  # for the batch file, not for the processes
+    file = INTEGRATIONS / "slurm" / "accelerate.sbatch"
+    assert directives(file)["ntasks-per-node"] == "1"
+    assert f"NPROC_PER_NODE=${{NPROC_PER_NODE:-{directives(file)['gpus-per-node']}}}" in file.read_text()
+
+
+def train_job() -> dict[str, Any]:
+    job: dict[str, Any] = yaml.safe_load(TRAINJOB.read_text())
+    return job
+
+
+def test_train_job_follows_its_schema() -> None:
+    job = train_job()
+    assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+    job["spec"]["trainer"]["numNode"] = 2  # what the schema does not know is dropped
+    assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() != job
+    trainer = job["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == str(trainer["numProcPerNode"])
+    [patch] = job["spec"]["runtimePatches"]
+    [node] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == volumes
+
+
+def test_train_job_trains_with_what_its_runtime_sets(tmp_path: Path) -> None:
+    trainer = train_job()["spec"]["trainer"]
+    command = [*trainer["command"], *trainer["args"], *SHORT, tmp_path / "checkpoints"]
+    given = {entry["name"]: entry["value"] for entry in trainer["env"] if "value" in entry}
+    runtime = given | {
+        "POD_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PET_NNODES": 2,
+        "PET_NPROC_PER_NODE": 1,
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": free_port(),
+    }
+    pods = run_together(*[(command, environment(**runtime, PET_NODE_RANK=rank)) for rank in range(2)])
+    for pod in pods:
+        assert pod.returncode == 0, pod.stdout
+    assert_trained("".join(pod.stdout for pod in pods))
