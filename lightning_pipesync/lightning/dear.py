@@ -77,7 +77,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         max_trials: int = 20,
         tuning_file: str | None = None,
         num_layers: int = 4,
-        compression: str | Codec = "none",
+        compression: Codec | str = "none",
         topology: Topology = "flat",
         torus_columns: int | None = None,
         timeout_s: float = 1800.0,

@@ -68,7 +68,7 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
     def __init__(
         self,
         staleness: int = 1,
-        compression: str | Codec = "none",
+        compression: Codec | str = "none",
         error_feedback: bool = False,
         pipeline_level: Literal[1, 2] = 1,
         segments: int = 4,

@@ -73,7 +73,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         partition: Partition = "seldp",
         full_pass: bool = False,
         injection: tuple[float, float] | None = None,
-        compression: str | Codec = "none",
+        compression: Codec | str = "none",
         bucket_mb: float = 25.0,
         timeout_s: float = 1800.0,
         checkpoint_replicas: bool = True,
