@@ -21,6 +21,7 @@ from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.compat import mark_prepared, replace_prepared_optimizer
+from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.selsync import SelSyncConfig
@@ -62,6 +63,7 @@ class PipeSyncAccelerator(Accelerator):
         if self.pipesync is not None:
             check_support(self)
         self._prepared = Prepared()
+        at_end_of_process(self._prepared.end)  # many a loop ends without end_training()
         self._preparing = False
         self._loader_checked = self._loader_is_for_training = False
 

@@ -64,17 +64,17 @@ class Prepared:
             Synchronisation.attach(models, optimizers, config, backend=backend) for models, optimizers in groups
         ]
 
-    def detach(self) -> None:
+    def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the methods of models and optimizers; their weights stay as they are."""
         for one in self.synchronisations:
-            one.detach()
+            one.detach(timeout_s)
         self.synchronisations.clear()
 
-    def end(self) -> None:
+    def end(self, timeout_s: float = 10.0) -> None:
         """Ends everything, and forgets what was prepared."""
-        self.detach()
+        self.detach(timeout_s)
         for engine in self.pipelines:
-            engine.detach()
+            engine.detach(timeout_s)
         for prepared in (self.models, self.optimizers, self.pipelines):
             prepared.clear()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -22,6 +20,7 @@ from lightning_pipesync.compat import (
     mark_overflow,
     unwrapped,
 )
+from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule
 from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
 from lightning_pipesync.methods.registry import make_config
@@ -254,8 +253,7 @@ class FabricTrainingMixin(_Base):
 
     def _wrap(self, module: nn.Module) -> SyncedModule:
         if not self._synced:
-            # Nobody tells a strategy of the end. This runs at that of processes that Fabric has forked, too.
-            Finalize(None, self._detach, exitpriority=1)
+            at_end_of_process(self._detach)  # nobody tells a strategy of the end
         self._synced.append(SyncedModule(module, self.attach_method))
         return self._synced[-1]
 
@@ -273,12 +271,11 @@ class FabricTrainingMixin(_Base):
                 return synced
         return None
 
-    def _detach(self) -> None:
-        """Ends all methods. What is on its way to other ranks arrives, unless this one ends with an error."""
-        failed = getattr(sys, "last_value", None) is not None
+    def _detach(self, timeout_s: float = 10.0) -> None:
+        """Ends all methods. What is on its way to other ranks arrives, if that does not take longer."""
         for synced in self._synced:
             if synced.method is not None:
-                synced.method.detach(timeout_s=1.0 if failed else 10.0)
+                synced.method.detach(timeout_s)
                 synced.method = None
             synced.optimizers.clear()
         self._synced.clear()
