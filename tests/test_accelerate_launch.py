@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import yaml
@@ -58,43 +60,40 @@ def test_accelerates_own_scripts(environment: dict[str, str], failing: set[str])
             assert "its optimizer was not prepared" in outcomes[name]
 
 
-def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    """Starts a launcher in a session of its own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIPESYNC_", "ACCELERATE_"))}
-    return subprocess.Popen(
-        command,
-        env={**kept, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+class Launch:
+    """A launcher, whose workers can be told from all other processes, whatever session they are in."""
 
+    def __init__(self, command: list[str], **environment: str) -> None:
+        self.mark = f"TEST_LAUNCH={uuid4().hex}"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIPESYNC_", "ACCELERATE_"))}
+        self.process = subprocess.Popen(
+            command,
+            env={**kept, **environment, "OMP_NUM_THREADS": "1", "TEST_LAUNCH": self.mark.partition("=")[2]},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """Waits for a launcher, and returns what it and its workers wrote; nothing of them is left running."""
-    try:
-        output, _ = process.communicate(timeout=240)
-        return output
-    finally:
-        left = [pid for pid in sessions().get(process.pid, []) if pid != process.pid]
-        for pid in (process.pid, *left):
-            if process.poll() is None or pid != process.pid:
+    def finish(self) -> tuple[int, str]:
+        """Waits, and returns the exit status and what it and its workers wrote; none of them is left running."""
+        try:
+            output, _ = self.process.communicate(timeout=240)
+        finally:
+            left = self.processes()
+            for pid in left:
                 os.kill(pid, signal.SIGKILL)
         assert not left, left
+        return self.process.returncode, output
 
-
-def sessions() -> dict[int, list[int]]:
-    """The living processes by the session that they belong to."""
-    found: dict[int, list[int]] = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session, *_ = status.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if state != "Z":
-            found.setdefault(int(session), []).append(int(status.parent.name))
-    return found
+    def processes(self) -> list[int]:
+        """The living processes of this launch, the launcher first."""
+        found = []
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                environment = (status.parent / "environ").read_bytes().split(b"\0")
+                if self.mark.encode() in environment and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                    found.append(int(status.parent.name))
+        return sorted(found)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +108,8 @@ def sessions() -> dict[int, list[int]]:
 def test_configuration_files(launcher: list[str], config: str, options: list[str], method: str) -> None:
     options = ["--config_file", str(CONFIGS / config), "--main_process_port", str(free_port()), *options]
     environment = {} if method == "selsync" else {"PIPESYNC_METHOD": method}
-    process = start([*launcher, *options, *DIGITS], **environment)
-    output = finish(process)
-    assert process.returncode == 0, output
+    status, output = Launch([*launcher, *options, *DIGITS], **environment).finish()
+    assert status == 0, output
     assert f"{method} on 2 processes: test accuracy" in output
     assert "Warning" not in output.replace("UserWarning: OMP_NUM_THREADS", "")
 
@@ -120,27 +118,27 @@ def test_two_machines() -> None:
     """The file for two machines, here twice on this one, with a process each; EA-Pipe needs no more of a launcher."""
     options = ["--config_file", str(CONFIGS / "two_machines.yaml"), "--main_process_ip", "127.0.0.1"]
     options += ["--main_process_port", str(free_port()), "--num_processes", "2", "--same_network"]
-    first, second = (
-        start([*ACCELERATE, *options, "--machine_rank", rank, *DIGITS], PIPESYNC_METHOD="ea_pipe") for rank in "01"
-    )
-    output, other = finish(first), finish(second)
-    assert (first.returncode, second.returncode) == (0, 0), output + other
+    machines = [
+        Launch([*ACCELERATE, *options, "--machine_rank", rank, *DIGITS], PIPESYNC_METHOD="ea_pipe") for rank in "01"
+    ]
+    (status, output), (other_status, other) = [machine.finish() for machine in machines]
+    assert (status, other_status) == (0, 0), output + other
     assert "ea_pipe on 2 processes: test accuracy" in output
 
 
 def test_a_wrong_setting_ends_all_workers() -> None:
     options = ["--config_file", str(CONFIGS / "cpu.yaml"), "--main_process_port", str(free_port())]
-    process = start([*ACCELERATE, *options, *DIGITS], PIPESYNC_METHOD="dear", PIPESYNC_BUFFERMB="4")
-    output = finish(process)
-    assert process.returncode != 0
+    launched = Launch([*ACCELERATE, *options, *DIGITS], PIPESYNC_METHOD="dear", PIPESYNC_BUFFERMB="4")
+    status, output = launched.finish()
+    assert status != 0
     assert "method='dear' has no setting 'buffermb'. It has: update, elementwise" in output
 
 
 def test_one_process_in_place_of_two() -> None:
     """What `accelerate launch --cpu` does without a word."""
-    process = start([*ACCELERATE, "--cpu", "--num_processes", "2", *DIGITS], PIPESYNC_METHOD="dear")
-    output = finish(process)
-    assert process.returncode != 0
+    command = [*ACCELERATE, "--cpu", "--num_processes", "2", *DIGITS]
+    status, output = Launch(command, PIPESYNC_METHOD="dear").finish()
+    assert status != 0
     assert "asked for several processes, and has started this one only" in output
 
 

@@ -6,9 +6,11 @@ import os
 import signal
 import time
 import warnings
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync import DeARConfig, PipeSyncAccelerator, PipeSyncPlugin, SelSyncConfig
 from lightning_pipesync.accelerate.launched import check_num_processes
+from lightning_pipesync.accelerate.model import SynchronisedModel
 from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
 from tests.harness import DIED, launch, raised
 from tests.lightning_models import dataset
@@ -33,6 +36,18 @@ def accelerator_of(method: str, **settings: Any) -> PipeSyncAccelerator:
 def forward_backward(accelerator: Accelerator, model: nn.Module, step: int) -> None:
     x, y = batch(step, accelerator.process_index)
     accelerator.backward(nn.functional.cross_entropy(model(x), y))
+
+
+def test_who_reads_weights_waits_for_them() -> None:
+    model = SynchronisedModel(nn.Linear(2, 2))
+    model.method = Mock(flushed=False)
+    model.zero_grad()
+    assert not model.method.synchronize.called
+    assert len(list(model.parameters())) == 2
+    model.method.synchronize.assert_called_once()
+    model.eval()
+    model.method.flush.assert_called_once()
+    assert type(deepcopy(model)) is nn.Linear
 
 
 def test_plugin_from_the_environment(tmp_path: Path) -> None:

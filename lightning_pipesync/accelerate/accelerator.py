@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from lightning_pipesync.compat import mark_prepared, replace_prepared_optimizer
 from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
-from lightning_pipesync.methods.selsync import SelSyncConfig
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 
 
 class PipeSyncAccelerator(Accelerator):
@@ -89,29 +90,33 @@ class PipeSyncAccelerator(Accelerator):
         """Prepares a model; its optimizer has to be prepared, too, before it is trained."""
         trained = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
         if not self._synchronises or not trained:
-            return super().prepare_model(model, device_placement, evaluation_mode)
+            # A model without gradients needs no DistributedDataParallel, which on the CPU it would get, and refuse.
+            return super().prepare_model(model, device_placement, evaluation_mode or self._synchronises)
         self._refuse_pipeline("prepare(model, optimizer)")
         for known in self._prepared.models:
             if model is known or model is known.module:
+                self._attach()
                 return known
         # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
         wrapper = SynchronisedModel(super().prepare_model(model, device_placement, evaluation_mode=True))
         mark_prepared(wrapper)
-        self._prepared.models.append(wrapper)
+        self._prepared.add(wrapper)
         self._attach()
         return wrapper
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepares an optimizer; the model that it trains has to be prepared, too, before a step."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if not self._synchronises or isinstance(prepared, SynchronisedOptimizer):
+        if not self._synchronises:
             return prepared
         self._refuse_pipeline("prepare(model, optimizer)")
-        synchronised = SynchronisedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
-        replace_prepared_optimizer(self, prepared, synchronised)
-        self._prepared.optimizers.append(synchronised)
+        if not isinstance(prepared, SynchronisedOptimizer):
+            synchronised = SynchronisedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
+            replace_prepared_optimizer(self, prepared, synchronised)
+            prepared = synchronised
+        self._prepared.add(prepared)
         self._attach()
-        return synchronised
+        return prepared
 
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -190,7 +195,8 @@ class PipeSyncAccelerator(Accelerator):
         return engine
 
     def free_memory(self, *objects: Any) -> Any:
-        """Ends the methods, and drops what was prepared."""
+        """Ends the methods, and drops what was prepared; a collective call."""
+        self._prepared.return_optimizer_states()
         self._prepared.end()
         return super().free_memory(*objects)
 
@@ -286,6 +292,12 @@ class PipeSyncAccelerator(Accelerator):
         if isinstance(model, SynchronisedModel):
             if model.method is not None:
                 model.method.synchronize()
+                if isinstance(model.method, SelSync) and not model.method.flushed:
+                    warnings.warn(
+                        "unwrap_model() has returned a model whose weights are this process's own. If they are to be "
+                        "saved or evaluated, call accelerator.wait_for_everyone() before, on all processes.",
+                        stacklevel=2,
+                    )
             model = model.module
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 

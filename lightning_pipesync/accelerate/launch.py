@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import patch_environment
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lightning_pipesync.accelerate.plugin import (
@@ -59,4 +60,6 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
             except ChildFailedError as error:
                 print(error, file=sys.stderr)
                 return 1
+            except SignalException as error:  # Ctrl-C, for one; the workers have been stopped
+                return 128 + error.sigval
     return 0

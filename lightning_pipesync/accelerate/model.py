@@ -58,6 +58,16 @@ class SynchronisedModel(nn.Module):
         else:
             yield  # without a step there is nothing that travels
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Returns the parameters as :class:`torch.nn.Module` does, when their weights are those after the last step."""
+        if self.method is not None:
+            self.method.synchronize()
+        return super().named_parameters(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; the weights may still be under way."""
+        self.module.zero_grad(set_to_none)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Returns a copy of the model itself, which nobody synchronises."""
         from copy import deepcopy

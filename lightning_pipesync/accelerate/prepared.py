@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 from lightning_pipesync.accelerate.model import SynchronisedModel
@@ -17,16 +18,28 @@ class Prepared:
     """Models, optimizers and pipelines, and the methods that look after them.
 
     Attributes:
-        models: in the order in which they were prepared.
-        optimizers: likewise.
+        optimizers: in the order in which they were prepared.
         pipelines: likewise.
         synchronisations: the methods that are attached.
     """
 
-    models: list[SynchronisedModel] = field(default_factory=list)
     optimizers: list[SynchronisedOptimizer] = field(default_factory=list)
     pipelines: list[EAPipe] = field(default_factory=list)
     synchronisations: list[Synchronisation] = field(default_factory=list)
+    _models: list[weakref.ref[SynchronisedModel]] = field(default_factory=list)
+
+    @property
+    def models(self) -> list[SynchronisedModel]:
+        """In the order in which they were prepared, as long as somebody holds them: they may get another optimizer."""
+        return [model for reference in self._models if (model := reference()) is not None]
+
+    def add(self, one: SynchronisedModel | SynchronisedOptimizer) -> None:
+        """Adds what was prepared, unless it is there."""
+        if isinstance(one, SynchronisedOptimizer):
+            if not any(one is known for known in self.optimizers):
+                self.optimizers.append(one)
+        elif not any(one is known for known in self.models):
+            self._models.append(weakref.ref(one))
 
     @property
     def stateful(self) -> list[Synchronisation | EAPipe]:
@@ -71,12 +84,17 @@ class Prepared:
         self.synchronisations.clear()
 
     def end(self, timeout_s: float = 10.0) -> None:
-        """Ends everything, and forgets what was prepared."""
+        """Ends everything, and forgets it; models may be trained again, with an optimizer that is prepared then."""
         self.detach(timeout_s)
         for engine in self.pipelines:
             engine.detach(timeout_s)
-        for prepared in (self.models, self.optimizers, self.pipelines):
-            prepared.clear()
+        self.optimizers.clear()
+        self.pipelines.clear()
+
+    def return_optimizer_states(self) -> None:
+        """Gives optimizers their whole state back, of which a rank may have but a part; a collective call."""
+        for one in self.synchronisations:
+            one.method.return_optimizer_states()
 
     def consolidate(self) -> None:
         """Makes all weights the consolidated ones; a collective call."""
