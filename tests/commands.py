@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,14 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """Returns this process's environment without what a launcher has set, the package found, and ``variables``."""
+    """Returns this process's environment without what a launcher has set, and with ``variables``.
+
+    The package is found, and so are the programs that are installed with it, as in an environment that was activated.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    packages = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    own = {"PYTHONPATH": packages, "PATH": programs, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     return kept | own | {name: str(value) for name, value in variables.items()}
 
 

@@ -150,9 +150,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("name", "how"), [("selsync", signal.SIGTERM), ("dear", signal.SIGINT)])
-def test_interrupting_a_script_ends_all_its_processes(name: str, how: signal.Signals, tmp_path: Path) -> None:
-    """The signal goes to the main process; nothing crashes on the way out, and nothing is left running."""
+@pytest.mark.parametrize("name", ["selsync", "dear"])
+def test_interrupting_a_script_ends_all_its_processes(name: str, tmp_path: Path) -> None:
+    """The signal goes to the main process; nothing crashes on the way out, and nothing is left running.
+
+    It is Ctrl-C's. A SIGTERM is Lightning's own affair: each rank leaves at a step of its own, whatever the strategy.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
@@ -166,10 +169,10 @@ def test_interrupting_a_script_ends_all_its_processes(name: str, how: signal.Sig
     for line in process.stdout:
         if "an epoch" in line:
             break
-    os.kill(process.pid, how)
+    os.kill(process.pid, signal.SIGINT)
     try:
         output, _ = process.communicate(timeout=60)
-        assert process.returncode == (1 if how == signal.SIGINT else 0), output  # Lightning's own exit statuses
+        assert process.returncode == 1, output  # Lightning's own exit status
         assert "terminate called" not in output
         deadline = time.monotonic() + 30
         while _group_lives(process.pid):
