@@ -23,6 +23,7 @@ from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.compat import mark_prepared, replace_prepared_optimizer
 from lightning_pipesync.core.ending import at_end_of_process
+from lightning_pipesync.core.views import without_views
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
@@ -304,7 +305,7 @@ class PipeSyncAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the consolidated weights under the user's own names; a collective call."""
         self.consolidate()
-        return checkpoint.without_views(super().get_state_dict(model, unwrap))
+        return without_views(super().get_state_dict(model, unwrap))
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
@@ -352,9 +353,14 @@ class PipeSyncAccelerator(Accelerator):
             return
         assert self.pipesync is not None
         states = checkpoint.read_rank_states(
-            folder, self.pipesync.method, self.process_index, self.num_processes, len(self._prepared.stateful)
+            folder,
+            self.pipesync.method,
+            self.process_index,
+            self.num_processes,
+            len(self._prepared.stateful),
+            self.pipesync.config.needs_as_many_ranks,
         )
-        for one, state in zip(self._prepared.stateful, states or [], strict=False):
+        for one, state in zip(self._prepared.stateful, states, strict=False):
             one.load_state_dict(state)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from lightning_pipesync.methods.checkpoint import state_of_rank
 
 
 class Stateful(Protocol):
@@ -34,48 +37,33 @@ def save_rank_states(folder: str | Path, methods: Sequence[Stateful], name: str,
     torch.save({"method": name, "world_size": world_size, "states": states}, _file(folder, rank))
 
 
-def read_rank_states(folder: str | Path, name: str, rank: int, world_size: int, num_methods: int) -> list[Any] | None:
-    """Returns the states that :func:`save_rank_states` has written; None if the checkpoint is of another method.
+def read_rank_states(
+    folder: str | Path, name: str, rank: int, world_size: int, num_methods: int, needs_as_many_ranks: bool
+) -> list[Any]:
+    """Returns the states that :func:`save_rank_states` has written; none if they are of no use here.
 
     Raises:
-        ValueError: it is of another number of processes, or of other models.
+        ValueError: the checkpoint is of other models, or of another number of processes.
     """
-    path = _file(folder, 0)
-    if not path.exists():
-        return None
+    path = _file(folder, rank) if _file(folder, rank).exists() else _file(folder, 0)
+    if not path.exists():  # of plain Accelerate
+        return []
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    if saved["method"] != name:
-        return None
-    if saved["world_size"] != world_size:
+    states: Any = state_of_rank(
+        {"strategy": saved["method"], "world_size": saved["world_size"], "ranks": {rank: saved["states"]}},
+        name,
+        rank,
+        world_size,
+        needs_as_many_ranks,
+        warnings.warn,
+        removable=f"{_file('', 0).name} and its like",
+    )
+    if states is not None and len(states) != num_methods:
         raise ValueError(
-            f"{folder} was saved by {saved['world_size']} processes, and there are {world_size}: use as many, or "
-            f"remove {_file('', 0).name} and its like from it to begin from the weights and the optimizer."
+            f"{folder} holds {len(states)} models that were trained with their optimizers, and {num_methods} were "
+            "prepared: prepare the same ones before load_state()."
         )
-    if len(saved["states"]) != num_methods:
-        raise ValueError(
-            f"{folder} holds {len(saved['states'])} models that were trained with their optimizers, and "
-            f"{num_methods} were prepared: prepare the same ones before load_state()."
-        )
-    states: list[Any] = torch.load(_file(folder, rank), map_location="cpu", weights_only=True)["states"]
-    return states
-
-
-def without_views(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a model's state with copies in place of views of a buffer that holds other tensors, too.
-
-    File formats take such views, as fused weights are, for copies of each other. Tied weights stay tied.
-    """
-    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-
-    def whole(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == value.nbytes:
-            return value
-        key = value.data_ptr(), value.shape
-        if key not in copies:
-            copies[key] = value.clone()
-        return copies[key]
-
-    return {name: whole(value) for name, value in state.items()}
+    return states or []
 
 
 def _file(folder: str | Path, rank: int) -> Path:

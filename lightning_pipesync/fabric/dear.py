@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.views import without_views
 from lightning_pipesync.fabric.module import SyncedModule
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.methods.dear import DeAR
@@ -28,16 +28,10 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 
     name = "dear"
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        # A codec's residuals are each rank's own; without any, a run may go on with another number of ranks.
-        self.needs_as_many_ranks = not get_codec(self.config.compression).lossless
-
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> DeAR:
         config = self.config.on_hosts_of(self.num_processes, self.world_size)
         return DeAR(module, optimizers, config, backend=self._traffic_backend)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         state = super().get_module_state_dict(module)
-        method = module.method if isinstance(module, SyncedModule) else None
-        return method.without_views(state) if isinstance(method, DeAR) else state
+        return without_views(state) if isinstance(module, SyncedModule) else state

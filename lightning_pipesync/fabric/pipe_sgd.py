@@ -32,10 +32,6 @@ class PipeSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         "drain": "call fabric.strategy.method_of(optimizer).drain() after the last step"
     }
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.needs_as_many_ranks = self.config.error_feedback  # what the codec drops is each rank's own
-
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> PipeSGD:
         return PipeSGD(module, optimizers, self.config, backend=self._traffic_backend)
 

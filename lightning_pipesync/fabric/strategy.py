@@ -21,11 +21,9 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
 
     Attributes:
         checkpoint_replicas: whether checkpoints hold each rank's own state.
-        needs_as_many_ranks: whether a run can only go on with as many ranks as before.
     """
 
     checkpoint_replicas = True
-    needs_as_many_ranks = True
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank; a collective call."""
@@ -85,7 +83,7 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
 
     def load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
         """Has ``methods`` go on from what a checkpoint holds besides a plain one's content."""
-        needs = self.needs_as_many_ranks
+        needs = self.config.needs_as_many_ranks
         state = state_of_rank(saved, self.name, self.global_rank, self.world_size, needs, rank_zero_warn)
         if state is None:
             return

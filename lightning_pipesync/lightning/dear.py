@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.compat import unwrapped
-from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.views import without_views
 from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.dear.config import FusionMethod, Topology, Update
@@ -115,8 +116,6 @@ class DeARStrategyMixin(AveragingStrategyMixin):
             timeout=timedelta(seconds=timeout_s),
             start_method=start_method,
         )
-        # A codec's residuals are each rank's own; without any, a run may go on with another number of ranks.
-        self.needs_as_many_ranks = not get_codec(compression).lossless
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> DeAR:
         config = self.config.on_hosts_of(self.num_processes, self.world_size)
@@ -130,7 +129,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return state if self.method is None else self.method.without_views(state)
+        return state if self.method is None else without_views(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank."""

@@ -83,7 +83,6 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     name = "ea_pipe"
     shown_metrics = ("mib_sent",)
     checkpoint_replicas = True
-    needs_as_many_ranks = False
     method: EAPipe | None = None  # type: ignore[assignment]
     _completes = True
     _num_evaluated = 0

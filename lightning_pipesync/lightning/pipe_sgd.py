@@ -109,7 +109,6 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
             timeout=timedelta(seconds=timeout_s),
             start_method=start_method,
         )
-        self.needs_as_many_ranks = error_feedback  # what the codec drops is each rank's own
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> PipeSGD:
         return PipeSGD(module, optimizers, self.config, backend=self._traffic_backend)

@@ -40,7 +40,7 @@ class PipeSyncStrategyMixin(_Base):
         shown_metrics: names of the method's metrics that the progress bar shows.
         callback_class: the callback that is added to the Trainer.
         checkpoint_replicas: whether checkpoints hold each rank's own state.
-        needs_as_many_ranks: whether a run can only go on with as many ranks as before.
+        config: the settings.
         method: what runs in the current ``fit``; None outside one.
     """
 
@@ -48,7 +48,7 @@ class PipeSyncStrategyMixin(_Base):
     shown_metrics: tuple[str, ...]
     callback_class: type[PipeSyncCallbackMixin]
     checkpoint_replicas: bool
-    needs_as_many_ranks = True
+    config: Any
     method: SyncMethod | None = None
     _rng_states: dict[str, Tensor] | None = None
     _flushed_to_save = False
@@ -217,7 +217,7 @@ class PipeSyncStrategyMixin(_Base):
         change_train_loaders(self.lightning_module.trainer, self.begin_where_stopped)
 
     def _load_from(self, saved: dict[str, Any]) -> None:
-        needs = self.needs_as_many_ranks
+        needs = self.config.needs_as_many_ranks
         state = state_of_rank(saved, self.name, self.global_rank, self.world_size, needs, rank_zero_warn)
         if state is not None:
             self.load_rank_state_dict(state)

@@ -16,6 +16,7 @@ def state_of_rank(
     world_size: int,
     needs_as_many_ranks: bool,
     warn: Callable[[str], object],
+    removable: str = f"the key {CHECKPOINT_KEY!r}",
 ) -> dict[str, Any] | None:
     """Returns what a rank needs to go on bit for bit, from what stands under :data:`CHECKPOINT_KEY`.
 
@@ -26,6 +27,7 @@ def state_of_rank(
         world_size: how many ranks there are now.
         needs_as_many_ranks: whether the run can only go on with as many as before.
         warn: called with a message if another strategy's checkpoint is used.
+        removable: what a user may remove from the checkpoint, to go on without it.
 
     Returns:
         None if the checkpoint does not hold it, or it is not of use here.
@@ -44,7 +46,6 @@ def state_of_rank(
             return None
         raise ValueError(
             f"The checkpoint holds the state of {saved['world_size']} ranks, and there are {world_size}. "
-            f"Resume with as many, or remove the key {CHECKPOINT_KEY!r} from the checkpoint to go on from its "
-            "consolidated weights."
+            f"Resume with as many, or remove {removable} from the checkpoint to go on from its consolidated weights."
         )
     return saved["ranks"][rank] if "ranks" in saved else None

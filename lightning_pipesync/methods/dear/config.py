@@ -114,6 +114,11 @@ class DeARConfig:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)
 
+    @property
+    def needs_as_many_ranks(self) -> bool:
+        """Whether a run can only go on with as many ranks as before: what a codec drops is each rank's own."""
+        return not get_codec(self.compression).lossless
+
     def shards(self, optimizer: Optimizer) -> bool:
         """Returns whether each rank updates its shard of this optimizer's weights only.
 

@@ -132,11 +132,6 @@ class FusedBuckets:
         self._bucket_of = {}
         self._buckets_of = {}
 
-    def shares_memory(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is a view of a bucket's values."""
-        storage = tensor.untyped_storage().data_ptr()
-        return any(bucket.values.flat.untyped_storage().data_ptr() == storage for bucket in self._buckets)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns what travels together, in which order, and the state of each bucket on this rank."""
         return {

@@ -297,13 +297,6 @@ class DeAR(AveragingMethod):
             if index not in self._loaded:
                 optimizer.state.update(self._buckets.optimizer_states(index))
 
-    def without_views(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a module's state with copies in place of views of a bucket, which some file formats refuse."""
-        return {
-            name: value.clone() if isinstance(value, Tensor) and self._buckets.shares_memory(value) else value
-            for name, value in state.items()
-        }
-
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the thread and the process groups; the weights stay as they are."""
         for hook in self._hooks:

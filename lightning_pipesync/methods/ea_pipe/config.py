@@ -113,3 +113,8 @@ class EAPipeConfig:
                 f"split must list the indices of the first layers of the later stages, growing and from 1 on, got "
                 f"{self.split!r}."
             )
+
+    @property
+    def needs_as_many_ranks(self) -> bool:
+        """Whether a run can only go on with as many ranks as before."""
+        return False

@@ -84,3 +84,8 @@ class PipeSGDConfig:
         if self.bucket_mb is not None:
             Fusion(bucket_mb=self.bucket_mb)
         get_codec(self.compression)
+
+    @property
+    def needs_as_many_ranks(self) -> bool:
+        """Whether a run can only go on with as many ranks as before: what the codec drops is each rank's own."""
+        return self.error_feedback

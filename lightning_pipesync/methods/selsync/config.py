@@ -82,3 +82,8 @@ class SelSyncConfig:
     def smoothing_factor(self, world_size: int) -> float:
         """Returns the smoothing factor for so many ranks: N / 100, at most 1, unless it is set (Section III-A)."""
         return min(1.0, world_size / 100) if self.smoothing is None else self.smoothing
+
+    @property
+    def needs_as_many_ranks(self) -> bool:
+        """Whether a run can only go on with as many ranks as before: each has a replica of its own."""
+        return True
