@@ -248,6 +248,16 @@ def mark_prepared(prepared: Any) -> None:
     prepared._is_accelerate_prepared = True
 
 
+def is_prepared(given: Any) -> bool:
+    """Returns whether Accelerate has prepared ``given`` before."""
+    return bool(getattr(given, "_is_accelerate_prepared", False))
+
+
+def prepared_models(accelerator: Any) -> list[torch.nn.Module]:
+    """Returns the models that an Accelerator saves."""
+    return list(accelerator._models)
+
+
 def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer) -> None:
     """Has an Accelerator use ``new`` where it has prepared ``old``."""
     optimizers = accelerator._optimizers

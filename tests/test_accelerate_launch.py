@@ -137,8 +137,7 @@ def test_a_wrong_setting_ends_all_workers() -> None:
 def test_one_process_in_place_of_two() -> None:
     """What `accelerate launch --cpu` does without a word."""
     command = [*ACCELERATE, "--cpu", "--num_processes", "2", *DIGITS]
-    status, output = Launch(command, PIPESYNC_METHOD="dear").finish()
-    assert status != 0
+    _, output = Launch(command, PIPESYNC_METHOD="dear").finish()
     assert "asked for several processes, and has started this one only" in output
 
 

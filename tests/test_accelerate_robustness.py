@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,7 +24,7 @@ from lightning_pipesync.accelerate.launched import check_num_processes
 from lightning_pipesync.accelerate.model import SynchronisedModel
 from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
 from tests.harness import DIED, launch, raised
-from tests.lightning_models import dataset
+from tests.lightning_models import dataset, train_loader
 from tests.models import OPTIMIZERS, batch, seeded_mlp
 
 EXACT = {"dear": {}, "selsync": {"delta": 0, "aggregation": "gradients"}, "pipe_sgd": {"staleness": 0}}
@@ -48,6 +49,7 @@ def test_who_reads_weights_waits_for_them() -> None:
     model.eval()
     model.method.flush.assert_called_once()
     assert type(deepcopy(model)) is nn.Linear
+    assert model.method.synchronize.call_count == 2
 
 
 def test_plugin_from_the_environment(tmp_path: Path) -> None:
@@ -102,10 +104,11 @@ def test_a_launcher_that_starts_too_few(monkeypatch: pytest.MonkeyPatch) -> None
         check_num_processes(1)
     check_num_processes(2)
     monkeypatch.delenv("PIPESYNC_NUM_PROCESSES")
-    for name, value in (("ACCELERATE_MIXED_PRECISION", "no"), ("MASTER_PORT", "29500")):
+    launched = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match="asked for several processes"):
+    with pytest.warns(UserWarning, match="asked for several processes"):
         check_num_processes(1)
 
 
@@ -206,12 +209,25 @@ def refusals() -> dict[str, Any]:
             lambda: dear.prepare_pipeline(model, nn.functional.cross_entropy, lambda _: None)
         ),
     }
+    loader = dear.prepare(train_loader())
+    outcomes["would be divided twice"] = raised(lambda: dear.prepare_train_loader(loader))
+    assert dear.prepare(dear.prepare_train_loader(train_loader())).total_batch_size == loader.total_batch_size
+    dear.scaler = torch.amp.GradScaler("cpu")
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    outcomes["a fused AdamW"] = raised(lambda: dear.prepare(fused))
     dear.free_memory()
+    hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    outcomes["comm_hook='bf16'"] = raised(lambda: PipeSyncAccelerator(PipeSyncPlugin("dear"), kwargs_handlers=[hooked]))
     pipeline = accelerator_of("ea_pipe")
     outcomes["accelerator.prepare_pipeline(layers"] = raised(lambda: pipeline.prepare(model, OPTIMIZERS["sgd"](model)))
     selsync = accelerator_of("selsync", injection=(0.5, 0.5))
     network, optimizer = selsync.prepare(model, OPTIMIZERS["sgd"](model))
     outcomes["prepare_train_loader(train_loader)"] = raised(lambda: forward_backward(selsync, network, 0))
+    sampled = DataLoader(dataset(), 8, sampler=torch.utils.data.SubsetRandomSampler(range(64)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = [len(batch[0]) for batch in selsync.prepare_train_loader(sampled)]
+    assert max(rows) < 8 + 4, rows  # 4 of 8 / (1 + 0.5 * 0.5 * 2) and those of another rank
     outcomes["a batch_size"] = raised(lambda: selsync.prepare_train_loader(DataLoader(dataset(), batch_size=None)))
     selsync.free_memory()
     selsync = accelerator_of("selsync")

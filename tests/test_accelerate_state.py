@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,77 @@ def steps(accelerator: Accelerator, folder: Path | None, num_steps: int, save: P
     rate = float(optimizer.param_groups[0]["lr"])
     accelerator.free_memory()
     return model.weights(), rate
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def save_again(method: str, folder: Path) -> dict[str, Any]:
+    """Trains a model with tied weights, frees it, prepares it again, and saves it; then loads in ways that fail."""
+    accelerator = accelerator_of(method, timeout_s=60)
+    model = Tied()
+    for _ in range(2):
+        network, optimizer = accelerator.prepare(model, OPTIMIZERS["adamw"](model))
+        for step in range(3):
+            accelerator.backward(network(torch.ones(2, 6) * (step + accelerator.process_index)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.return_optimizer_states()
+        accelerator.free_memory()
+    network, optimizer = accelerator.prepare(model, OPTIMIZERS["adamw"](model))
+    accelerator.save_state(str(folder))
+    saved = model.first.weight.detach().clone()
+    accelerator.wait_for_everyone()
+    outcomes = {"nowhere": raised(lambda: accelerator.load_state(str(folder / "nowhere")))}
+    accelerator.backward(network(torch.ones(2, 6) * accelerator.process_index).square().sum())  # as if nothing was
+    optimizer.step()
+    # Each process has a folder of its own, and one of them lacks its file.
+    mine = folder.with_name(f"{folder.name} of {accelerator.process_index}")
+    shutil.copytree(folder, mine)
+    if accelerator.process_index == 1:
+        (mine / "pipesync_1.bin").unlink()
+    outcomes["incomplete"] = raised(lambda: accelerator.load_state(str(mine)))
+    accelerator.load_state(str(folder))
+    outcomes["loaded"] = torch.equal(model.first.weight, saved)
+    accelerator.free_memory()
+    return outcomes
+
+
+def overwrite(folder: Path) -> tuple[Tensor, Tensor, list[str]]:
+    """SelSync saves, plain Accelerate saves over it, SelSync loads that."""
+    steps(accelerator_of("selsync", delta=1e9), None, 3, folder)
+    weights, _ = steps(Accelerator(cpu=True), None, 2, folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded, _ = steps(accelerator_of("selsync", delta=1e9), folder, 0, None)
+    return weights, loaded, [str(one.message) for one in caught]
+
+
+def unusual(directory: Path) -> Any:
+    methods = ("dear", "selsync", "pipe_sgd")
+    return {method: save_again(method, directory / method) for method in methods}, overwrite(directory / "over")
+
+
+def test_unusual_checkpoints(tmp_path: Path) -> None:
+    """Tied weights, a model that was prepared again, checkpoints that are not there, incomplete, or overwritten."""
+    for by_method, (weights, loaded, messages) in launch(partial(unusual, tmp_path), 2, init=False):
+        for method, outcomes in by_method.items():
+            assert "folder does not exist" in outcomes["nowhere"][1]
+            assert outcomes["incomplete"][0] == "ValueError", method
+            assert "Not all of the 2 processes find what they need" in outcomes["incomplete"][1]
+            assert outcomes["loaded"], method
+            assert (tmp_path / method / "model.safetensors").exists()
+        assert torch.equal(loaded, weights)
+        assert any("is of other weights than those that were loaded" in message for message in messages)
 
 
 def checkpoints(directory: Path) -> dict[str, Any]:

@@ -72,9 +72,10 @@ def train(trainer_class: Any, folder: Path, resume: bool = False, **kwargs: Any)
     )
     trainer = trainer_class(model=bert(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(), **kwargs)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resume else None)
-    trainer.evaluate()
     weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]).clone()
-    trainer.save_model(str(folder / "final"))
+    if trainer.is_world_process_zero():  # as many a script has it
+        trainer.save_model(str(folder / "final"))
+    trainer.evaluate()
     history = trainer.state.log_history
     trainer.args.output_dir = str(folder / "again")
     trainer.train()  # with the same model and optimizer

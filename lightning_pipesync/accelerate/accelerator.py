@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.accelerate import checkpoint, clipping, loaders
+from lightning_pipesync.accelerate import clipping, loaders
 from lightning_pipesync.accelerate.launched import check_num_processes, check_support
 from lightning_pipesync.accelerate.model import SynchronisedModel
 from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
-from lightning_pipesync.compat import mark_prepared, replace_prepared_optimizer
+from lightning_pipesync.accelerate.saving import SavingAccelerator
+from lightning_pipesync.compat import (
+    handles_unscaling,
+    is_prepared,
+    mark_prepared,
+    replace_prepared_optimizer,
+)
 from lightning_pipesync.core.ending import at_end_of_process
-from lightning_pipesync.core.views import without_views
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
-from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.methods.selsync import SelSyncConfig
 
 
-class PipeSyncAccelerator(Accelerator):
+class PipeSyncAccelerator(SavingAccelerator):
     """``accelerate.Accelerator``, whose ``prepare`` gives models and optimizers to a method of this package.
 
     The loop stays as it was::
@@ -96,6 +98,7 @@ class PipeSyncAccelerator(Accelerator):
         self._refuse_pipeline("prepare(model, optimizer)")
         for known in self._prepared.models:
             if model is known or model is known.module:
+                super().prepare_model(known.module, device_placement, evaluation_mode=True)  # it may have been freed
                 self._attach()
                 return known
         # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
@@ -111,6 +114,11 @@ class PipeSyncAccelerator(Accelerator):
         if not self._synchronises:
             return prepared
         self._refuse_pipeline("prepare(model, optimizer)")
+        if prepared.scaler is not None and handles_unscaling(prepared.optimizer):
+            raise ValueError(
+                f"mixed_precision='fp16' with a fused {type(prepared.optimizer).__name__} unscales gradients within "
+                "the step, where a method cannot see them: set fused=False."
+            )
         if not isinstance(prepared, SynchronisedOptimizer):
             synchronised = SynchronisedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
             replace_prepared_optimizer(self, prepared, synchronised)
@@ -128,7 +136,7 @@ class PipeSyncAccelerator(Accelerator):
         """
         if self._loader_is_for_training:
             return self.prepare_train_loader(data_loader)
-        if self._synchronises and self._has_pipeline:
+        if self._synchronises and self._has_pipeline and not is_prepared(data_loader):
             return loaders.same_on_all_ranks(self, data_loader)
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
@@ -142,6 +150,11 @@ class PipeSyncAccelerator(Accelerator):
             ValueError: the data set has fewer samples than there are ranks, or the loader makes no batches.
         """
         self._loader_checked, self._loader_is_for_training = True, False
+        if is_prepared(data_loader):
+            raise ValueError(
+                "The loader was prepared before, and would be divided twice: give prepare_train_loader() the loader "
+                "itself, and leave it out of prepare()."
+            )
         if not self._synchronises or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
         assert self.pipesync is not None
@@ -196,10 +209,16 @@ class PipeSyncAccelerator(Accelerator):
         return engine
 
     def free_memory(self, *objects: Any) -> Any:
-        """Ends the methods, and drops what was prepared; a collective call."""
-        self._prepared.return_optimizer_states()
+        """Ends the methods, and drops what was prepared; with DeAR the states of optimizers, too.
+
+        No collective call, so that a process may make it after an error. See :meth:`return_optimizer_states`.
+        """
         self._prepared.end()
         return super().free_memory(*objects)
+
+    def return_optimizer_states(self) -> None:
+        """Gives the optimizers their whole state back, before :meth:`free_memory`; a collective call."""
+        self._prepared.return_optimizer_states()
 
     def end_training(self) -> None:
         """Ends the methods, trackers and process groups."""
@@ -271,97 +290,6 @@ class PipeSyncAccelerator(Accelerator):
     def metrics(self) -> dict[str, float]:
         """Returns what the method did so far on this rank, to be logged: ``selsync/lssr``, ``dear/mib_sent``, ..."""
         return {} if self.pipesync is None else self._prepared.metrics(self.pipesync.method)
-
-    # --- reading the weights ----------------------------------------------------------------------------------------
-
-    def consolidate(self) -> None:
-        """Makes the weights the method's consolidated ones, the same on all ranks, until training goes on.
-
-        A collective call. ``model.eval()``, :meth:`wait_for_everyone`, and what saves something make it themselves.
-        """
-        self._prepared.consolidate()
-
-    def wait_for_everyone(self) -> None:
-        """Waits for all ranks, and consolidates the weights: what follows may well be saved by one of them."""
-        super().wait_for_everyone()
-        self.consolidate()
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """Returns the user's own model; with SelSync its weights are this rank's own unless they are consolidated."""
-        if isinstance(model, SynchronisedModel):
-            if model.method is not None:
-                model.method.synchronize()
-                if isinstance(model.method, SelSync) and not model.method.flushed:
-                    warnings.warn(
-                        "unwrap_model() has returned a model whose weights are this process's own. If they are to be "
-                        "saved or evaluated, call accelerator.wait_for_everyone() before, on all processes.",
-                        stacklevel=2,
-                    )
-            model = model.module
-        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Returns the consolidated weights under the user's own names; a collective call."""
-        self.consolidate()
-        return without_views(super().get_state_dict(model, unwrap))
-
-    def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> Any:
-        """Saves a checkpoint, as Accelerate does, with what each rank needs to go on bit for bit; a collective call."""
-        self.consolidate()
-        folder = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
-        self.save_rank_states(folder)
-        return folder
-
-    def save_rank_states(self, folder: str | Path) -> None:
-        """Writes what each rank needs besides the consolidated weights and the optimizers; a collective call."""
-        if self._prepared.stateful:
-            assert self.pipesync is not None
-            checkpoint.save_rank_states(
-                folder, self._prepared.stateful, self.pipesync.method, self.process_index, self.num_processes
-            )
-
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
-        """Goes on from a checkpoint of this method, of another one or of plain Accelerate; a collective call.
-
-        Raises:
-            ValueError: it is of other models, settings, or another number of processes.
-        """
-        folders: list[str] = []
-        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
-        # Methods begin with what models and optimizers hold, so these are loaded without them.
-        self._prepared.detach()
-        try:
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-        finally:
-            hook.remove()
-        self._attach()
-        self.load_rank_states(folders[0])
-
-    def load_rank_states(self, folder: str | Path) -> None:
-        """Goes on from what :meth:`save_rank_states` has written, if it was this method; a collective call.
-
-        Raises:
-            ValueError: it is of other models, settings, or another number of processes.
-        """
-        if not self._prepared.stateful:
-            return
-        assert self.pipesync is not None
-        states = checkpoint.read_rank_states(
-            folder,
-            self.pipesync.method,
-            self.process_index,
-            self.num_processes,
-            len(self._prepared.stateful),
-            self.pipesync.config.needs_as_many_ranks,
-        )
-        for one, state in zip(self._prepared.stateful, states, strict=False):
-            one.load_state_dict(state)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Returns the loader without its first batches, to go on within an epoch."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import gather_object
+from torch import nn
 
 from lightning_pipesync.methods.checkpoint import state_of_rank
 
@@ -22,35 +25,61 @@ class Stateful(Protocol):
         """Goes on from it."""
 
 
-def save_rank_states(folder: str | Path, methods: Sequence[Stateful], name: str, rank: int, world_size: int) -> None:
+def save_rank_states(
+    folder: str | Path, methods: Sequence[Stateful], name: str, rank: int, world_size: int, models: Sequence[nn.Module]
+) -> None:
     """Writes what this rank needs to go on bit for bit, to a file of its own, as Accelerate does with random numbers.
 
     Args:
-        folder: where the checkpoint is.
-        methods: in the order in which they were prepared.
+        folder: where the checkpoint is; each rank's own, on machines without a common one.
+        methods: in the order in which they were prepared; without any, what is there of an earlier checkpoint goes.
         name: of the method.
         rank: of this process.
         world_size: number of processes.
+        models: what is saved beside it, by which it is known again.
     """
+    if not methods:
+        _file(folder, rank).unlink(missing_ok=True)
+        return
     states = [method.state_dict() for method in methods]
     Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0, which does so, too, may come later
-    torch.save({"method": name, "world_size": world_size, "states": states}, _file(folder, rank))
+    saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models), "states": states}
+    torch.save(saved, _file(folder, rank))
 
 
 def read_rank_states(
-    folder: str | Path, name: str, rank: int, world_size: int, num_methods: int, needs_as_many_ranks: bool
+    folder: str | Path,
+    name: str,
+    rank: int,
+    world_size: int,
+    models: Sequence[nn.Module],
+    num_methods: int,
+    needs_as_many_ranks: bool,
 ) -> list[Any]:
-    """Returns the states that :func:`save_rank_states` has written; none if they are of no use here.
+    """Returns the states that :func:`save_rank_states` has written; a collective call.
+
+    Returns:
+        Nothing if they are of no use here: the checkpoint is of plain Accelerate, or of another method.
 
     Raises:
-        ValueError: the checkpoint is of other models, or of another number of processes.
+        ValueError: on all ranks: some have their file and some have not, or it is of other models, or of another number
+            of processes.
     """
-    path = _file(folder, rank) if _file(folder, rank).exists() else _file(folder, 0)
-    if not path.exists():  # of plain Accelerate
+    path = _file(folder, rank)
+    saved = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+    if saved is not None and saved["weights"] != _fingerprint(models):
+        warnings.warn(
+            f"{path} is of other weights than those that were loaded, and is not used: plain Accelerate, or something "
+            "else, has saved over that checkpoint.",
+            stacklevel=4,
+        )
+        saved = None
+    mine = None if saved is None else (saved["method"], saved["world_size"], len(saved["states"]))
+    [method, saved_size, num_states], complete = _agreed(gather_object([mine]))
+    if method is None:
         return []
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    states: Any = state_of_rank(
-        {"strategy": saved["method"], "world_size": saved["world_size"], "ranks": {rank: saved["states"]}},
+    state: Any = state_of_rank(
+        {"strategy": method, "world_size": saved_size, "ranks": {rank: saved and saved["states"]}},
         name,
         rank,
         world_size,
@@ -58,12 +87,36 @@ def read_rank_states(
         warnings.warn,
         removable=f"{_file('', 0).name} and its like",
     )
-    if states is not None and len(states) != num_methods:
+    if (state is None and method != name) or saved_size != world_size:
+        return []
+    if not complete:
         raise ValueError(
-            f"{folder} holds {len(states)} models that were trained with their optimizers, and {num_methods} were "
+            f"Not all of the {world_size} processes find what they need in {folder}: on machines without a common "
+            f"folder each has to have its own processes' files, {path.name} and its like."
+        )
+    if num_states != num_methods:
+        raise ValueError(
+            f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} were "
             "prepared: prepare the same ones before load_state()."
         )
-    return states or []
+    return list(state)
+
+
+def _agreed(found: list[tuple[str, int, int] | None]) -> tuple[tuple[str | None, int, int], bool]:
+    """Returns what the first rank that has a file has found, and whether all have found the same."""
+    first = next((one for one in found if one is not None), None)
+    return first or (None, 0, 0), all(one == first for one in found)
+
+
+def _fingerprint(models: Sequence[nn.Module]) -> int:
+    """Returns a number that tells these weights from others."""
+    number = 0
+    for model in models:
+        for tensor in model.state_dict().values():
+            if isinstance(tensor, torch.Tensor):
+                values = tensor.detach().cpu().contiguous().reshape(-1)
+                number = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), number)
+    return number
 
 
 def _file(folder: str | Path, rank: int) -> Path:

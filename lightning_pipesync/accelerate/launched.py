@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from lightning_pipesync.accelerate.plugin import NUM_PROCESSES_VARIABLE
 
@@ -27,20 +28,28 @@ def check_num_processes(num_processes: int) -> None:
             "start one process without a word."
         )
     # accelerate launch sets these together for several processes, but for the number of them if it starts only one.
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    launched = all(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"))
     if num_processes == 1 and launched and "WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "accelerate launch was asked for several processes, and has started this one only, as it does with --cpu "
-            "and MULTI_CPU: use --multi_gpu, or 'distributed_type: MULTI_GPU', also for the CPU, with 'use_cpu: true'."
+        warnings.warn(
+            "accelerate launch seems to have been asked for several processes, and has started this one only, as it "
+            "does with --cpu and MULTI_CPU: use --multi_gpu, or 'distributed_type: MULTI_GPU', also for the CPU, with "
+            "'use_cpu: true'. Nothing is synchronised.",
+            stacklevel=3,
         )
 
 
 def check_support(accelerator: Accelerator) -> None:
-    """Checks that every process holds the whole model, as the methods need.
+    """Checks that every process holds the whole model, as the methods need, and that nothing is asked of DDP.
 
     Raises:
         ValueError: something else was configured.
     """
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"comm_hook={handler.comm_hook.value!r} is DistributedDataParallel's, whose place the method takes: leave "
+            "it out, and set compression= of the method instead."
+        )
     if accelerator.distributed_type not in DATA_PARALLEL:
         raise ValueError(
             f"distributed_type={accelerator.distributed_type.value} and a method of lightning-pipesync do not go "

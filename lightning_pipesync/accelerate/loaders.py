@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import broadcast_object_list, send_to_device
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_pipesync.compat import add_prepared_loader
+from lightning_pipesync.compat import add_prepared_loader, mark_prepared, replace_sampler
 from lightning_pipesync.data import DataInjection, SelDPSampler, adjusted_batch_size
 from lightning_pipesync.methods.registry import MethodConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
@@ -23,7 +23,7 @@ class InjectedLoader:
 
     Args:
         loader: prepared, its batches still on the host.
-        find_injection: returns what appends them, when the iteration begins.
+        find_injection: returns what appends them; another one after a checkpoint was loaded.
         device: where the batches go; None: nowhere.
     """
 
@@ -31,9 +31,8 @@ class InjectedLoader:
         self.loader, self.find_injection, self.device = loader, find_injection, device
 
     def __iter__(self) -> Iterator[Any]:
-        injection = self.find_injection()
         for batch in self.loader:
-            injected = injection(batch)
+            injected = self.find_injection()(batch)
             yield injected if self.device is None else send_to_device(injected, self.device)
 
     def __len__(self) -> int:
@@ -61,53 +60,50 @@ def for_selsync(
         ValueError: the data set has fewer samples than there are ranks, or injection has no batches to work with.
     """
     world_size = accelerator.num_processes
-    sampler, size = loader.sampler, loader.batch_size
-    if size is None and config.injection is not None:
+    size, iterable = loader.batch_size, isinstance(loader.dataset, IterableDataset)
+    if config.injection is not None and (size is None or iterable):
         raise ValueError(
-            f"injection={config.injection} needs a training loader with a batch_size, and this one has a batch sampler "
-            "of its own, or makes no batches: give it a batch_size, or set injection=None."
+            f"injection={config.injection} needs a training loader of a map-style data set with a batch_size, and this "
+            "one has an iterable data set, a batch sampler of its own, or makes no batches: set injection=None."
         )
     if size is not None and accelerator.split_batches:
         size = max(1, size // world_size)
     if size is not None and config.injection is not None:
         size = adjusted_batch_size(size, *config.injection, world_size)
 
-    divided_by = world_size
-    if config.partition == "seldp" and size is not None and _can_be_reordered(loader):
+    shuffle = type(loader.sampler) is RandomSampler
+    in_seldp = config.partition == "seldp" and size is not None and not iterable
+    if in_seldp and (shuffle or type(loader.sampler) is SequentialSampler):
         order = SelDPSampler(
             loader.dataset,
             num_replicas=world_size,
             rank=accelerator.process_index,
-            shuffle=type(sampler) is RandomSampler,
+            shuffle=shuffle,
             seed=_shared_seed(accelerator),
             drop_last=loader.drop_last,
             full_pass=config.full_pass,
         )
+        assert size is not None
         if loader.drop_last:  # the next epoch begins with what this one leaves out
             order.samples_per_epoch = max(1, len(order) // size * size)
-        loader = _with_batches(loader, BatchSampler(order, size, loader.drop_last))
-        divided_by = 1
-    elif config.partition == "seldp":
-        warnings.warn(
-            "SelDP leaves this loader in the order of Accelerate: it reorders map-style data sets with a batch_size, "
-            f"with or without shuffle, and this one has a {type(sampler).__name__}. Set partition='defdp' to say so.",
-            stacklevel=3,
-        )
-    elif config.injection is not None and size is not None:
-        loader = _with_batches(loader, BatchSampler(sampler, size, loader.drop_last))
-    on_host = config.injection is not None
-    prepared = _prepared(accelerator, loader, divided_by, on_host=on_host)
-    if not on_host:
+        prepared = _prepared(accelerator, _with_batches(loader, order, size), 1, on_host=config.injection is not None)
+    else:
+        if config.partition == "seldp":
+            warnings.warn(
+                "SelDP leaves this loader in the order of Accelerate: it reorders map-style data sets with a "
+                f"batch_size, with or without shuffle. This one has a {type(loader.sampler).__name__}. Set "
+                "partition='defdp' to say so.",
+                stacklevel=3,
+            )
+        if config.injection is None:
+            return divided(accelerator, loader)
+        assert size is not None
+        seed = _shared_seed(accelerator)
+        loader = _with_batches(loader, loader.sampler, size)
+        prepared = _prepared(accelerator, loader, world_size, on_host=True, seed=seed, split_batches=False)
+    if config.injection is None:
         return prepared
     return InjectedLoader(prepared, find_injection, accelerator.device if accelerator.device_placement else None)
-
-
-def _can_be_reordered(loader: DataLoader) -> bool:
-    """Returns whether the order of the data is torch's own."""
-    return not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) in (
-        RandomSampler,
-        SequentialSampler,
-    )
 
 
 def divided(accelerator: Accelerator, loader: DataLoader) -> Any:
@@ -143,7 +139,13 @@ def check_training(config: MethodConfig) -> None:
 
 
 def _prepared(
-    accelerator: Accelerator, loader: DataLoader, divided_by: int, *, on_host: bool = False, seed: int | None = None
+    accelerator: Accelerator,
+    loader: DataLoader,
+    divided_by: int,
+    *,
+    on_host: bool = False,
+    seed: int | None = None,
+    split_batches: bool = True,
 ) -> Any:
     """Prepares a loader as Accelerate would, with another number of ranks among which it is divided.
 
@@ -156,7 +158,7 @@ def _prepared(
         accelerator.device,
         num_processes=divided_by,
         process_index=accelerator.process_index if divided_by > 1 else 0,
-        split_batches=accelerator.split_batches and divided_by > 1,
+        split_batches=accelerator.split_batches and split_batches and divided_by > 1,
         put_on_device=accelerator.device_placement and not on_host,
         rng_types=list(accelerator.rng_types),
         dispatch_batches=accelerator.dispatch_batches if divided_by > 1 else False,
@@ -167,6 +169,7 @@ def _prepared(
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
     loader.generator = generator
+    mark_prepared(prepared)
     add_prepared_loader(accelerator, prepared)
     return prepared
 
@@ -178,18 +181,8 @@ def _shared_seed(accelerator: Accelerator) -> int:
     return int(seed)
 
 
-def _with_batches(loader: DataLoader, batches: BatchSampler) -> DataLoader:
-    """Returns a loader of the same data with other batches."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+def _with_batches(loader: DataLoader, sampler: Iterable[int], size: int) -> DataLoader:
+    """Returns a loader of the same data in another order, with batches of another size."""
+    loader = replace_sampler(loader, sampler)
+    loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
+    return loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ class SynchronisedModel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Returns a copy of the model itself, which nobody synchronises."""
-        from copy import deepcopy
-
+        if self.method is not None:
+            self.method.synchronize()
         return deepcopy(self.module, memo)
 
     def _begin_to_train(self) -> None:

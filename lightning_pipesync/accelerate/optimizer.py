@@ -8,8 +8,9 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
-from lightning_pipesync.compat import found_overflow, mark_overflow
+from lightning_pipesync.compat import found_overflow, is_unscaled, mark_overflow
 from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.selsync import SelSync
 
 
 class SynchronisedOptimizer(AcceleratedOptimizer):
@@ -20,22 +21,22 @@ class SynchronisedOptimizer(AcceleratedOptimizer):
     """
 
     method: SyncMethod | None = None
-    _gradient_taken = False
     _skipped = False
     _state_at_hand: dict[str, Any] | None = None
 
     def take_gradient(self) -> None:
         """Has the gradient of this step be what is about to be applied, unscaled and not yet clipped; once a step."""
-        if self._gradient_taken:
-            return
         method = self._method()
+        if self.scaler is not None and is_unscaled(self.scaler, self.optimizer):
+            return
+        if isinstance(method, SelSync) and method.measured(self.optimizer):
+            return
         scale = None if self.scaler is None else self.scaler.get_scale()
         method.before_unscaling(self.optimizer, scale)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if method.after_unscaling(self.optimizer, scale) and self.scaler is not None:
             mark_overflow(self.scaler, self.optimizer)
-        self._gradient_taken = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Takes the method's step, unless gradients are being accumulated.
@@ -51,12 +52,6 @@ class SynchronisedOptimizer(AcceleratedOptimizer):
         if closure is None:
             self.take_gradient()
         self._method().step(lambda: self._update(closure), self.optimizer)
-        self._gradient_taken = False
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(set_to_none)
-        if self.gradient_state.sync_gradients:
-            self._gradient_taken = False  # a step was left out
 
     @property
     def step_was_skipped(self) -> bool:

@@ -85,6 +85,11 @@ class PipeSyncTrainerMixin(_Base):
         if checkpoint is not None:
             self.accelerator.load_rank_states(checkpoint)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.consolidate()  # one process alone may save the model, or use it
+        self.accelerator.return_optimizer_states()
+        return super()._finalize_training(*args, **kwargs)
+
     def _load_best_model(self) -> None:
         self.accelerator.consolidate()
         super()._load_best_model()

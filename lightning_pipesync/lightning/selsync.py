@@ -63,6 +63,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
 
     name = "selsync"
     shown_metrics = ("lssr", "relative_gradient_change", "mib_sent")
+    config: SelSyncConfig
 
     def __init__(
         self,

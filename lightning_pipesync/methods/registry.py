@@ -36,7 +36,11 @@ def make_config(method: object, settings: Mapping[str, Any]) -> MethodConfig:
     Raises:
         ValueError: there is no such method or setting, or one is out of its range.
     """
-    return _config_type(method, settings)(**settings)
+    config_type = _config_type(method, settings)
+    try:
+        return config_type(**settings)
+    except TypeError as error:
+        raise ValueError(f"A setting of method={method!r} is not of its type: {error}. Given: {settings!r}.") from None
 
 
 def parse_config(method: object, settings: Mapping[str, Any]) -> MethodConfig:

@@ -102,6 +102,11 @@ class SelSync(SyncMethod):
         steps = self.num_local_steps + self.num_synchronised_steps
         return self.num_local_steps / steps if steps else 0.0
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the weights may be this rank's own."""
+        return not self.flushed and any(unit.replicas.diverged for unit in self._units)
+
     def measured(self, optimizer: Optimizer | None = None) -> bool:
         """Returns whether :meth:`after_backward` was called in this step."""
         return self._unit(optimizer).measured
