@@ -183,7 +183,7 @@ def test_a_local_step_sends_the_flag_and_nothing_else() -> None:
     outcomes = launch(train, 4, "sgd", {"delta": 1e9})
     for outcome in outcomes:
         assert outcome["synchronised"] == [True] + [False] * (STEPS - 1)
-        assert outcome["bytes"]["flags"] == STEPS * 3
+        assert outcome["bytes"]["flags"] == (STEPS + 1) * 3  # one more with the flush
         assert outcome["operations"]["all_reduce"] == 2  # the first step and the flush
 
 

@@ -108,23 +108,25 @@ class SelSync(SyncMethod):
         return not self.flushed and any(unit.replicas.diverged for unit in self._units)
 
     def measured(self, optimizer: Optimizer | None = None) -> bool:
-        """Returns whether :meth:`after_backward` was called in this step."""
+        """Returns whether :meth:`after_backward` was called in this step, and no backward pass has followed."""
         return self._unit(optimizer).measured
 
     def after_backward(self, optimizer: Optimizer | None = None) -> bool:
         """Measures the gradient (accumulated and unscaled, not yet clipped); averages it if gradients are aggregated.
 
+        All ranks may leave out the step then, and go on with the next backward pass: it is as if this one's gradient
+        had never been measured. Accumulating on, too, has it be measured anew.
+
         Returns:
             Whether the gradient was averaged with one that is not finite.
 
         Raises:
-            RuntimeError: called twice in a step, as by an optimizer that evaluates its closure more than once.
+            RuntimeError: called twice in a step, as by an optimizer that evaluates its closure more than once; or some
+                rank has left out a step that another one has taken.
         """
         if self.flushed:  # the gradient is that of the average, and from there it goes on
             self._keep_average()
         unit = self._unit(optimizer)
-        if unit.measured:
-            raise RuntimeError("after_backward() was called twice in a step: a closure may be evaluated only once.")
         unit.measure()
         # On CUDA the host would have to wait for the backward pass here. The update is enqueued first.
         if unit.gradients is not None or self.transport.device.type != "cuda":
@@ -145,15 +147,19 @@ class SelSync(SyncMethod):
         """Updates this rank's weights, and averages them with all others' if some rank's gradient changed enough.
 
         Raises:
-            RuntimeError: ``update`` was given, and nobody called :meth:`after_backward`; or a peer is lost.
+            RuntimeError: ``update`` was given, and nobody called :meth:`after_backward` since the last backward pass;
+                some rank has left out a step that another one has taken; or a peer is lost.
         """
         unit = self._unit(optimizer)
         if update is None and not unit.measured:
             self.after_backward(optimizer)
-        with unit.guard.stepping():
+        with unit.stepping():
             result = unit.optimizer.step() if update is None else update()  # Algorithm 1, line 9
         if not unit.measured:
-            raise RuntimeError("Call after_backward() when the gradient is complete, before or within update.")
+            raise RuntimeError(
+                "Call after_backward() when the gradient is complete, before or within update, and after the last "
+                "backward pass."
+            )
         if not unit.flag_sent:
             unit.send_flag()
         decision = unit.decision or unit.decide()
@@ -178,10 +184,15 @@ class SelSync(SyncMethod):
         self._followers.append(self._untrained_tensors(list(module.parameters()), module))
 
     def flush(self) -> None:
-        """Makes the weights and buffers the average of the replicas, which is exact whatever the codec."""
+        """Makes the weights and buffers the average of the replicas, which is exact whatever the codec.
+
+        Raises:
+            RuntimeError: some rank has left out a step that another one has taken; or a peer is lost.
+        """
         if self.flushed:
             return
         for unit in self._units:
+            unit.check_left_out()
             unit.replicas.swap_in_average()
         self._untrained.swap_in_average()
         if self._followers_diverged:
@@ -251,7 +262,7 @@ class SelSync(SyncMethod):
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and process groups; the weights stay as they are."""
         for unit in self._units:
-            unit.guard.release()
+            unit.detach()
         self.transport.close(timeout_s)
 
     def _keep_average(self) -> None:
