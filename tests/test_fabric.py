@@ -423,31 +423,51 @@ def do_it_wrong() -> dict[str, tuple[str, str] | None]:
         }
         return raised(actions[kind])
 
-    def leave_out_a_step() -> None:
-        fabric = launched("selsync")
-        model = seeded_mlp()
-        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
-        for i in range(2):
-            fabric.backward(loss_of(model, i, fabric.global_rank))
-            for _ in range(2):  # it may well be clipped twice
-                fabric.clip_gradients(model, optimizer, max_norm=1.0)
-            optimizer.zero_grad()
-
     kinds = ["No model that was set up", "fused=False", "norm_type=inf", "set up all", "'pipesync'", "was not set up"]
-    outcomes = {kind: refused(kind) for kind in [*kinds, "step() was called directly"]}
-    return {**outcomes, "left out": raised(leave_out_a_step)}
+    return {kind: refused(kind) for kind in [*kinds, "step() was called directly"]}
 
 
 def test_what_would_go_wrong_is_named() -> None:
     for outcomes in launch(do_it_wrong, 2, init=False):
-        for what, words in (
-            ("step() was called directly", "fabric.setup()"),
-            ("left out", "set the gradients to zero"),
-        ):
-            kind, message = outcomes.pop(what) or ("", "")
-            assert kind == "RuntimeError"
-            assert words in message
+        kind, message = outcomes.pop("step() was called directly") or ("", "")
+        assert kind == "RuntimeError"
+        assert "fabric.setup()" in message
         assert_refused(outcomes)
+
+
+def leave_out_a_step(how: str) -> dict[str, Tensor] | tuple[str, str] | None:
+    """Step 1 is left out before clipping, or after it with gradients set to zero; the others' are changed after it."""
+    fabric = launched("selsync", {"delta": 0.2, "smoothing": 0.3, "aggregation": "gradients"})
+    model = seeded_mlp()
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+
+    def train_on() -> None:
+        for i in range(6):
+            if i == 1 and how == "before":
+                continue
+            fabric.backward(loss_of(model, i, fabric.global_rank))
+            for _ in range(2):  # it may well be clipped twice
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad + 0.01
+            if i != 1 or (how == "alone" and fabric.global_rank == 0):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=how != "set to zero")
+
+    return raised(train_on) or state(model)
+
+
+def leave_out_steps() -> dict[str, Any]:
+    return {how: leave_out_a_step(how) for how in ("before", "set to None", "set to zero", "alone")}
+
+
+def test_selsync_where_a_step_is_left_out_after_clipping() -> None:
+    for outcomes in launch(leave_out_steps, 2, init=False):
+        kind, message = outcomes.pop("alone")
+        assert kind == "RuntimeError"
+        assert "Rank 1 and rank 0 have not left out the same steps" in message
+        for outcome in outcomes.values():
+            assert_equal(outcome, outcomes["before"])
 
 
 def test_settings() -> None:

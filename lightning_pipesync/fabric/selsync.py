@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
@@ -34,34 +34,11 @@ class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.checkpoint_replicas = self.config.checkpoint_replicas
-        self._taken: dict[Optimizer, Tensor | None] = {}  # by optimizer, a gradient that was measured
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SelSync:
         return SelSync(module, optimizers, self.config, backend=self._traffic_backend)
 
     def take_gradient(self, optimizer: Optimizer) -> None:
-        """Measures the gradient, once in a step.
-
-        Raises:
-            RuntimeError: it is another one than that which was measured: a step was left out, and the other ranks may
-                have taken it.
-        """
+        """Measures the gradient, once: it may be clipped in several ways before the step."""
         if not cast("SelSync", self.method_of(optimizer)).measured(optimizer):
             super().take_gradient(optimizer)
-            self._taken[optimizer] = _first_gradient(optimizer)
-        elif self._taken[optimizer] is not _first_gradient(optimizer):
-            raise RuntimeError(
-                f"A step of {type(optimizer).__name__} was left out after fabric.clip_gradients() had measured its "
-                "gradient, by which all ranks decide whether to synchronise: take each step on all ranks; to change "
-                "nothing by it, set the gradients to zero."
-            )
-
-    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
-        result = super().optimizer_step(optimizer, **kwargs)
-        self._taken.pop(optimizer, None)
-        return result
-
-
-def _first_gradient(optimizer: Optimizer) -> Tensor | None:
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return next((gradient for gradient in gradients if gradient is not None), None)
