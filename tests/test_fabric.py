@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -381,6 +382,51 @@ def test_several_models() -> None:
     for of_rank in launch(train_two_models_with_all, 2, init=False):
         for name in NAMES:
             assert_equal(of_rank[name], of_rank["ddp"])
+
+
+def train_folds(name: str) -> list[list[int]]:
+    """Models one after the other; rank 1 keeps one, and the last is set up again. Threads and methods at each."""
+    fabric = launched(name, SETTINGS[name])
+    kept, seen, net = [], [], nn.Module()
+    for fold in range(6):
+        net = seeded_mlp(fold) if fold != 5 else net
+        before = [parameter.clone() for parameter in net.parameters()]
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+        for i in range(4):
+            optimizer.zero_grad()
+            fabric.backward(loss_of(model, i, fabric.global_rank))
+            optimizer.step()
+        with fabric.strategy.consolidated():
+            assert not any(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+            if fold < 3:
+                assert fabric.strategy.method_of() is fabric.strategy.method_of(optimizer)
+        if fold == 2 and fabric.global_rank == 1:
+            kept.append(model)
+        seen.append([threading.active_count(), len(fabric.strategy._synced)])
+    fabric.strategy.teardown()
+    optimizer.optimizer.step()  # it is the user's own
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    fabric.backward(loss_of(model, 0, fabric.global_rank))
+    optimizer.step()
+    seen.append([threading.active_count(), len(fabric.strategy._synced)])
+    return seen
+
+
+def train_folds_with_all() -> dict[str, list[list[int]]]:
+    seen = {}
+    for name in NAMES:
+        seen[name] = train_folds(name)
+        os.environ["WORLD_SIZE"] = "2"  # which teardown removes, as with any strategy
+    return seen
+
+
+def test_a_model_that_no_rank_holds_is_let_go_of() -> None:
+    for of_rank in launch(train_folds_with_all, 2, init=False):
+        for name, seen in of_rank.items():
+            methods = [number for _, number in seen]
+            assert methods == [1, 2, 2, 2, 3, 2, 1], name  # a name stands for the model before until it is set up
+            assert seen[0] == seen[6], name
+            assert seen[1] == seen[2] == seen[3] == seen[5], name
 
 
 def order_of_the_data() -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,8 +21,8 @@ from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
 PIECE_MB = 25.0
 
 
-class SyncedModule(nn.Module):
-    """What ``fabric.setup`` wraps, where DDP has its own wrapper: the model, its optimizers and their method.
+class TrainedModule:
+    """A model that was set up, its optimizers and their method.
 
     Models and optimizers may be set up one after the other, and nobody says which optimizer is the last one. The method
     is then attached by the first forward pass that computes gradients, or by whatever else needs it.
@@ -37,22 +38,34 @@ class SyncedModule(nn.Module):
     """
 
     def __init__(self, module: nn.Module, attach: Callable[[nn.Module, list[Optimizer]], SyncMethod]) -> None:
-        super().__init__()
         self.module = module
         self.optimizers: list[Optimizer] = []
         self.method: SyncMethod | None = None
         self._attach = attach
+        self._wrapper: weakref.ref[SyncedModule] | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.optimizers:
-            self.attached()
-        return self.module(*args, **kwargs)
+    def wrapped(self) -> SyncedModule:
+        """Returns what stands for the model in the user's loop."""
+        wrapper = SyncedModule(self)
+        self._wrapper = weakref.ref(wrapper)
+        return wrapper
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still holds what :meth:`wrapped` returned."""
+        return self._wrapper is not None and self._wrapper() is not None
 
     def attached(self) -> SyncMethod:
         """Returns the method; attaches it first, a collective call, if that is still to be done."""
         if self.method is None:
             self.method = self._attach(self.module, self.optimizers)
         return self.method
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Has the model and the optimizers be plain ones again."""
+        if self.method is not None:
+            self.method.detach(timeout_s)
+            self.method = None
 
     def add(self, optimizer: Optimizer) -> None:
         """Has the method train with ``optimizer``, too.
@@ -72,11 +85,6 @@ class SyncedModule(nn.Module):
         own = {id(parameter) for parameter in self.module.parameters()}
         return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it backward passes accumulate gradients, and communicate nothing."""
-        method = self.attached() if self.optimizers else None
-        return method.no_sync() if isinstance(method, AveragingMethod) else nullcontext()
-
     def broadcast(self) -> None:
         """Gives all ranks the weights and buffers of rank 0; a collective call."""
 
@@ -86,6 +94,33 @@ class SyncedModule(nn.Module):
 
         tensors = [*self.module.parameters(), *buffer_reader(self.module)()]
         exchange_fused(tensors, PIECE_MB, start)
+
+
+class SyncedModule(nn.Module):
+    """What ``fabric.setup`` wraps, where DDP has its own wrapper.
+
+    Attributes:
+        module: the user's model.
+        trained: the same with its optimizers and their method.
+
+    Args:
+        trained: the model.
+    """
+
+    def __init__(self, trained: TrainedModule) -> None:
+        super().__init__()
+        self.module = trained.module
+        self.trained = trained
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.trained.optimizers:
+            self.trained.attached()
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it backward passes accumulate gradients, and communicate nothing."""
+        method = self.trained.attached() if self.trained.optimizers else None
+        return method.no_sync() if isinstance(method, AveragingMethod) else nullcontext()
 
 
 class BackwardSyncControl:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.rng import rng_states, set_rng_states
-from lightning_pipesync.fabric.module import SyncedModule
+from lightning_pipesync.fabric.module import SyncedModule, TrainedModule
 from lightning_pipesync.fabric.training import FabricTrainingMixin
 from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
 from lightning_pipesync.methods.method import SyncMethod
@@ -63,14 +63,13 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
             ValueError: the checkpoint was written by this strategy with another number of ranks.
         """
         objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
-        loaded = [synced for synced in objects.values() if isinstance(synced, SyncedModule)]
+        loaded = [synced.trained for synced in objects.values() if isinstance(synced, SyncedModule)]
         for synced in loaded:
             if synced.method is not None:
                 # What is in flight, and what ranks have of their own, is of the weights that go.
                 synced.method.flush()
                 synced.method.return_optimizer_states()
-                synced.method.detach()
-                synced.method = None
+                synced.detach()
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         for synced in loaded:
             if synced.optimizers:
@@ -102,11 +101,13 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
         return {**state, "rng": rng_states(self.root_device)}
 
 
-def _trained_in(state: Mapping[str, Any]) -> dict[str, SyncedModule]:
+def _trained_in(state: Mapping[str, Any]) -> dict[str, TrainedModule]:
     """Returns the models in ``state`` that have optimizers, which are all in it, too."""
     optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
     return {
-        name: value
+        name: value.trained
         for name, value in state.items()
-        if isinstance(value, SyncedModule) and value.optimizers and {id(o) for o in value.optimizers} <= optimizers
+        if isinstance(value, SyncedModule)
+        and value.trained.optimizers
+        and {id(o) for o in value.trained.optimizers} <= optimizers
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +23,7 @@ from lightning_pipesync.compat import (
     unwrapped,
 )
 from lightning_pipesync.core.ending import at_end_of_process
-from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule
+from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule, TrainedModule
 from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
 from lightning_pipesync.methods.registry import make_config
 
@@ -85,7 +87,7 @@ class FabricTrainingMixin(_Base):
             start_method=start_method,
         )
         control_backward_sync(self, BackwardSyncControl())
-        self._synced: list[SyncedModule] = []
+        self._synced: list[TrainedModule] = []
 
     @abstractmethod
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SyncMethod:
@@ -95,16 +97,21 @@ class FabricTrainingMixin(_Base):
         """Returns the method that an optimizer is stepped by, for its metrics, say.
 
         Args:
-            optimizer: may be left out if there is but one model with optimizers.
+            optimizer: may be left out if there is but one model with optimizers, or one that this rank still holds.
 
         Raises:
             ValueError: there are several and none is named, or the optimizer was not set up.
         """
         trained = [synced for synced in self._synced if synced.optimizers]
+        if len(trained) > 1:
+            trained = [synced for synced in trained if synced.is_held]
         if optimizer is None and len(trained) == 1:
             return trained[0].attached()
         if optimizer is None:
-            raise ValueError(f"{len(trained)} models have optimizers: say which one is meant with optimizer=.")
+            raise ValueError(
+                f"{len(trained)} models have optimizers: say which one is meant with optimizer=. One that is done with "
+                "goes at the next fabric.setup(), when no rank holds it any more; fabric.strategy.teardown() ends all."
+            )
         synced = self.owner_of(unwrapped(optimizer))
         if synced is None:
             raise ValueError(f"{type(optimizer).__name__} was not set up: call fabric.setup(model, optimizer).")
@@ -134,9 +141,9 @@ class FabricTrainingMixin(_Base):
 
     def setup_module(self, module: nn.Module) -> SyncedModule:  # type: ignore[override]
         """Gives all ranks the weights of rank 0; optimizers may follow."""
-        synced = self._wrap(module)
+        synced = self._begin(module)
         synced.broadcast()
-        return synced
+        return synced.wrapped()
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Has the model that was set up before be trained with ``optimizer``.
@@ -156,12 +163,12 @@ class FabricTrainingMixin(_Base):
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
         """Attaches the method. Only newer versions of Fabric hand over a scheduler, which stays as it is."""
-        synced = self._wrap(module)
+        synced = self._begin(module)
         for optimizer in optimizers:
             self._check(optimizer)
             synced.add(optimizer)
         synced.attached()
-        return (synced, optimizers, *scheduler)
+        return (synced.wrapped(), optimizers, *scheduler)
 
     def teardown(self) -> None:
         """Ends the training: models are plain ones again. Happens by itself when the process ends."""
@@ -251,11 +258,32 @@ class FabricTrainingMixin(_Base):
         """Gloo if Fabric has it; otherwise the transport chooses for the device."""
         return "gloo" if self.process_group_backend == "gloo" else None
 
-    def _wrap(self, module: nn.Module) -> SyncedModule:
+    def _begin(self, module: nn.Module) -> TrainedModule:
         if not self._synced:
             at_end_of_process(self._detach)  # nobody tells a strategy of the end
-        self._synced.append(SyncedModule(module, self.attach_method))
+        else:
+            self._let_go(module)
+        self._synced.append(TrainedModule(module, self.attach_method))
         return self._synced[-1]
+
+    def _let_go(self, module: nn.Module) -> None:
+        """Ends the methods of models that no rank holds any more, and of ``module``; a collective call.
+
+        While one rank holds a model, all take part in what is done with it.
+        """
+        gc.collect()
+        held = [synced.is_held and synced.module is not module for synced in self._synced]
+        held_somewhere = torch.tensor(held, dtype=torch.uint8, device=self.root_device)
+        dist.all_reduce(held_somewhere, dist.ReduceOp.MAX)
+        for synced, keep in zip(self._synced.copy(), held_somewhere.tolist(), strict=True):
+            if keep:
+                continue
+            if synced.method is not None and synced.module is module:  # its training goes on
+                synced.method.flush()
+                synced.method.return_optimizer_states()
+            synced.detach()
+            synced.optimizers.clear()
+            self._synced.remove(synced)
 
     def _check(self, optimizer: Optimizer) -> None:
         if self._scaler is not None and handles_unscaling(optimizer):
@@ -264,7 +292,7 @@ class FabricTrainingMixin(_Base):
                 f"where strategy={self.name!r} cannot see them: set fused=False."
             )
 
-    def owner_of(self, optimizer: Optimizer) -> SyncedModule | None:
+    def owner_of(self, optimizer: Optimizer) -> TrainedModule | None:
         """Returns the model that was set up with ``optimizer``; None if there is none."""
         for synced in self._synced:
             if any(known is optimizer for known in synced.optimizers):
@@ -274,9 +302,7 @@ class FabricTrainingMixin(_Base):
     def _detach(self, timeout_s: float = 10.0) -> None:
         """Ends all methods. What is on its way to other ranks arrives, if that does not take longer."""
         for synced in self._synced:
-            if synced.method is not None:
-                synced.method.detach(timeout_s)
-                synced.method = None
+            synced.detach(timeout_s)
             synced.optimizers.clear()
         self._synced.clear()
 
