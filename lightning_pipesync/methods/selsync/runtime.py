@@ -187,12 +187,12 @@ class SelSync(SyncMethod):
         """Makes the weights and buffers the average of the replicas, which is exact whatever the codec.
 
         Raises:
-            RuntimeError: some rank has left out a step that another one has taken; or a peer is lost.
+            RuntimeError: another rank takes a step, or has left out one that this one has taken; or a peer is lost.
         """
         if self.flushed:
             return
         for unit in self._units:
-            unit.check_left_out()
+            unit.agree_to_consolidate()
             unit.replicas.swap_in_average()
         self._untrained.swap_in_average()
         if self._followers_diverged:

@@ -29,6 +29,8 @@ MANY_LOCAL_STEPS = 500
 SYNCHRONISE, MISSING_GRADIENT, NOT_FINITE = 1, 2, 4
 # It has left out an even or an odd number of steps. One of them is set, so that nothing else passes for a flag.
 LEFT_OUT = 8, 16
+# It takes no step: it is about to consolidate the weights.
+CONSOLIDATE = 32
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,15 @@ class OptimizerUnit:
         self.tracker.forget_last()
         self._forget()
 
-    def check_left_out(self) -> None:
-        """Checks that all ranks have left out the same steps, also where nothing has come after them.
+    def agree_to_consolidate(self) -> None:
+        """Checks that all ranks are about to consolidate the weights, and have left out the same steps before.
 
         Raises:
-            RuntimeError: they have not; or a peer is lost.
+            RuntimeError: they are not, or have not; or a peer is lost.
         """
         if not math.isinf(self._delta):
-            self._check_left_out(
-                self._transport.exchange_flags(self._left_out_flag(pending=self._norm is not None)).wait()
-            )
+            flag = self._left_out_flag(pending=self._norm is not None) | CONSOLIDATE
+            self._check(self._transport.exchange_flags(flag).wait())
 
     def send_flag(self) -> None:
         """Takes the measurement, and tells the other ranks whether this rank calls for a synchronised step."""
@@ -203,10 +204,16 @@ class OptimizerUnit:
 
     def _receive_flags(self) -> list[int]:
         flags = self._flags.wait() if self._flags else []
-        self._check_left_out(flags)
+        self._check(flags)
         return flags
 
-    def _check_left_out(self, flags: Sequence[int]) -> None:
+    def _check(self, flags: Sequence[int]) -> None:
+        consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
+        if 0 < len(consolidating) < len(flags):
+            raise RuntimeError(
+                f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or "
+                "a checkpoint, and the others take a step: all ranks have to do so together."
+            )
         others = [rank for rank, flag in enumerate(flags) if flag & sum(LEFT_OUT) != flags[0] & sum(LEFT_OUT)]
         if others:
             raise RuntimeError(
