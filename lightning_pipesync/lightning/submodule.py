@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.compat import tensors_in
-from lightning_pipesync.methods.ea_pipe.traced import Call
+from lightning_pipesync.methods.ea_pipe.layout import Call
 
 #: Values of each tensor that tell batches apart.
 DIGEST_VALUES = 1024

@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.traced import Layout, Tracer, input_of
+from lightning_pipesync.methods.ea_pipe.layout import Layout, input_of
+from lightning_pipesync.methods.ea_pipe.traced import Tracer
 
 
 class Division(ABC):

@@ -23,63 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
-from lightning_pipesync.compat import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a module is called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Nested containers without the values of the tensors in them.
-
-    Attributes:
-        tree: the containers, with tensors described.
-    """
-
-    tree: Any
-
-    def key(self) -> tuple[Any, ...]:
-        """Returns something to hash that tells this from other layouts."""
-        leaves, spec = tree_flatten(self.tree)
-        return *leaves, spec
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns the containers with ``tensors`` in their places."""
-        remaining = iter(tensors)
-        leaves, spec = tree_flatten(self.tree)
-        return tree_unflatten([next(remaining) if isinstance(leaf, _Described) else leaf for leaf in leaves], spec)
-
-    def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Returns tensors as they are described."""
-        found = [leaf for leaf in tree_flatten(self.tree)[0] if isinstance(leaf, _Described)]
-        return tuple(torch.zeros(one.shape, dtype=one.dtype, device=device) for one in found)
-
-
-def described(tree: Any) -> tuple[Layout, list[Tensor]]:
-    """Returns the containers and the tensors in them."""
-    layout = map_tensors(lambda tensor: _Described(tuple(tensor.shape), tensor.dtype), tree)
-    return Layout(layout), tensors_in(tree)
-
-
-def input_of(value: Any) -> tuple[Layout, list[Tensor]]:
-    """Returns what a model is called with, in :class:`Call` or as the only argument."""
-    call = value if isinstance(value, Call) else Call((value,), {})
-    return described((call.args, call.kwargs))
+from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of
 
 
 @dataclass(frozen=True)
