@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 from torch.optim import Optimizer
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
@@ -215,6 +216,40 @@ def written_by(node: Node) -> list[Node]:
     named = [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
     written = [value for argument, value in [*pairs, *named] if argument.alias_info and argument.alias_info.is_write]
     return [value for value in tree_flatten(written)[0] if isinstance(value, Node)]
+
+
+@contextmanager
+def telling_own_gradients(tell: Callable[[str], object]) -> Iterator[None]:
+    """Within it ``tell`` is called with what replaces or changes gradients by Python code, which no graph has."""
+    function, apply, register_hook = (
+        torch.autograd.Function,
+        vars(torch.autograd.Function)["apply"],
+        Tensor.register_hook,
+    )
+
+    def told_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            tell("checkpoint(use_reentrant=True): set use_reentrant=False")
+        elif not cls.__module__.startswith(
+            ("torch._library", "torch._higher_order_ops")
+        ):  # operators, which graphs have
+            tell(f"the backward of the autograd.Function {cls.__qualname__}")
+        return apply.__func__(cls, *args, **kwargs)
+
+    def told_register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        tell("a hook that Tensor.register_hook has set in the forward pass")
+        return register_hook(tensor, hook)
+
+    function.apply, Tensor.register_hook = classmethod(told_apply), told_register_hook  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Returns whether ``module`` itself, not its submodules, has hooks for the backward pass."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def memory_of(tensor: Tensor) -> int:

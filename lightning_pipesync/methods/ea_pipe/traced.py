@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
+from lightning_pipesync.compat import has_backward_hooks, telling_own_gradients
 from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
 from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of
 
@@ -96,18 +97,25 @@ class Tracer:
         called: list[str] = []
         outputs: list[Layout] = []
         replaced: set[str] = set()
+        own_gradients: list[str] = []
         flat = _Flat(self._model, inputs, outputs.append, replaced.update)
         what = f"{type(self._model).__name__} cannot be divided at split={self._names!r}"
         try:
-            with _marked(self._model, self._names, called.append), _restored(self._model):
+            with (
+                _marked(self._model, self._names, called.append),
+                _restored(self._model),
+                telling_own_gradients(own_gradients.append),
+            ):
                 exported = torch.export.export(flat, inputs.zeros(self._device), strict=False)
         except Exception as error:
+            _check_gradients(what, self._model, own_gradients)
             [reason, *_] = str(error).splitlines() or [type(error).__name__]
             raise ValueError(
                 f"{what}, since torch.export cannot trace it: {reason} What Python decides must not depend on the "
                 "values of tensors: have the model use torch.where, or make it an nn.Sequential, whose layers are not "
                 "traced."
             ) from error
+        _check_gradients(what, self._model, own_gradients)
         try:
             pieces = cut(exported.module(check_guards=False))
         except ValueError as error:
@@ -275,6 +283,19 @@ def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
         holder.register_parameter(last, tensor)
     else:
         holder.register_buffer(last, tensor)
+
+
+def _check_gradients(what: str, model: nn.Module, own_gradients: Sequence[str]) -> None:
+    """Checks that all gradients are those of the operations in a graph.
+
+    Raises:
+        ValueError: Python code of the model's makes or changes some.
+    """
+    hooks = [
+        f"the backward hooks of {name or 'itself'}" for name, one in model.named_modules() if has_backward_hooks(one)
+    ]
+    for own in (*hooks, *own_gradients):
+        raise ValueError(f"{what}, since a graph would not have what it does to gradients: {own}.")
 
 
 def _check_name(model: nn.Module, name: str) -> None:
