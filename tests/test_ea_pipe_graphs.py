@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync import EAPipe
-from tests.harness import assert_refused, raised
+from tests.harness import assert_refused, launch, raised
 from tests.models import batch
 from tests.test_ea_pipe import OPTIMIZERS
 
@@ -73,7 +75,14 @@ twice.register_autograd(lambda ctx, gradient: gradient * 7)
 
 
 def refused(net: nn.Module, inputs: Any = X, **settings: Any) -> tuple[str, str] | None:
-    return raised(lambda: engine_of(net, **settings).train_batch((inputs, Y)))
+    def begin() -> None:
+        engine = engine_of(net, **settings)
+        try:
+            engine.train_batch((inputs, Y))
+        finally:
+            engine.detach(timeout_s=1.0)
+
+    return raised(begin)
 
 
 def test_gradients_that_no_graph_has_are_refused() -> None:
@@ -104,3 +113,47 @@ def assert_same_step(net: Net, x: Tensor = X) -> None:
     engine.flush()
     for name, value in eager.state_dict().items():
         assert torch.equal(net.state_dict()[name], value), name
+
+
+# --- random numbers, and other differences of the ranks ---------------------------------------------------------------
+
+
+def drawn(net: Net, x: Tensor) -> Tensor:
+    hidden = net.a(x)
+    for draw in (random.random, np.random.random):
+        hidden = net.extra(hidden) if draw() < 0.5 else hidden * 2
+    return net.b(hidden)
+
+
+def differing(net: Net, x: Tensor) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        return net.b(net.extra(net.a(x)))
+    return net.extra(F.pad(net.b(net.a(x)), (0, 3)))[:, :3]
+
+
+def draw_and_differ() -> dict[str, Any]:
+    rank, net = torch.distributed.get_rank(), Net(drawn)
+    random.seed(rank)  # the first numbers are above and below 0.5
+    np.random.seed(3 * rank)
+    before = random.getstate(), torch.get_rng_state()
+    engine = engine_of(net, virtual_stages=None)
+    engine.train_batch((X, Y))
+    same = before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())
+    engine.gather()
+    engine.detach()
+    refusals = {"differ in the stage of extra.weight": refused(Net(differing), virtual_stages=None)}
+    return {"state": net.state_dict(), "same numbers afterwards": same, "refusals": refusals}
+
+
+def test_ranks_trace_the_same_or_are_refused() -> None:
+    """Their own random numbers do not count, and stay as they are."""
+    outcomes = launch(draw_and_differ, 2)
+    net = Net(drawn)
+    engine = engine_of(net)
+    engine.train_batch((X, Y))
+    engine.flush()
+    for outcome in outcomes:
+        assert outcome["same numbers afterwards"]
+        assert_refused(outcome["refusals"])
+        for name, value in net.state_dict().items():
+            assert torch.equal(outcome["state"][name], value), name

@@ -61,6 +61,15 @@ def check_agreement(
         described.append((f"parameter {parameter.name}", text))
     for name, buffer in module.named_buffers():
         described.append((f"buffer {name}", f"{tuple(buffer.shape)} {buffer.dtype}"))
+    check_same(transport, described)
+
+
+def check_same(transport: Transport, described: Sequence[tuple[str, str]]) -> None:
+    """Compares what is ``described`` by name over the ranks, and its order; a collective call.
+
+    Raises:
+        ValueError: as :func:`check_agreement`.
+    """
     everyone = transport.gather_objects(described)
     for rank, other in enumerate(everyone):
         if other == everyone[0]:

@@ -89,7 +89,7 @@ class TracedDivision(Division):
                 "them: of the submodules with which they begin."
             )
         self.layers = []
-        self._tracer = Tracer(model, names, device)
+        self._tracer = Tracer(model, names, device, config.seed)
 
     def look(self, source: Callable[[], Any]) -> Layout:
         return input_of(source())[0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.agreement import check_agreement, raise_on_all_ranks
+from lightning_pipesync.core.agreement import check_agreement, check_same, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.handle import Handle
@@ -27,6 +27,7 @@ from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
 from lightning_pipesync.methods.method import device_of, one_config
 
+T = TypeVar("T")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 #: MiB that travel in one piece before the training.
@@ -283,13 +284,10 @@ class EAPipe:
 
     def _prepare(self) -> None:
         """Checks that all ranks are about to train the same model, and gives them rank 0's weights."""
-        problem: ValueError | None = None
-        try:
-            self._division = division_of(self._model, self.config, self.num_stages, self._device)
-            parameters = collect_parameters(self._model, [])
-        except ValueError as error:
-            problem = error
-        self._raise_on_all_ranks(problem)
+        self._division = self._on_all_ranks(
+            lambda: division_of(self._model, self.config, self.num_stages, self._device)
+        )
+        parameters = self._on_all_ranks(lambda: collect_parameters(self._model, []))
         if self.transport is not None:
             check_agreement(self.transport, self.config, parameters, self._model)
             exchange_fused(_tensors_of(self._model), PIECE_MB, self._broadcast)
@@ -327,24 +325,34 @@ class EAPipe:
 
     def _of_first_stage(self, function: Callable[[], Any]) -> Any:
         """Returns what ``function`` returns where the first stage is, on all ranks."""
-        first, found = rank_of(0, self.num_stages), None
-        if self.transport is None or self.transport.rank == first:
+        first = rank_of(0, self.num_stages)
+
+        def find() -> Any:
+            if self.transport is not None and self.transport.rank != first:
+                return None
             with torch.inference_mode(False), torch.enable_grad(), drawing(self.config.seed, 0, None, self._device):
-                found = function()
+                return function()
+
+        found = self._on_all_ranks(find)
         return found if self.transport is None else self.transport.gather_objects(found)[first]
 
     def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
-        problem: ValueError | None = None
-        try:
-            self.cuts = split.checked_cuts(choose_cuts(), self._division.layers, self.num_stages)
-            with torch.inference_mode(False):  # the first batch may be one to validate with
-                self._stages = [
-                    self._make_stage(stage, links)
-                    for stage, links in make_links(self.transport, self.num_stages, self.config)
-                ]
-        except ValueError as error:
-            problem = error
-        self._raise_on_all_ranks(problem)
+        self.cuts = self._on_all_ranks(
+            lambda: split.checked_cuts(choose_cuts(), self._division.layers, self.num_stages)
+        )
+        if self.transport is not None:
+            check_same(self.transport, self._places())
+        links = make_links(self.transport, self.num_stages, self.config)
+        with torch.inference_mode(False):  # the first batch may be one to validate with
+            self._stages = self._on_all_ranks(lambda: [self._make_stage(*one) for one in links])
+
+    def _places(self) -> list[tuple[str, str]]:
+        """Returns on which stage each parameter and buffer is."""
+        places = {
+            id(tensor): n for n in range(self.num_stages) for tensor in _tensors_of(nn.ModuleList(self._layers_of(n)))
+        }
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return [(f"the stage of {name}", str(places[id(tensor)] + 1)) for name, tensor in named]
 
     def _make_stage(self, index: int, links: Links) -> Stage:
         layers = nn.Sequential(*self._layers_of(index))
@@ -367,11 +375,17 @@ class EAPipe:
         bounds = [0, *self.cuts, len(self._division.layers)]
         return [layer for _, layer in self._division.layers[bounds[stage] : bounds[stage + 1]]]
 
-    def _raise_on_all_ranks(self, problem: ValueError | None) -> None:
-        if self.transport is not None:
-            raise_on_all_ranks(self.transport, problem)
-        elif problem is not None:
-            raise problem
+    def _on_all_ranks(self, function: Callable[[], T]) -> T:
+        """Returns what ``function`` returns; the ``ValueError`` of one rank is raised on all of them."""
+        if self.transport is None:
+            return function()
+        try:
+            result = function()
+        except ValueError as error:
+            raise_on_all_ranks(self.transport, error)
+            raise
+        raise_on_all_ranks(self.transport, None)
+        return result
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import pipe_split
 from lightning_pipesync.compat import has_backward_hooks, telling_own_gradients
 from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
 from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of
+from lightning_pipesync.methods.ea_pipe.randomness import drawing
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class Tracer:
         model: any module.
         names: of its submodules with which the second and later stages begin, in the order in which they are called.
         device: where it is traced, and then computes.
+        seed: of the random numbers by which its Python code may decide, the same on all ranks.
 
     Raises:
         ValueError: there is no such submodule.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
-        self._model, self._names, self._device = model, tuple(names), device
+    def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device, seed: int) -> None:
+        self._model, self._names, self._device, self._seed = model, tuple(names), device, seed
         self._graphs: dict[Any, _Traced] = {}
         self._owners: dict[int, int] = {}
         for name in names:
@@ -105,6 +107,7 @@ class Tracer:
                 _marked(self._model, self._names, called.append),
                 _restored(self._model),
                 telling_own_gradients(own_gradients.append),
+                drawing(self._seed, 0, None, self._device),
             ):
                 exported = torch.export.export(flat, inputs.zeros(self._device), strict=False)
         except Exception as error:
