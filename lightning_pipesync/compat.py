@@ -7,12 +7,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -208,10 +209,13 @@ def is_pipe_split(node: Node) -> bool:
 
 
 def written_by(node: Node) -> list[Node]:
-    """Returns the values that an operation in a graph writes to in place."""
+    """Returns the values that an operation in a graph writes to in place, or that those in a region of it do."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
+    if schema is None:  # a region without gradients or under autocast is a graph among the arguments
+        nodes = [argument for argument in node.args if isinstance(argument, Node) and argument.op == "get_attr"]
+        found = [attrgetter(str(one.target))(node.graph.owning_module) for one in nodes]
+        regions = [one.graph for one in found if isinstance(one, GraphModule)]
+        return [written for region in regions for inner in region.nodes for written in written_by(inner)]
     pairs = zip(schema.arguments, node.args, strict=False)  # what is left out has its default, and is not written to
     named = [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
     written = [value for argument, value in [*pairs, *named] if argument.alias_info and argument.alias_info.is_write]

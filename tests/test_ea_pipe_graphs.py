@@ -157,3 +157,61 @@ def test_ranks_trace_the_same_or_are_refused() -> None:
         assert_refused(outcome["refusals"])
         for name, value in net.state_dict().items():
             assert torch.equal(outcome["state"][name], value), name
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.view(-1, 2, 3).transpose(1, 2)
+
+
+def changed_copy(net: Net, x: Tensor) -> Tensor:
+    turn = turned(net.a(x)) * 1  # keeps the strides
+    output = net.b(x)
+    return output + turn.contiguous().mul_(2).sum((1, 2)).unsqueeze(1) + turn.sum((1, 2)).unsqueeze(1).square()
+
+
+def changed_copy_of_expanded(net: Net, x: Tensor) -> Tensor:
+    wide = net.a(x)[:, :1].expand(-1, 3)
+    return net.b(x) + wide.contiguous().mul_(2) * wide
+
+
+def as_strided(net: Net, x: Tensor) -> Tensor:
+    turn = turned(net.a(x))
+    return net.b(x) + turn.as_strided((6, 3), (6, 1))
+
+
+def changed_copy_of_input(net: Net, x: Tensor) -> Tensor:
+    copy = x.contiguous().mul_(2)
+    return net.b(net.a(x) + copy)
+
+
+def changed_without_gradients(net: Net, x: Tensor) -> Tensor:
+    hidden = net.a(x)
+    flat, same = hidden.detach().view(-1), hidden.detach()
+    output = net.b(x)
+    with torch.no_grad():
+        flat.mul_(2)
+    return output * (1 + same.sum(dim=1, keepdim=True))
+
+
+def unfolded(net: Net, x: Tensor) -> Tensor:
+    windows = net.a(x).unfold(1, 4, 1)
+    return net.b(x) + windows.sum(dim=2)
+
+
+def test_views_and_copies_are_those_of_the_model() -> None:
+    """What depends on strides comes out as without a pipeline; the input is left alone."""
+    for forward in (changed_copy, changed_copy_of_expanded, as_strided):
+        assert_same_step(Net(forward))
+    for x in (X.t().contiguous().t(), X[:, :1].expand(-1, 6)):
+        before = x.clone()
+        assert_same_step(Net(changed_copy_of_input), x)
+        assert torch.equal(x, before)
+    assert_refused(
+        {
+            "shares its memory": refused(Net(changed_without_gradients)),
+            "as after unfold()": refused(Net(unfolded)),
+        }
+    )

@@ -17,10 +17,12 @@ class Piece:
 
     Attributes:
         run: takes the values that come in, and returns those that go on to the next stage, or the outputs: tuples.
+        strides: of the values that come in, as they were traced.
         of_weights: for each value that goes on, whether it lies in the memory of a parameter or a buffer.
     """
 
     run: fx.GraphModule
+    strides: tuple[tuple[int, ...], ...]
     of_weights: tuple[bool, ...]
 
 
@@ -53,9 +55,15 @@ def cut(traced: fx.GraphModule) -> list[Piece]:
         for node in outgoing:
             if not isinstance(node.meta.get("val"), Tensor):
                 raise ValueError(f"{node.name}, a number computed from a tensor, would have to travel to another stage")
+            if _overlaps(node.meta["val"]):
+                raise ValueError(
+                    f"{node.name}, which would have to travel to another stage, has several elements in one place, as "
+                    "after unfold(): copy it with clone(memory_format=torch.contiguous_format)"
+                )
         _check_writes(own, incoming, weights)
         run = fx.GraphModule(traced, _graph_of(own, incoming, outgoing))
-        pieces.append(Piece(run, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing)))
+        strides = tuple(node.meta["val"].stride() for node in incoming)
+        pieces.append(Piece(run, strides, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing)))
         incoming = outgoing
     return pieces
 
@@ -106,9 +114,21 @@ def _check_writes(own: Sequence[Node], incoming: Sequence[Node], weights: Sequen
             others = [other for other in incoming if places & set(_memory(other))]
             if others and len(others) + sum(bool(places & set(_memory(weight))) for weight in weights) > 1:
                 raise ValueError(
-                    f"{node.target} writes in place to {written.name}, which shares its memory with another value that "
+                    f"the model writes in place to {written.name}, which shares its memory with another value that "
                     "comes from an earlier stage: begin the stage elsewhere, or do not work in place there"
                 )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Returns whether elements share a place, other than by being expanded."""
+    end = 0
+    for stride, size in sorted(
+        pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[0] and pair[1] > 1
+    ):
+        if stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
 
 
 def _memory(node: Node) -> list[int]:

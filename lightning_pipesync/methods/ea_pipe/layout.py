@@ -22,10 +22,11 @@ class Call:
 
 @dataclass(frozen=True)
 class _Described:
-    """A tensor without its values."""
+    """A tensor without its values; the strides are None if it is contiguous."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,39 @@ class Layout:
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
         """Returns tensors as they are described."""
         found = [leaf for leaf in tree_flatten(self.tree)[0] if isinstance(leaf, _Described)]
-        return tuple(torch.zeros(one.shape, dtype=one.dtype, device=device) for one in found)
+        return tuple(_zeros(one, device) for one in found)
+
+
+def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Returns the same values with these strides: what is a view of what, and not a copy, depends on them."""
+    if tensor.stride() == strides:
+        return tensor
+    values = tensor
+    for dim, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dim] > 1:  # it was expanded
+            values = values.narrow(dim, 0, 1)
+    return (
+        torch.empty_strided(values.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        .copy_(values)
+        .expand_as(tensor)
+    )
+
+
+def _zeros(one: _Described, device: torch.device) -> Tensor:
+    if one.strides is None:
+        return torch.zeros(one.shape, dtype=one.dtype, device=device)
+    length = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.strides, strict=True))
+    return torch.zeros(length, dtype=one.dtype, device=device).as_strided(one.shape, one.strides)
+
+
+def _describe(tensor: Tensor) -> _Described:
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return _Described(tuple(tensor.shape), tensor.dtype, strides)
 
 
 def described(tree: Any) -> tuple[Layout, list[Tensor]]:
     """Returns the containers and the tensors in them."""
-    layout = map_tensors(lambda tensor: _Described(tuple(tensor.shape), tensor.dtype), tree)
+    layout = map_tensors(_describe, tree)
     return Layout(layout), tensors_in(tree)
 
 

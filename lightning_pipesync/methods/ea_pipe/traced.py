@@ -25,7 +25,7 @@ from torch.distributed.pipelining import pipe_split
 
 from lightning_pipesync.compat import has_backward_hooks, telling_own_gradients
 from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
-from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of
+from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of, with_strides
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 
 
@@ -193,7 +193,7 @@ class TracedStage(nn.Module):
         inputs, values = value if self._stage else input_of(value)
         graph = self._tracer.graph(inputs)
         piece = graph.pieces[self._stage]
-        results = piece.run(*(tensor.contiguous() for tensor in values))
+        results = piece.run(*map(with_strides, values, piece.strides))
         if self._is_last:
             return graph.output.filled(results)
         return inputs, [_to_send(*pair) for pair in zip(results, piece.of_weights, strict=True)]
