@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync import EAPipe
+from lightning_pipesync.lightning.submodule import Submodule
+from lightning_pipesync.methods.ea_pipe.layout import Call
 from tests.harness import assert_refused, launch, raised
 from tests.models import batch
 from tests.test_ea_pipe import OPTIMIZERS
@@ -142,6 +146,7 @@ def draw_and_differ() -> dict[str, Any]:
     engine.gather()
     engine.detach()
     refusals = {"differ in the stage of extra.weight": refused(Net(differing), virtual_stages=None)}
+    refusals.update({words: refused(Net(by_type), call, virtual_stages=None) for words, call in UNFIT.items()})
     return {"state": net.state_dict(), "same numbers afterwards": same, "refusals": refusals}
 
 
@@ -215,3 +220,64 @@ def test_views_and_copies_are_those_of_the_model() -> None:
             "as after unfold()": refused(Net(unfolded)),
         }
     )
+
+
+# --- what is no tensor ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Any
+
+
+@dataclasses.dataclass
+class Known:
+    logits: Any
+
+
+torch.export.register_dataclass(Known)
+
+
+def by_type(net: Net, x: Tensor, how: Any) -> Known:
+    return Known(plain(net, x) * len(repr(how)) * (2 if how is True else 1))
+
+
+def test_values_among_tensors_are_told_apart() -> None:
+    net = Net(by_type)
+    engine = engine_of(net, lambda output, y: F.cross_entropy(output.logits, y))
+    net.eval()
+    for how in (1, True, 1.0, 0.0, -0.0, float("nan"), float("nan"), "a", None, torch.float32, F.relu):
+        with torch.no_grad():
+            expected = net(X, how).logits
+        assert torch.equal(engine.forward(Call((X, how), {})).logits, expected)
+
+
+UNFIT = {
+    "holds a Output": Call((X, Output(X)), {}),
+    "holds a ndarray": Call((X,), {"how": np.ones(3)}),
+    "holds a UserDict": Call((UserDict(x=X),), {}),
+    "holds a function": Call((X, lambda: 3), {}),
+    "layout is torch.sparse_coo": Call((X.to_sparse(), 1), {}),
+}
+
+
+def test_other_values_are_refused() -> None:
+    assert_refused({words: refused(Net(by_type), call) for words, call in UNFIT.items()})
+    assert_refused({"The output of Net holds a Output": refused(Net(lambda net, x: Output(plain(net, x))))})
+
+
+def test_hooks_of_a_submodule_of_a_step_run_once() -> None:
+    module = nn.Module()
+    module.net = Net(plain)
+    module.net.register_forward_hook(lambda net, args, output: output * 3)
+    module.net.register_forward_pre_hook(lambda net, args: (args[0] + 1,))
+    submodule, engine = Submodule(module, "net", traced=True), engine_of(module.net)
+    module.eval()
+
+    def step() -> Tensor:
+        return module.net(X)
+
+    output = submodule.result_of(step, engine.infer(lambda: submodule.input_of(step)))
+    with torch.no_grad():
+        assert torch.equal(output, step())
+        assert torch.equal(engine.forward(X), step())  # a loop without steps

@@ -73,7 +73,7 @@ class Submodule:
         """
 
         def stop(*args: Any, **kwargs: Any) -> None:
-            raise _InputFoundError(Call(args, kwargs))
+            raise _InputFoundError(Call(args, kwargs, hooks=False))
 
         try:
             self._run(step, stop)

@@ -55,6 +55,8 @@ def cut(traced: fx.GraphModule) -> list[Piece]:
         for node in outgoing:
             if not isinstance(node.meta.get("val"), Tensor):
                 raise ValueError(f"{node.name}, a number computed from a tensor, would have to travel to another stage")
+            if not all(isinstance(length, int) for length in (*node.meta["val"].shape, *node.meta["val"].stride())):
+                raise ValueError(f"{node.name}, whose size depends on values, would have to travel to another stage")
             if _overlaps(node.meta["val"]):
                 raise ValueError(
                     f"{node.name}, which would have to travel to another stage, has several elements in one place, as "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    hooks: bool = True  # whether the module's own hooks are to run, too, or have run already
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,14 @@ class _Described:
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None
+
+
+#: What may be among tensors; and what other processes must find under its name.
+_PLAIN = (
+    *(_Described, NoneType, bool, int, float, complex, str, bytes, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_IMPORTED = (type, FunctionType, BuiltinFunctionType)
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,25 @@ class Layout:
     def key(self) -> tuple[Any, ...]:
         """Returns something to hash that tells this from other layouts."""
         leaves, spec = tree_flatten(self.tree)
-        return *leaves, spec
+        return *map(_key_of, leaves), spec
+
+    def check(self, what: str) -> None:
+        """Checks that what is no tensor in it can be told from others, and travel.
+
+        Raises:
+            ValueError: something cannot; the message begins with ``what``.
+        """
+        for leaf in tree_flatten(self.tree)[0]:
+            if isinstance(leaf, Tensor):
+                raise ValueError(
+                    f"{what} holds a tensor whose layout is {leaf.layout}: make it dense, with to_dense()."
+                )
+            if not isinstance(leaf, _PLAIN) and not (isinstance(leaf, _IMPORTED) and _is_importable(leaf)):
+                raise ValueError(
+                    f"{what} holds a {type(leaf).__qualname__}, and what is traced has tensors, numbers, strings, enums "
+                    "and importable functions in tuples, lists and dictionaries: take these from it, as with dict(...) "
+                    "or torch.as_tensor(...), or register a dataclass with torch.export.register_dataclass(...)."
+                )
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Returns the containers with ``tensors`` in their places."""
@@ -78,7 +108,24 @@ def _zeros(one: _Described, device: torch.device) -> Tensor:
     return torch.zeros(length, dtype=one.dtype, device=device).as_strided(one.shape, one.strides)
 
 
-def _describe(tensor: Tensor) -> _Described:
+def _key_of(leaf: Any) -> tuple[Any, ...]:
+    return type(leaf), repr(leaf) if isinstance(
+        leaf, (int, float, complex)
+    ) else leaf  # True == 1 == 1.0, and nan != nan
+
+
+def _is_importable(leaf: Any) -> bool:
+    """Returns whether other processes find the function or class under its name."""
+    try:
+        pickle.dumps(leaf)
+    except Exception:  # which one depends on where it was defined
+        return False
+    return True
+
+
+def _describe(tensor: Tensor) -> _Described | Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor  # which is refused
     strides = None if tensor.is_contiguous() else tensor.stride()
     return _Described(tuple(tensor.shape), tensor.dtype, strides)
 
@@ -90,6 +137,12 @@ def described(tree: Any) -> tuple[Layout, list[Tensor]]:
 
 
 def input_of(value: Any) -> tuple[Layout, list[Tensor]]:
-    """Returns what a model is called with, in :class:`Call` or as the only argument."""
+    """Returns what a model is called with, in :class:`Call` or as the only argument.
+
+    Raises:
+        ValueError: a model cannot be traced with it.
+    """
     call = value if isinstance(value, Call) else Call((value,), {})
-    return described((call.args, call.kwargs))
+    layout, tensors = described(vars(call))
+    layout.check("The model's input")
+    return layout, tensors

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import pipe_split
 
 from lightning_pipesync.compat import has_backward_hooks, telling_own_gradients
 from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
-from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of, with_strides
+from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, with_strides
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 
 
@@ -112,6 +112,8 @@ class Tracer:
                 exported = torch.export.export(flat, inputs.zeros(self._device), strict=False)
         except Exception as error:
             _check_gradients(what, self._model, own_gradients)
+            for output in outputs:
+                output.check(f"The output of {type(self._model).__name__}")
             [reason, *_] = str(error).splitlines() or [type(error).__name__]
             raise ValueError(
                 f"{what}, since torch.export cannot trace it: {reason} What Python decides must not depend on the "
@@ -119,6 +121,7 @@ class Tracer:
                 "traced."
             ) from error
         _check_gradients(what, self._model, own_gradients)
+        outputs[-1].check(f"The output of {type(self._model).__name__}")
         try:
             pieces = cut(exported.module(check_guards=False))
         except ValueError as error:
@@ -221,9 +224,10 @@ class _Flat(nn.Module):
         self._inputs, self._tell_output, self._tell_replaced = inputs, tell_output, tell_replaced
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = self._inputs.filled(tensors)
+        call = Call(**self._inputs.filled(tensors))
+        run = self.model if call.hooks else self.model.forward
         before = dict(self.model.named_buffers())
-        output, found = described(self.model(*args, **kwargs))
+        output, found = described(run(*call.args, **call.kwargs))
         self._tell_output(output)
         self._tell_replaced({name for name, buffer in self.model.named_buffers() if buffer is not before.get(name)})
         return tuple(found)
