@@ -106,6 +106,8 @@ class EAPipeConfig:
             return
         object.__setattr__(self, "split", tuple(self.split))
         indices = [one for one in self.split if isinstance(one, int)]
+        if len(indices) + len(self.split_names or ()) < len(self.split):
+            raise ValueError(f"split must list indices or names of submodules, got {self.split!r}.")
         if self.split_names is not None and (indices or len(set(self.split_names)) < len(self.split_names)):
             raise ValueError(f"split must list names of submodules alone, each once, got {self.split!r}.")
         if indices != sorted(set(indices)) or min(indices, default=1) < 1:
