@@ -158,6 +158,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
+def paths_in(tree: Any) -> list[str]:
+    """Returns where in nested containers each leaf is, as one would index it."""
+    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+
+
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Returns nested containers with what ``function`` makes of each tensor in them, in order, in its place."""
     leaves, spec = tree_flatten(tree)

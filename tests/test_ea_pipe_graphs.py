@@ -6,9 +6,11 @@ import dataclasses
 import random
 from collections import UserDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync import EAPipe
 from lightning_pipesync.lightning.submodule import Submodule
+from lightning_pipesync.methods.ea_pipe import EAPipeConfig, traced
 from lightning_pipesync.methods.ea_pipe.layout import Call
 from tests.harness import assert_refused, launch, raised
 from tests.models import batch
@@ -281,3 +284,58 @@ def test_hooks_of_a_submodule_of_a_step_run_once() -> None:
     with torch.no_grad():
         assert torch.equal(output, step())
         assert torch.equal(engine.forward(X), step())  # a loop without steps
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def ones(count: int) -> Tensor:
+    return torch.ones(count, 1)
+
+
+def with_labels_in_training(net: Net, x: Tensor, y: Tensor | None = None) -> Tensor:
+    return plain(net, x + y.unsqueeze(1) if net.training else x)
+
+
+def with_labels(net: Net, x: Tensor, y: Tensor | None = None) -> Tensor:
+    return plain(net, x if y is None else net.extra(x))
+
+
+def validated_first(forward: Callable[..., Any]) -> tuple[str, str] | None:
+    def begin() -> None:
+        net = Net(forward)
+        engine = engine_of(net)
+        net.eval()
+        engine.forward(X)
+        net.train()
+        engine.train_batch((Call((X, Y), {}), Y))
+
+    return raised(begin)
+
+
+def test_refusals_say_what_to_do() -> None:
+    assert_refused(
+        {
+            "this is training: if it is called with other": validated_first(with_labels_in_training),
+            "with the arguments of the first call, call it alike": validated_first(with_labels),
+            "as lru_cache does": refused(Net(lambda net, x: plain(net, x) * ones(len(x)))),
+            "torch.where": refused(Net(lambda net, x: plain(net, x if x.sum() > 0 else -x))),
+        }
+    )
+    said = refused(Net(lambda net, x: plain(net, x) * x.numpy()))
+    assert said is not None
+    assert "Change the model, or make it" in said[1]
+    for split in (("a", 2.5), (2.5,)):
+        with pytest.raises(ValueError, match="must list indices or names"):
+            EAPipeConfig(split=split)
+
+
+def test_graphs_without_end_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "MANY_GRAPHS", 2)
+    net = Net(lambda net, x, k, other: plain(net, x) * k)
+    engine = engine_of(net)
+    net.eval()
+    with pytest.warns(UserWarning, match=r"since these vary: \['args'\]\[1\]\. Pad") as found:
+        [engine.forward(Call((X, k), {"other": "same"})) for k in range(4)]
+    assert len([one for one in found if "graphs" in str(one.message)]) == 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import map_tensors, tensors_in, tree_flatten, tree_unflatten
+from lightning_pipesync.compat import map_tensors, paths_in, tensors_in, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Layout:
                 )
             if not isinstance(leaf, _PLAIN) and not (isinstance(leaf, _IMPORTED) and _is_importable(leaf)):
                 raise ValueError(
-                    f"{what} holds a {type(leaf).__qualname__}, and what is traced has tensors, numbers, strings, enums "
-                    "and importable functions in tuples, lists and dictionaries: take these from it, as with dict(...) "
+                    f"{what} holds a {type(leaf).__qualname__}, and what is traced has tensors, numbers, strings, "
+                    "enums and importable functions in tuples, lists and dictionaries: make it one, as with dict(...) "
                     "or torch.as_tensor(...), or register a dataclass with torch.export.register_dataclass(...)."
                 )
 
@@ -134,6 +134,13 @@ def described(tree: Any) -> tuple[Layout, list[Tensor]]:
     """Returns the containers and the tensors in them."""
     layout = map_tensors(_describe, tree)
     return Layout(layout), tensors_in(tree)
+
+
+def varying(layouts: Sequence[Layout]) -> list[str]:
+    """Returns where those that have the containers of the last one have not all the same."""
+    *_, spec = layouts[-1].key()
+    keys = [layout.key()[:-1] for layout in layouts if layout.key()[-1] == spec]
+    return [path for path, *found in zip(paths_in(layouts[-1].tree), *keys, strict=True) if len(set(found)) > 1]
 
 
 def input_of(value: Any) -> tuple[Layout, list[Tensor]]:

@@ -14,6 +14,7 @@ stages, where these ones know their neighbours only. So the flat graph is cut he
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,13 @@ from torch.distributed.pipelining import pipe_split
 
 from lightning_pipesync.compat import has_backward_hooks, telling_own_gradients
 from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
-from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, with_strides
+from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, varying, with_strides
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
+
+#: Graphs of a model beyond which its input is taken to vary without end.
+MANY_GRAPHS = 32
+#: For models that are called in another way in training than in the validation before it.
+CALL_ALIKE = "call it alike from the first batch on, or set the Trainer's num_sanity_val_steps=0"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Tracer:
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device, seed: int) -> None:
         self._model, self._names, self._device, self._seed = model, tuple(names), device, seed
         self._graphs: dict[Any, _Traced] = {}
+        self._inputs: list[Layout] = []
         self._owners: dict[int, int] = {}
         for name in names:
             _check_name(model, name)
@@ -70,7 +77,14 @@ class Tracer:
         graphs = [self.graph(inputs)]
         with _restored(self._model):
             self._model.train(not self._model.training)
-            graphs.append(self.graph(inputs))
+            try:
+                graphs.append(self.graph(inputs))
+            except ValueError as error:
+                mode = "training" if self._model.training else "evaluation"
+                raise ValueError(
+                    f"{error} It is traced in training and in evaluation with the arguments of the first call, and "
+                    f"this is {mode}: if it is called with other arguments there, {CALL_ALIKE}."
+                ) from error
         found: list[tuple[str, nn.Module]] = []
         last = len(self._names)
         used = [set().union(*(_used(graph.pieces[stage]) for graph in graphs)) for stage in range(last + 1)]
@@ -93,6 +107,15 @@ class Tracer:
         if key not in self._graphs:
             with torch.inference_mode(False), torch.enable_grad():
                 self._graphs[key] = self._checked(self._trace(inputs))
+            self._inputs.append(inputs)
+            if len(self._graphs) == MANY_GRAPHS + 1:
+                these = ", ".join(varying(self._inputs)) or "the containers"
+                warnings.warn(
+                    f"There are more than {MANY_GRAPHS} graphs of {type(self._model).__name__}, each of which takes "
+                    f"time and memory, since these vary: {these}. Pad tensors to a few shapes, and pass numbers that "
+                    "vary as tensors.",
+                    stacklevel=2,
+                )
         return self._graphs[key]
 
     def _trace(self, inputs: Layout) -> _Traced:
@@ -116,9 +139,7 @@ class Tracer:
                 output.check(f"The output of {type(self._model).__name__}")
             [reason, *_] = str(error).splitlines() or [type(error).__name__]
             raise ValueError(
-                f"{what}, since torch.export cannot trace it: {reason} What Python decides must not depend on the "
-                "values of tensors: have the model use torch.where, or make it an nn.Sequential, whose layers are not "
-                "traced."
+                f"{what}, since torch.export cannot trace it: {reason.strip()} {_advice(str(error))}"
             ) from error
         _check_gradients(what, self._model, own_gradients)
         outputs[-1].check(f"The output of {type(self._model).__name__}")
@@ -164,7 +185,8 @@ class Tracer:
                 if owner != stage:
                     raise ValueError(
                         f"{names[used]} is on stage {owner + 1}, and with an input of this shape or in this mode "
-                        f"{type(self._model).__name__} uses it on stage {stage + 1}: set split= so that both are one."
+                        f"{type(self._model).__name__} uses it on stage {stage + 1}: set split= so that both are one. "
+                        f"If it had no use with the arguments of the first call, {CALL_ALIKE}."
                     )
         return graph
 
@@ -290,6 +312,21 @@ def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
         holder.register_parameter(last, tensor)
     else:
         holder.register_buffer(last, tensor)
+
+
+def _advice(reason: str) -> str:
+    """Returns what to do about an error of torch.export."""
+    if "data-dependent" in reason:
+        return (
+            "What Python decides must not depend on the values of tensors: have the model use torch.where, or make it "
+            "an nn.Sequential, whose layers are not traced."
+        )
+    if "fake tensor" in reason.lower():
+        return (
+            "It may keep a tensor from one forward pass to the next, as lru_cache does: have it make the tensor anew, "
+            "or make it in __init__ as a buffer. Or it writes through .data: have it use torch.no_grad()."
+        )
+    return "Change the model, or make it an nn.Sequential, whose layers are not traced."
 
 
 def _check_gradients(what: str, model: nn.Module, own_gradients: Sequence[str]) -> None:
