@@ -204,6 +204,13 @@ def changed_without_gradients(net: Net, x: Tensor) -> Tensor:
     return output * (1 + same.sum(dim=1, keepdim=True))
 
 
+def selected(net: Net, x: Tensor) -> Tensor:
+    hidden = net.a(x)
+    kept = hidden[hidden[:, 0] > 0]
+    turn = kept.t().contiguous()
+    return net.b(x) + (kept.t() * turn).sum()
+
+
 def unfolded(net: Net, x: Tensor) -> Tensor:
     windows = net.a(x).unfold(1, 4, 1)
     return net.b(x) + windows.sum(dim=2)
@@ -211,7 +218,7 @@ def unfolded(net: Net, x: Tensor) -> Tensor:
 
 def test_views_and_copies_are_those_of_the_model() -> None:
     """What depends on strides comes out as without a pipeline; the input is left alone."""
-    for forward in (changed_copy, changed_copy_of_expanded, as_strided):
+    for forward in (changed_copy, changed_copy_of_expanded, as_strided, selected):
         assert_same_step(Net(forward))
     for x in (X.t().contiguous().t(), X[:, :1].expand(-1, 6)):
         before = x.clone()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
+import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
 from lightning_pipesync.compat import is_pipe_split, memory_of, tensors_in, written_by
+
+_COPY = "copy it with clone(memory_format=torch.contiguous_format)"
 
 
 @dataclass(frozen=True)
@@ -17,12 +21,12 @@ class Piece:
 
     Attributes:
         run: takes the values that come in, and returns those that go on to the next stage, or the outputs: tuples.
-        strides: of the values that come in, as they were traced.
+        strides: of the values that come in, as they were traced; None if they are contiguous, of a size that varies.
         of_weights: for each value that goes on, whether it lies in the memory of a parameter or a buffer.
     """
 
     run: fx.GraphModule
-    strides: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...] | None, ...]
     of_weights: tuple[bool, ...]
 
 
@@ -55,16 +59,14 @@ def cut(traced: fx.GraphModule) -> list[Piece]:
         for node in outgoing:
             if not isinstance(node.meta.get("val"), Tensor):
                 raise ValueError(f"{node.name}, a number computed from a tensor, would have to travel to another stage")
-            if not all(isinstance(length, int) for length in (*node.meta["val"].shape, *node.meta["val"].stride())):
-                raise ValueError(f"{node.name}, whose size depends on values, would have to travel to another stage")
             if _overlaps(node.meta["val"]):
                 raise ValueError(
                     f"{node.name}, which would have to travel to another stage, has several elements in one place, as "
-                    "after unfold(): copy it with clone(memory_format=torch.contiguous_format)"
+                    f"after unfold(): {_COPY}"
                 )
         _check_writes(own, incoming, weights)
         run = fx.GraphModule(traced, _graph_of(own, incoming, outgoing))
-        strides = tuple(node.meta["val"].stride() for node in incoming)
+        strides = tuple(_strides_of(node) for node in incoming)
         pieces.append(Piece(run, strides, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing)))
         incoming = outgoing
     return pieces
@@ -121,12 +123,24 @@ def _check_writes(own: Sequence[Node], incoming: Sequence[Node], weights: Sequen
                 )
 
 
+def _strides_of(node: Node) -> tuple[int, ...] | None:
+    tensor = node.meta["val"]
+    if all(isinstance(stride, int) for stride in tensor.stride()):
+        return tuple(tensor.stride())
+    found = [str(stride) for stride in tensor.stride()]  # to compare symbols would decide what they are
+    for lengths in (tensor.shape, [torch.sym_max(size, 1) for size in tensor.shape]):  # torch makes them in both ways
+        if found == [str(prod(lengths[dim + 1 :])) for dim in range(len(lengths))]:
+            return None
+    raise ValueError(f"{node.name}, whose strides depend on values, would have to travel to another stage: {_COPY}")
+
+
 def _overlaps(tensor: Tensor) -> bool:
     """Returns whether elements share a place, other than by being expanded."""
+    pairs = list(zip(tensor.stride(), tensor.shape, strict=True))
+    if not all(isinstance(length, int) for pair in pairs for length in pair):
+        return False  # the size depends on values, and indexing by these copies
     end = 0
-    for stride, size in sorted(
-        pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[0] and pair[1] > 1
-    ):
+    for stride, size in sorted((stride, size) for stride, size in pairs if stride and size > 1):
         if stride <= end:
             return True
         end += stride * (size - 1)

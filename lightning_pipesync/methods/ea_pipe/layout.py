@@ -86,8 +86,10 @@ class Layout:
         return tuple(_zeros(one, device) for one in found)
 
 
-def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+def with_strides(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     """Returns the same values with these strides: what is a view of what, and not a copy, depends on them."""
+    if strides is None:
+        return tensor.contiguous()
     if tensor.stride() == strides:
         return tensor
     values = tensor
