@@ -34,9 +34,22 @@ def accelerator_of(method: str, **settings: Any) -> PipeSyncAccelerator:
     return PipeSyncAccelerator(plugin, dataloader_config=DataLoaderConfiguration(data_seed=11))
 
 
+class Counter:
+    """An object of the user's own in a checkpoint."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
 def train(method: str, folder: Path, resumed: bool) -> tuple[Tensor, Tensor]:
     """Trains two epochs, saving within the second; or what comes after that. Returns weights, and a random number."""
-    accelerator = accelerator_of(method)
+    accelerator, counter = accelerator_of(method), Counter()
+    accelerator.register_for_checkpointing(counter)
     torch.manual_seed(100 * resumed + accelerator.process_index)
     model = Classifier(optimizer="adamw", batch_norm=method != "ea_pipe", dropout=0.3)
     loader = accelerator.prepare_train_loader(train_loader(drop_last=True))
@@ -62,10 +75,12 @@ def train(method: str, folder: Path, resumed: bool) -> tuple[Tensor, Tensor]:
                 accelerator.backward(LOSS(network(x), y))
                 optimizer.step()
                 scheduler.step()
+            counter.steps += 1
             if not resumed and (current, index + 1) == SAVED_AT:
                 accelerator.save_state(str(folder))
         first = 0
     accelerator.consolidate()
+    assert counter.steps == 2 * len(loader)
     weights, number = model.weights(), torch.rand(())
     accelerator.free_memory()
     return weights, number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -95,7 +96,10 @@ def backward_once(model: BenchModel, rank: int = 0) -> torch.Tensor:
 
 
 def test_time_is_that_asked_for() -> None:
-    """Never less; and no more in the quickest of some steps, as a busy machine may hold up the others."""
+    """No more in the quickest of some steps, as a busy machine may hold up the others; and no less in most.
+
+    A pass that was held up makes the next one shorter: the sum is right.
+    """
     forward, backward = 0.2, 0.4
     model = build_model("emulated-densenet201", scale=1e-3, forward_seconds=forward, backward_seconds=backward)
     backward_once(model)
@@ -109,7 +113,9 @@ def test_time_is_that_asked_for() -> None:
         loss.backward()
         took.append((between - begin, time.perf_counter() - between))
     for asked, seconds in zip((forward, backward), zip(*took, strict=True), strict=True):
-        assert 0.95 * asked < min(seconds) < 1.25 * asked
+        assert 0.95 * asked < statistics.median(seconds)
+        assert min(seconds) < 1.25 * asked
+    assert 0.95 * 5 * (forward + backward) < sum(map(sum, took))
 
 
 class Clock:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipesync.core.views import without_views
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_refused, launch, raised
 from tests.models import OPTIMIZERS, assert_loss_is_noticed, loss, seeded_mlp, state, train_ddp
@@ -137,7 +138,7 @@ def saved_without_waiting() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         optimizer.zero_grad()
         loss(model, i, dist.get_rank()).backward()
         sync.step()
-    saved = sync.without_views(model.state_dict())
+    saved = without_views(model.state_dict())
     sync.synchronize()
     flushed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert len({value.untyped_storage().data_ptr() for value in saved.values()}) == len(saved), (
