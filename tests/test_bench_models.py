@@ -136,7 +136,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("lightning_pipesync.bench.models.pacer.time", clock)
+    for module in ("emulated", "pacer"):
+        monkeypatch.setattr(f"lightning_pipesync.bench.models.{module}.time", clock)
     return clock
 
 
@@ -176,12 +177,12 @@ def test_pacer_forgives_a_long_stop(clock: Clock) -> None:
     assert clock.now - begin == pytest.approx(0.9, abs=0.02)
 
 
-def test_last_layer_is_ready_first() -> None:
+def test_last_layer_is_ready_first(clock: Clock) -> None:
     model = build_model("emulated-resnet50", scale=1e-3, forward_seconds=0.01, backward_seconds=0.1)
     ready: list[tuple[str, float]] = []
     for name, parameter in model.module.named_parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda parameter, name=name: ready.append((name.rpartition(".")[0], time.perf_counter()))
+            lambda parameter, name=name: ready.append((name.rpartition(".")[0], clock.now))
         )
     backward_once(model)
     layers = [name.rpartition(".")[0] for name, _ in model.module.named_parameters()]
