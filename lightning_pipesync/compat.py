@@ -138,6 +138,11 @@ def import_twin(name: str) -> ModuleType:
         rank_zero.log, rank_zero.rank_zero_deprecation_category = log, category
 
 
+def register_strategy(registry: Any, name: str, strategy: Callable[..., Any]) -> None:
+    """Has a registry of Lightning's know a strategy, described by the first line of its docstring."""
+    registry.register(name, strategy, (strategy.__doc__ or "").partition("\n")[0], override=True)
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a ``DTensor``, whose module moved between the versions of torch."""
     return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)

@@ -22,3 +22,14 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(job, "_run_here", run_here)
+
+
+@pytest.fixture(scope="session")
+def machine() -> None:
+    """Skips where the README says that hosts cannot be emulated; what goes wrong elsewhere is a failure."""
+    from lightning_pipesync.netlab import requirements
+
+    try:
+        requirements.check_requirements()
+    except RuntimeError as error:
+        pytest.skip(str(error))

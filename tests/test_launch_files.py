@@ -14,7 +14,6 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
-from lightning_pipesync.netlab import requirements
 from tests.commands import ROOT, environment, run_together
 from tests.harness import free_port
 
@@ -93,15 +92,6 @@ def ranks_in(output: str) -> list[str]:
 def test_shell_files_can_be_read_by_bash(file: Path) -> None:
     result = subprocess.run(["bash", "-n", file], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-@pytest.fixture(scope="module")
-def machine() -> None:
-    """Skips where hosts cannot be emulated."""
-    try:
-        requirements.check_requirements()
-    except RuntimeError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.usefixtures("machine")

@@ -77,15 +77,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
-def machine() -> None:
-    """Skips where the README says that hosts cannot be emulated; what goes wrong elsewhere is a failure."""
-    try:
-        requirements.check_requirements()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
 needs_machine = pytest.mark.usefixtures("machine")
 
 

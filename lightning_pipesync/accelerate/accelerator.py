@@ -20,7 +20,6 @@ from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.compat import (
-    handles_unscaling,
     is_prepared,
     mark_prepared,
     replace_prepared_optimizer,
@@ -29,6 +28,7 @@ from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.selsync import SelSyncConfig
+from lightning_pipesync.methods.stepping import check_unscaling
 
 
 class PipeSyncAccelerator(SavingAccelerator):
@@ -114,11 +114,8 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._synchronises:
             return prepared
         self._refuse_pipeline("prepare(model, optimizer)")
-        if prepared.scaler is not None and handles_unscaling(prepared.optimizer):
-            raise ValueError(
-                f"mixed_precision='fp16' with a fused {type(prepared.optimizer).__name__} unscales gradients within "
-                "the step, where a method cannot see them: set fused=False."
-            )
+        if prepared.scaler is not None:
+            check_unscaling(prepared.optimizer, "mixed_precision='fp16'", "a method")
         if not isinstance(prepared, SynchronisedOptimizer):
             synchronised = SynchronisedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
             replace_prepared_optimizer(self, prepared, synchronised)

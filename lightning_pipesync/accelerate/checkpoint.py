@@ -87,7 +87,7 @@ def read_rank_states(
         warnings.warn,
         removable=f"{_file('', 0).name} and its like",
     )
-    if (state is None and method != name) or saved_size != world_size:
+    if method != name or saved_size != world_size:
         return []
     if not complete:
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
-from lightning_pipesync.methods.method import AveragingMethod
+from lightning_pipesync.methods.method import AveragingMethod, parameters_of
 
 
 def clip_norm(
@@ -75,4 +75,4 @@ def _whole(
 
 
 def _ids(optimizer: SynchronisedOptimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {id(parameter) for parameter in parameters_of(optimizer)}

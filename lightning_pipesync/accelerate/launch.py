@@ -18,8 +18,8 @@ from lightning_pipesync.accelerate.plugin import (
     NUM_PROCESSES_VARIABLE,
     SECTION,
     PipeSyncPlugin,
-    read_section,
     read_yaml,
+    section_of,
 )
 
 
@@ -44,7 +44,7 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
             f"{parsed.config_file} has no section '{SECTION}:' with a method and its settings. Without one, use "
             "'accelerate launch'."
         )
-    PipeSyncPlugin.from_mapping(read_section(parsed.config_file))  # before any process is started
+    PipeSyncPlugin.from_mapping(section_of(content, parsed.config_file))  # before any process is started
     num_processes = content.get("num_processes") if parsed.num_processes is None else parsed.num_processes
     with tempfile.TemporaryDirectory(prefix="pipesync-") as folder:
         settings, rest = Path(folder, "pipesync.yaml"), Path(folder, "accelerate.yaml")

@@ -10,7 +10,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from lightning_pipesync.compat import found_overflow, is_unscaled, mark_overflow
 from lightning_pipesync.methods.method import SyncMethod
-from lightning_pipesync.methods.selsync import SelSync
 
 
 class SynchronisedOptimizer(AcceleratedOptimizer):
@@ -29,7 +28,7 @@ class SynchronisedOptimizer(AcceleratedOptimizer):
         method = self._method()
         if self.scaler is not None and is_unscaled(self.scaler, self.optimizer):
             return
-        if isinstance(method, SelSync) and method.measured(self.optimizer):
+        if method.measured(self.optimizer):
             return
         scale = None if self.scaler is None else self.scaler.get_scale()
         method.before_unscaling(self.optimizer, scale)

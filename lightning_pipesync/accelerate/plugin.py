@@ -85,7 +85,15 @@ def read_section(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no such file, or it does not hold them.
     """
-    content = read_yaml(path)
+    return section_of(read_yaml(path), path)
+
+
+def section_of(content: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """Returns method and settings from what the file at ``path`` holds.
+
+    Raises:
+        ValueError: it does not hold them.
+    """
     section = content.get(SECTION, content)
     if not isinstance(section, dict) or "method" not in section:
         raise ValueError(

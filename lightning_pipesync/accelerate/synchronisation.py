@@ -14,7 +14,7 @@ from lightning_pipesync.accelerate.model import SynchronisedModel
 from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
 from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.dear import DeARConfig
-from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.method import SyncMethod, parameters_of
 from lightning_pipesync.methods.registry import SYNC_METHODS, MethodConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
 
@@ -102,7 +102,7 @@ def connected(
     """
     groups: list[tuple[list[SynchronisedModel], list[SynchronisedOptimizer]]] = []
     for optimizer in optimizers:
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {id(parameter) for parameter in parameters_of(optimizer)}
         own = [model for model in models if any(id(parameter) in trained for parameter in model.module.parameters())]
         if not own:
             continue

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
-from lightning_pipesync.compat import import_twin
+from lightning_pipesync.compat import import_twin, register_strategy
 from lightning_pipesync.fabric.classes import (
     STRATEGIES,
     DeARFabricStrategy,
@@ -24,10 +24,8 @@ def _register() -> None:
         registered.append((registry, import_module("lightning_pipesync.fabric.twin_classes").STRATEGIES))
     for registry, strategies in registered:
         for strategy in strategies:
-            description = (strategy.__doc__ or "").partition("\n")[0]
-            registry.register(strategy.name, strategy, description, override=True)
-        description = (refuse_ea_pipe.__doc__ or "").partition("\n")[0]
-        registry.register("ea_pipe", refuse_ea_pipe, description, override=True)
+            register_strategy(registry, strategy.name, strategy)
+        register_strategy(registry, "ea_pipe", refuse_ea_pipe)
 
 
 _register()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
+from lightning_pipesync.methods.method import AveragingMethod, SyncMethod, parameters_of
 
 #: MiB that travel in one piece when a model is set up before its optimizers.
 PIECE_MB = 25.0
@@ -83,7 +83,7 @@ class TrainedModule:
     def has_parameters_of(self, optimizer: Optimizer) -> bool:
         """Returns whether ``optimizer`` is over parameters of this model alone."""
         own = {id(parameter) for parameter in self.module.parameters()}
-        return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        return all(id(parameter) in own for parameter in parameters_of(optimizer))
 
     def broadcast(self) -> None:
         """Gives all ranks the weights and buffers of rank 0; a collective call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -37,8 +37,3 @@ class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SelSync:
         return SelSync(module, optimizers, self.config, backend=self._traffic_backend)
-
-    def take_gradient(self, optimizer: Optimizer) -> None:
-        """Measures the gradient, once: it may be clipped in several ways before the step."""
-        if not cast("SelSync", self.method_of(optimizer)).measured(optimizer):
-            super().take_gradient(optimizer)

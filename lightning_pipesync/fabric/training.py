@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.compat import (
     control_backward_sync,
-    handles_unscaling,
     is_unscaled,
     mark_overflow,
     unwrapped,
 )
 from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule, TrainedModule
-from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
+from lightning_pipesync.methods.method import AveragingMethod, SyncMethod, parameters_of
 from lightning_pipesync.methods.registry import make_config
+from lightning_pipesync.methods.stepping import check_unscaling
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `lightning_fabric`, whose classes differ
     from lightning.fabric.accelerators import Accelerator
@@ -199,6 +199,8 @@ class FabricTrainingMixin(_Base):
             RuntimeError: a peer is lost, or the loss scaler has unscaled the gradient before.
         """
         method, scaler = self.method_of(optimizer), self._scaler
+        if method.measured(optimizer):  # it may be clipped in several ways before the step
+            return
         loss_scale = None if scaler is None else scaler.get_scale()
         method.before_unscaling(optimizer, loss_scale)
         self.precision.unscale_gradients(optimizer)
@@ -228,7 +230,7 @@ class FabricTrainingMixin(_Base):
             )
         self.take_gradient(optimizer)
         if method.applies_grad:
-            return nn.utils.clip_grad_norm_(_trained_by(optimizer), max_norm, norm_type, error_if_nonfinite)
+            return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite)
         norm = method.clip(max_norm, optimizer)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -244,7 +246,7 @@ class FabricTrainingMixin(_Base):
         if isinstance(method, AveragingMethod):
             method.clip_value(clip_val, optimizer)
         else:
-            nn.utils.clip_grad_value_(_trained_by(optimizer), clip_val)
+            nn.utils.clip_grad_value_(parameters_of(optimizer), clip_val)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -286,11 +288,8 @@ class FabricTrainingMixin(_Base):
             self._synced.remove(synced)
 
     def _check(self, optimizer: Optimizer) -> None:
-        if self._scaler is not None and handles_unscaling(optimizer):
-            raise ValueError(
-                f"precision='16-mixed' with a fused {type(optimizer).__name__} unscales gradients within the step, "
-                f"where strategy={self.name!r} cannot see them: set fused=False."
-            )
+        if self._scaler is not None:
+            check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
 
     def owner_of(self, optimizer: Optimizer) -> TrainedModule | None:
         """Returns the model that was set up with ``optimizer``; None if there is none."""
@@ -305,7 +304,3 @@ class FabricTrainingMixin(_Base):
             synced.detach(timeout_s)
             synced.optimizers.clear()
         self._synced.clear()
-
-
-def _trained_by(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

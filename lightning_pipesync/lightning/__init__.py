@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipesync.compat import import_twin
+from lightning_pipesync.compat import import_twin, register_strategy
 from lightning_pipesync.lightning.classes import (
     STRATEGIES,
     DeARStrategy,
@@ -25,8 +25,7 @@ def _register() -> None:
         registered.append((registry, import_module("lightning_pipesync.lightning.twin_classes").STRATEGIES))
     for registry, strategies in registered:
         for strategy in strategies:
-            description = (strategy.__doc__ or "").partition("\n")[0]
-            registry.register(strategy.name, strategy, description, override=True)
+            register_strategy(registry, strategy.name, strategy)
 
 
 _register()

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.compat import change_train_loaders, handles_unscaling, mark_overflow
+from lightning_pipesync.compat import change_train_loaders, mark_overflow
 from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.loaders import begin_at, no_warning_about_resuming, resumable
 from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
 from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.stepping import check_unscaling
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
     from lightning.pytorch import LightningModule, Trainer
@@ -75,12 +76,8 @@ class PipeSyncStrategyMixin(_Base):
             return
         assert self.lightning_module is not None
         self._begin_to_attach()
-        for optimizer in self.optimizers:
-            if self._scaler is not None and handles_unscaling(optimizer):
-                raise ValueError(
-                    f"precision='16-mixed' with a fused {type(optimizer).__name__} unscales gradients within the step, "
-                    f"where strategy={self.name!r} cannot see them: set fused=False."
-                )
+        for optimizer in self.optimizers if self._scaler is not None else ():
+            check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
         self.method = self.attach_method(self.lightning_module, self.optimizers)
         self._check_checkpoint()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -62,6 +62,10 @@ class SyncMethod(ABC):
         """
         return self.after_backward(optimizer)
 
+    def measured(self, optimizer: Optimizer | None = None) -> bool:
+        """Returns whether :meth:`after_backward` was called in this step, and is not to be called again."""
+        return False
+
     @abstractmethod
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its global L2 norm; returns the norm before (0-dim)."""
@@ -174,6 +178,11 @@ def index_of(optimizer: Optimizer | None, optimizers: Sequence[Optimizer], metho
         if optimizer is None or known is optimizer:
             return index
     raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to {method}.")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def group_members(optimizers: Sequence[Optimizer]) -> list[list[list[int]]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_pipesync.compat import handles_unscaling
+
 
 class StepGuard:
     """Refuses a step that a method does not know of: this rank's weights would part from all others'.
@@ -42,6 +44,24 @@ class StepGuard:
                 f"other would know. Call the step() of {self._method}, or of the optimizer that self.optimizers() "
                 "or fabric.setup() returns."
             )
+
+
+def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:
+    """Checks that a loss scaler leaves gradients unscaled in ``p.grad`` before the step of ``optimizer``.
+
+    Args:
+        optimizer: the user's own.
+        precision: the setting that has brought the scaler.
+        method: who has to see the gradients.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if handles_unscaling(optimizer):
+        raise ValueError(
+            f"{precision} with a fused {type(optimizer).__name__} unscales gradients within the step, where {method} "
+            "cannot see them: set fused=False."
+        )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
+from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight, GradientPlan
 from lightning_pipesync.methods.stepping import StepGuard, replaced_step
@@ -108,8 +109,7 @@ class GradientPipe:
         if len(self._in_flight) > may_be_in_flight:
             self._show_next(loss_scale)
         else:
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
+            foreach_zero_([parameter.grad for parameter in parameters_of(self.optimizer) if parameter.grad is not None])
 
     def run(self, update: Callable[[], T] | None, hand_over: Callable[[], object]) -> T | None:
         """Runs ``update``; the ``optimizer.step()`` within it applies the gradient that is due, if there is one.

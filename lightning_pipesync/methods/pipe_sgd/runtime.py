@@ -15,7 +15,14 @@ from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.method import AveragingMethod, device_of, group_members, index_of, one_config
+from lightning_pipesync.methods.method import (
+    AveragingMethod,
+    device_of,
+    group_members,
+    index_of,
+    one_config,
+    parameters_of,
+)
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 
@@ -224,7 +231,7 @@ class PipeSGD(AveragingMethod):
         ]
 
     def _trained(self, optimizer: Optimizer | None) -> list[Tensor]:
-        return [p for group in self._pipe(optimizer).optimizer.param_groups for p in group["params"]]
+        return parameters_of(self._pipe(optimizer).optimizer)
 
     def _pipe(self, optimizer: Optimizer | None) -> GradientPipe:
         return self._pipes[index_of(optimizer, self._optimizers, "PipeSGD")]
