@@ -1,7 +1,7 @@
 """What SelSync's tracker and flag cost in a step that stays local.
 
 A Transformer encoder of 25 M parameters trains on several processes. Steps of plain local training and local steps of
-SelSync (delta so high that none is synchronised) take turns, so that the noise of the machine meets both alike. Within
+SelSync (delta so high that none is synchronized) take turns, so that the noise of the machine meets both alike. Within
 SelSync's steps its own parts are timed: measuring the gradient's norm, and the flag, sent before the update and awaited
 behind it.
 

@@ -2,7 +2,7 @@
 
     python examples/pipeline_digits.py                           EA-Pipe on two processes of this machine
     python examples/pipeline_digits.py --devices 3
-    python examples/pipeline_digits.py --method pipedream        or naive, spectrain, gpipe, 1f1b
+    python examples/pipeline_digits.py --algorithm pipedream        or naive, spectrain, gpipe, 1f1b
     torchrun --nproc-per-node 2 examples/pipeline_digits.py      as with digits.py
 
 The LightningModule is the one that the data-parallel strategies train there. All processes load the same batches; the
@@ -23,7 +23,7 @@ from lightning_pipesync import EAPipeStrategy
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="ea_pipe", help="the Trainer's pipeline (default: %(default)s)")
+    parser.add_argument("--algorithm", default="ea_pipe", help="the Trainer's pipeline (default: %(default)s)")
     parser.add_argument("--elastic-force", type=float, default=0.3, help="alpha of EA-Pipe (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="images of a mini-batch (default: %(default)s)")
@@ -33,7 +33,7 @@ def main() -> None:
     keep_calm()
 
     L.seed_everything(0, verbose=False)
-    strategy = EAPipeStrategy(method=options.method, elastic_force=options.elastic_force)
+    strategy = EAPipeStrategy(algorithm=options.algorithm, elastic_force=options.elastic_force)
     trainer = L.Trainer(
         strategy=strategy, max_epochs=options.epochs, enable_progress_bar=False, **trainer_options(options)
     )
@@ -42,7 +42,7 @@ def main() -> None:
     trainer.fit(DigitClassifier(options.learning_rate), datamodule=Digits(options.batch_size, drop_last=True))
     if trainer.is_global_zero:
         accuracy = float(trainer.callback_metrics["test_accuracy"])
-        print(f"{options.method} on {trainer.world_size} processes, {trainer.global_step} mini-batches")
+        print(f"{options.algorithm} on {trainer.world_size} processes, {trainer.global_step} mini-batches")
         print(f"test accuracy  {accuracy:.2%}")
         print(f"seconds        {time.monotonic() - start:.1f}")
 

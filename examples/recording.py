@@ -29,7 +29,7 @@ class Run:
         mib_sent: by rank 0 so far, at each validation.
         mib_for_validation: how much of it averaged the replicas for a validation.
         relative_changes: of the gradient, at each step: the largest of all ranks, None where it is not defined.
-        synchronised: whether the step was synchronised, at each step.
+        synchronized: whether the step was synchronized, at each step.
         lssr: share of the steps that stayed local.
     """
 
@@ -41,12 +41,12 @@ class Run:
     mib_sent: list[float] = field(default_factory=list)
     mib_for_validation: float = 0.0
     relative_changes: list[float | None] = field(default_factory=list)
-    synchronised: list[bool] = field(default_factory=list)
+    synchronized: list[bool] = field(default_factory=list)
     lssr: float = 0.0
 
     @property
     def steps(self) -> int:
-        return len(self.synchronised)
+        return len(self.synchronized)
 
     @property
     def accuracy(self) -> float:
@@ -71,10 +71,10 @@ class Recorder(L.Callback):
             # This is how to look into a run. What suffices for a log is logged as selsync/lssr and so on anyway.
             method = trainer.strategy.method
             self._own_changes.append(method.last.relative_change)
-            self.run.synchronised.append(method.last.synchronised)
+            self.run.synchronized.append(method.last.synchronized)
             self.run.lssr = method.lssr
         else:
-            self.run.synchronised.append(True)
+            self.run.synchronized.append(True)
         self._mib_after_step = mib_sent(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 matplotlib.use("Agg")  # without a display
 
-# Colours that remain distinct to the colour-blind (Okabe and Ito), and line styles for who prints in black and white.
+# Colors that remain distinct to the color-blind (Okabe and Ito), and line styles for who prints in black and white.
 COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 LINE_STYLES = ["-", "--", "-.", ":"]
 
@@ -56,7 +56,7 @@ class Row:
     seconds: float
 
 
-def summarise(runs: Sequence[Run]) -> list[Row]:
+def summarize(runs: Sequence[Run]) -> list[Row]:
     """Returns one row for each name, in the order of the runs."""
     ddp_mib = fmean(run.mib_sent[-1] for run in runs if run.delta is None)
     rows = []
@@ -117,7 +117,7 @@ def print_table(runs: Sequence[Run], world_size: int) -> None:
     table.add_column("run", no_wrap=True)
     for heading in ("test\naccuracy %", "steps", "LSSR", "MiB\nsent", "fewer\nbytes", "1 / (1\n- LSSR)", "seconds"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in summarise(runs):
+    for row in summarize(runs):
         table.add_row(
             row.name,
             f"{100 * row.accuracy:.2f}" + (f" ± {100 * row.accuracy_stdev:.2f}" if seeds > 1 else ""),
@@ -139,7 +139,7 @@ def write_json(runs: Sequence[Run], options: argparse.Namespace, path: Path) -> 
     """Writes the options, the table's rows and everything that was recorded of the runs."""
     results = {
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
-        "table": [asdict(row) for row in summarise(runs)],
+        "table": [asdict(row) for row in summarize(runs)],
         "runs": [asdict(run) for run in runs],
     }
     path.write_text(json.dumps(results, indent=1))
@@ -173,24 +173,24 @@ def draw_picture(runs: Sequence[Run], path: Path) -> Path:
 def draw_accuracy(axes: Axes, runs: Sequence[Run], x: Callable[[Run], list[float]]) -> None:
     """Draws one line for each name, the mean over its seeds, and a faint one for each seed."""
     for i, (name, group) in enumerate(by_name(runs).items()):
-        colour, style = COLOURS[i % len(COLOURS)], LINE_STYLES[i % len(LINE_STYLES)]
+        color, style = COLOURS[i % len(COLOURS)], LINE_STYLES[i % len(LINE_STYLES)]
         if len(group) > 1:
             for run in group:
-                axes.plot(x(run), run.accuracies, color=colour, alpha=0.25, linewidth=0.8)
+                axes.plot(x(run), run.accuracies, color=color, alpha=0.25, linewidth=0.8)
         mean_x = [fmean(values) for values in zip(*map(x, group), strict=True)]
         mean_accuracy = [fmean(values) for values in zip(*(run.accuracies for run in group), strict=True)]
-        axes.plot(mean_x, mean_accuracy, style, color=colour, label=name, linewidth=2, marker="o", markersize=3)
+        axes.plot(mean_x, mean_accuracy, style, color=color, label=name, linewidth=2, marker="o", markersize=3)
 
 
 def draw_gradient_change(axes: Axes, run: Run) -> None:
-    """Draws the relative gradient change of every step, with delta and the steps that were synchronised."""
+    """Draws the relative gradient change of every step, with delta and the steps that were synchronized."""
     changes = [math.nan if change is None else change for change in run.relative_changes]
-    steps = [step for step, synchronised in enumerate(run.synchronised) if synchronised]
-    share = f"synchronised: {len(steps)} of {run.steps} steps"
+    steps = [step for step, synchronized in enumerate(run.synchronized) if synchronized]
+    share = f"synchronized: {len(steps)} of {run.steps} steps"
     axes.plot(changes, color="#888888", linewidth=0.8, label="relative gradient change (the largest of all ranks)")
     axes.plot(steps, [changes[step] for step in steps], "o", color=COLOURS[2], markersize=4, label=share)
     axes.axhline(run.delta, color=COLOURS[1], linestyle="--", label=f"δ = {run.delta:g}")
     axes.set(xlabel="step", ylabel="relative gradient change", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title(f"When {run.name} synchronises (seed {run.seed})", pad=24)
+    axes.set_title(f"When {run.name} synchronizes (seed {run.seed})", pad=24)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0, handletextpad=0.5)

@@ -48,7 +48,7 @@ def launch(
 
     Args:
         function: importable from the tests; it finds its rank in ``torch.distributed`` or in the environment.
-        init: initialise the default process group; otherwise the function (or a Trainer in it) does, from the
+        init: initialize the default process group; otherwise the function (or a Trainer in it) does, from the
             environment variables that ``torchrun`` would set.
         may_die: ranks that the test kills; their outcome is ``DIED``.
         group_timeout_s: timeout of the default process group.

@@ -48,12 +48,12 @@ def simulate(
     smoothing: float | None = None,
     clip: Callable[[nn.Module], object] = lambda model: None,
 ) -> tuple[list[nn.Module], list[bool], list[list[float]]]:
-    """Returns the replicas, which steps were synchronised, and each step's relative change by rank."""
+    """Returns the replicas, which steps were synchronized, and each step's relative change by rank."""
     replicas = [copy.deepcopy(model) for _ in range(world_size)]  # line 3
     optimizers = [make_optimizer(replica) for replica in replicas]
     squared_norms: list[list[float]] = [[] for _ in replicas]
     smoothing = world_size / 100 if smoothing is None else smoothing
-    synchronised, changes = [], []
+    synchronized, changes = [], []
     for i in range(num_steps):  # line 4
         for n, replica in enumerate(replicas):
             optimizers[n].zero_grad()
@@ -81,6 +81,6 @@ def simulate(
                     average = mean(list(buffers)) if buffers[0].is_floating_point() else buffers[0].clone()
                     for b in buffers:
                         b.copy_(average)
-        synchronised.append(any(flags))
+        synchronized.append(any(flags))
         changes.append(change)
-    return replicas, synchronised, changes
+    return replicas, synchronized, changes

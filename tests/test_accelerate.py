@@ -17,7 +17,7 @@ from tests.lightning_models import Classifier, dataset, make_strategy, train_loa
 from tests.models import OPTIMIZERS
 
 METHODS: dict[str, dict[str, Any]] = {
-    "dear": {"buffer_mb": 1e-4, "fusion": "buffer"},
+    "dear": {"bucket_mb": 1e-4, "fusion": "buffer"},
     "selsync": {"delta": 0.05, "window": 3},
     "pipe_sgd": {"warmup_steps": 3},
 }

@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from copy import deepcopy
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipesync import DeARConfig, PipeSyncAccelerator, PipeSyncPlugin, SelSyncConfig
+from lightning_pipesync import DeARConfig, EAPipeConfig, PipeSyncAccelerator, PipeSyncPlugin, SelSyncConfig
 from lightning_pipesync.accelerate.launched import check_num_processes
-from lightning_pipesync.accelerate.model import SynchronisedModel
-from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.model import SynchronizedModel
+from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
+from lightning_pipesync.methods.registry import CONFIGS
 from tests.harness import DIED, launch, raised
 from tests.lightning_models import dataset, train_loader
 from tests.models import OPTIMIZERS, batch, seeded_mlp
@@ -40,7 +42,7 @@ def forward_backward(accelerator: Accelerator, model: nn.Module, step: int) -> N
 
 
 def test_who_reads_weights_waits_for_them() -> None:
-    model = SynchronisedModel(nn.Linear(2, 2))
+    model = SynchronizedModel(nn.Linear(2, 2))
     model.method = Mock(flushed=False)
     model.zero_grad()
     assert not model.method.synchronize.called
@@ -60,11 +62,25 @@ def test_plugin_from_the_environment(tmp_path: Path) -> None:
     assert plugin is not None
     assert (plugin.method, plugin.config) == ("selsync", SelSyncConfig(delta=float("inf"), injection=(0.5, 0.25)))
     file = tmp_path / "pipesync.yaml"
-    for text in ("method: dear\nbuffer_mb: 4\nupdate: sharded\n", "num_processes: 2\npipesync:\n  method: dear\n"):
+    for text in ("method: dear\nbucket_mb: 4\nupdate: sharded\n", "num_processes: 2\npipesync:\n  method: dear\n"):
         file.write_text(text)
-        plugin = PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file), "PIPESYNC_BUFFER_MB": "8"})
+        plugin = PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file), "PIPESYNC_BUCKET_MB": "8"})
         assert plugin is not None
-        assert plugin.config == DeARConfig(buffer_mb=8.0, update="sharded" if "sharded" in text else None)
+        assert plugin.config == DeARConfig(bucket_mb=8.0, update="sharded" if "sharded" in text else None)
+
+
+def test_every_setting_of_every_method_reaches_it(tmp_path: Path) -> None:
+    """From code, from a file and from the environment: none has the name of what chooses the method."""
+    assert all("method" not in {field.name for field in fields(config)} for config in CONFIGS.values())
+    file = tmp_path / "pipesync.yaml"
+    file.write_text("method: ea_pipe\nalgorithm: gpipe\n")
+    for plugin in (
+        PipeSyncPlugin("ea_pipe", algorithm="gpipe"),
+        PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)}),
+        PipeSyncPlugin.from_environment({"PIPESYNC_METHOD": "ea_pipe", "PIPESYNC_ALGORITHM": "gpipe"}),
+    ):
+        assert plugin is not None
+        assert (plugin.method, plugin.config) == ("ea_pipe", EAPipeConfig(algorithm="gpipe"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +181,7 @@ def trained_with_a_loss_scaler(method: str) -> dict[str, Any]:
         accelerator = accelerator_of(method, **EXACT[method])
         model = seeded_mlp()
         network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
-        assert isinstance(optimizer, SynchronisedOptimizer)
+        assert isinstance(optimizer, SynchronizedOptimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
         for step in range(6):
             if step == 2 and not scaled:

@@ -20,7 +20,7 @@ from tests.lightning_models import Classifier, dataset, train_loader
 from tests.models import OPTIMIZERS
 
 METHODS: dict[str, dict[str, Any]] = {
-    "dear": {"fusion": "buffer", "buffer_mb": 1e-4, "compression": "int8"},
+    "dear": {"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"},
     "selsync": {"delta": 0.05, "window": 3, "compression": "int8", "injection": (0.5, 0.5)},
     "pipe_sgd": {"staleness": 2, "error_feedback": True, "compression": "int8"},
     "ea_pipe": {"split": (2,)},

@@ -18,7 +18,7 @@ from lightning_pipesync.accelerate import PipeSyncTrainerMixin
 from tests.harness import launch
 
 METHODS: dict[str, dict[str, Any]] = {
-    "dear": {"fusion": "buffer", "buffer_mb": 0.01},
+    "dear": {"fusion": "buffer", "bucket_mb": 0.01},
     "selsync": {"delta": 0.05, "window": 3},
     "pipe_sgd": {"staleness": 1},
 }

@@ -147,7 +147,7 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
             "DDP + ZeRO-1",
             "DeAR, 1 MiB",
             "DeAR, 25 MiB",
-            "SelSync, synchronised step",
+            "SelSync, synchronized step",
             "SelSync, local step",
         ]
         assert all(len(values) == 1 and values[0] > 0 for values in seconds.values())

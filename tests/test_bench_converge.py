@@ -26,7 +26,7 @@ from tests.harness import launch
 
 
 @pytest.mark.parametrize("name", TASK_NAMES)
-def test_tasks_can_be_learnt(name: str) -> None:
+def test_tasks_can_be_learned(name: str) -> None:
     """Some steps on one batch lower its loss."""
     torch.manual_seed(0)
     task = build_task(name)

@@ -29,7 +29,7 @@ def test_models_can_be_cut(name: str, stages: int) -> None:
         optimizers.append(SGD(parameters, lr=0.1))
         return optimizers[-1]
 
-    settings: dict[str, Any] = {"method": "naive", "split": "parameters"}
+    settings: dict[str, Any] = {"algorithm": "naive", "split": "parameters"}
     engine = EAPipe(model, nn.functional.cross_entropy, optimizer_of, virtual_stages=stages, **settings)
     engine.train_batch((torch.rand(4, 1, 8, 8), torch.arange(4)))
     assert len(optimizers) == stages
@@ -148,7 +148,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--task", "nope"], ["task='nope'", "digits"]),
         (["--model", "nope"], ["model='nope'", "resnet, vgg, cnn"]),
         (["--methods", "nope"], ["'nope'", "sgd, pipedream"]),
-        (["--methods", "ea_pipe:method=naive"], ["method=naive", "elastic_force"]),
+        (["--methods", "ea_pipe:algorithm=naive"], ["algorithm=naive", "elastic_force"]),
         (["--methods", "ea_pipe:elastic_force=2"], ["elastic_force must lie"]),
         (["--methods", "sgd", "sgd"], ["different"]),
         (["--learning_rates", "0"], ["learning_rates", "0"]),

@@ -78,4 +78,4 @@ def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest
 
 def test_a_method_has_its_settings() -> None:
     config = parse_contestant("ea_pipe:replicas=5,elastic_force=0.3")
-    assert (config.method, config.replicas, config.elastic_force) == ("ea_pipe", 5, 0.3)
+    assert (config.algorithm, config.replicas, config.elastic_force) == ("ea_pipe", 5, 0.3)

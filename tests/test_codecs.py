@@ -214,7 +214,7 @@ def test_never_reads_a_value_on_the_host(name: str, dtype: torch.dtype) -> None:
 @every_codec
 @every_size
 @every_dtype
-def test_cuda_agrees_with_the_cpu_and_does_not_synchronise(name: str, numel: int, dtype: torch.dtype) -> None:
+def test_cuda_agrees_with_the_cpu_and_does_not_synchronize(name: str, numel: int, dtype: torch.dtype) -> None:
     codec, source = get_codec(name), random(numel, dtype)
     on_device = source.cuda()
     torch.cuda.set_sync_debug_mode("error")

@@ -54,7 +54,7 @@ def trained_with_ddp(world_size: int, optimizer: str) -> dict[str, Tensor]:
     [
         *product(["sgd", "adamw"], [2, 4], [{}]),
         *product(["sgd"], [1, 3], [{}]),
-        *product(["adamw"], [2], [{"buffer_mb": 1e-4}, {"fusion": "none"}, {"fusion": "layers", "num_layers": 1}]),
+        *product(["adamw"], [2], [{"bucket_mb": 1e-4}, {"fusion": "none"}, {"fusion": "layers", "num_layers": 1}]),
     ],
 )
 def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update: str) -> None:
@@ -85,7 +85,7 @@ def interchange(optimizer_name: str, world: str) -> dict[str, Any]:
     expected = {"model": state(model), "optimizer": optimizer.state_dict()}
     model, optimizer = begin()
     if world == "to ddp":
-        sync = DeAR(model, optimizer, buffer_mb=1e-4)
+        sync = DeAR(model, optimizer, bucket_mb=1e-4)
         run(model, optimizer, sync.step, range(STEPS // 2))
         sync.flush()
         weights, saved = state(model), sync.optimizer_state_dict()
@@ -97,7 +97,7 @@ def interchange(optimizer_name: str, world: str) -> dict[str, Any]:
         run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS // 2, STEPS))
         return {"expected": expected, "model": state(model), "optimizer": optimizer.state_dict()}
     run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS // 2))
-    sync = DeAR(model, optimizer, buffer_mb=1e-4)
+    sync = DeAR(model, optimizer, bucket_mb=1e-4)
     run(model, optimizer, sync.step, range(STEPS // 2, STEPS))
     sync.flush()
     saved = sync.optimizer_state_dict()
@@ -122,7 +122,7 @@ def test_optimizer_state_is_that_of_ddp(optimizer: str, world: str) -> None:
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "truncate16", "int8", "topk"])
 def test_compression_keeps_the_ranks_together(codec: str, update: str) -> None:
     expected = trained_with_ddp(2, "sgd")
-    outcomes = launch(train, 2, "sgd", {"update": update, "compression": codec, "buffer_mb": 1e-4})
+    outcomes = launch(train, 2, "sgd", {"update": update, "compression": codec, "bucket_mb": 1e-4})
     for outcome in outcomes:
         assert_same_state(outcome, outcomes[0])
         if codec != "topk":
@@ -211,7 +211,7 @@ def test_both_pipes() -> None:
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_lost_peer_raises_on_the_others(how: str) -> None:
-    assert_loss_is_noticed(partial(DeAR, timeout_s=4, buffer_mb=1e-4), how)
+    assert_loss_is_noticed(partial(DeAR, timeout_s=4, bucket_mb=1e-4), how)
 
 
 def misuse() -> dict[str, tuple[str, str] | None]:
@@ -219,25 +219,25 @@ def misuse() -> dict[str, tuple[str, str] | None]:
     model = seeded_mlp()
     sgd = OPTIMIZERS["sgd"](model)
 
-    class Normalised(torch.optim.SGD):
+    class Normalized(torch.optim.SGD):
         """Not element-wise, for all we know."""
 
     outcomes = {
         "update": raised(lambda: DeAR(model, sgd, update="half")),
         "fusion": raised(lambda: DeAR(model, sgd, fusion="some")),
-        "buffer_mb": raised(lambda: DeAR(model, sgd, buffer_mb=0)),
+        "bucket_mb": raised(lambda: DeAR(model, sgd, bucket_mb=0)),
         "num_layers": raised(lambda: DeAR(model, sgd, fusion="layers", num_layers=0)),
         "zip": raised(lambda: DeAR(model, sgd, compression="zip")),
         "timeout_s": raised(lambda: DeAR(model, sgd, timeout_s=0)),
         "LBFGS": raised(lambda: DeAR(model, torch.optim.LBFGS(model.parameters()))),
-        "'replicated'": raised(lambda: DeAR(model, Normalised(model.parameters()), update="sharded")),
-        "settings": raised(lambda: DeAR(model, sgd, buffer_mb=1.0 + dist.get_rank())),
+        "'replicated'": raised(lambda: DeAR(model, Normalized(model.parameters()), update="sharded")),
+        "settings": raised(lambda: DeAR(model, sgd, bucket_mb=1.0 + dist.get_rank())),
     }
-    sync = DeAR(model, Normalised(model.parameters()))
+    sync = DeAR(model, Normalized(model.parameters()))
     outcomes["SGD is not"] = raised(lambda: sync.step(optimizer=sgd))
-    assert (raised(sync._optimizers[0].step) or ("", ""))[1].startswith("Normalised.step() was called directly")
+    assert (raised(sync._optimizers[0].step) or ("", ""))[1].startswith("Normalized.step() was called directly")
     sync.detach()
-    DeAR(model, Normalised(model.parameters()), update="sharded", elementwise=(Normalised,)).detach()
+    DeAR(model, Normalized(model.parameters()), update="sharded", elementwise=(Normalized,)).detach()
     return outcomes
 
 

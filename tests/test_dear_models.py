@@ -20,7 +20,7 @@ from tests.models import average_gradients, batch, state
 from tests.test_dear import assert_same_state
 
 STEPS = 8
-SMALL = {"buffer_mb": 1e-4}  # some 26 values: many buckets
+SMALL = {"bucket_mb": 1e-4}  # some 26 values: many buckets
 
 
 class Tied(nn.Module):

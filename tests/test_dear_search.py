@@ -92,7 +92,7 @@ def test_other_searches_stay_in_their_ranges(kind: str) -> None:
 # --- changing it while the training goes on --------------------------------------------------------------------------
 
 #: Sizes of some values each, so that a small model has several buckets.
-SEARCHING: dict[str, Any] = {"buffer_mb": 1e-4, "search_mb": (4e-5, 4e-4), "trial_steps": 4, "max_trials": 5}
+SEARCHING: dict[str, Any] = {"bucket_mb": 1e-4, "search_mb": (4e-5, 4e-4), "trial_steps": 4, "max_trials": 5}
 STEPS = 40
 
 
@@ -334,7 +334,7 @@ def resumed_with_other_settings() -> list[Any]:
         one_step(model, optimizer, sync, 0)
     saved = sync.state_dict()
     sync.detach()
-    sync = DeAR(model, optimizer, fusion="buffer", buffer_mb=2e-4)
+    sync = DeAR(model, optimizer, fusion="buffer", bucket_mb=2e-4)
     sync.load_state_dict(saved)
     for step in range(3):
         one_step(model, optimizer, sync, step)

@@ -28,13 +28,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"tau={tau}": ("sgd", {"sync_period": tau, "elastic_force": 0.3}) for tau in (1, 2, 3)},
     **{f"adam, tau={tau}": ("adam", {"sync_period": tau}) for tau in (1, 2, 3)},
     "more replicas": ("sgd", {"replicas": 6}),
-    "pipedream": ("sgd", {"method": "pipedream"}),
-    "pipedream, adam": ("adam", {"method": "pipedream"}),
-    "naive": ("sgd", {"method": "naive"}),
-    "naive, adam": ("adam", {"method": "naive"}),
-    "spectrain": ("sgd", {"method": "spectrain"}),
-    "spectrain, adam": ("adam", {"method": "spectrain"}),
-    "spectrain, smoothed": ("plain sgd", {"method": "spectrain"}),
+    "pipedream": ("sgd", {"algorithm": "pipedream"}),
+    "pipedream, adam": ("adam", {"algorithm": "pipedream"}),
+    "naive": ("sgd", {"algorithm": "naive"}),
+    "naive, adam": ("adam", {"algorithm": "naive"}),
+    "spectrain": ("sgd", {"algorithm": "spectrain"}),
+    "spectrain, adam": ("adam", {"algorithm": "spectrain"}),
+    "spectrain, smoothed": ("plain sgd", {"algorithm": "spectrain"}),
 }
 
 
@@ -73,14 +73,14 @@ def expected(case: str, num_stages: int) -> Weights:
     optimizer_name, settings = CASES[case]
     make_optimizer = OPTIMIZERS[optimizer_name]
     known = dict(settings)
-    method = known.pop("method", "ea_pipe")
+    algorithm = known.pop("algorithm", "ea_pipe")
     initial = [p.detach() for p in layers().parameters()]
     batches = [batch(t, 0) for t in range(STEPS)]
-    if method == "ea_pipe":
+    if algorithm == "ea_pipe":
         return ea_pipe(initial, make_optimizer, batches, num_stages, **known)
-    if method == "pipedream":
+    if algorithm == "pipedream":
         return pipedream(initial, make_optimizer, batches, num_stages)
-    smoothing = {"naive": None, "spectrain": 0.9 if "smoothed" in case else 0.0}[method]
+    smoothing = {"naive": None, "spectrain": 0.9 if "smoothed" in case else 0.0}[algorithm]
     return one_version(initial, make_optimizer, batches, STAGE_OF[num_stages], smoothing)
 
 

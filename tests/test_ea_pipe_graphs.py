@@ -49,7 +49,7 @@ def plain(net: Net, x: Tensor) -> Tensor:
 
 
 def engine_of(net: nn.Module, loss: Any = F.cross_entropy, **settings: Any) -> EAPipe:
-    settings = {"split": ("b",), "virtual_stages": 2, "method": "naive", **settings}
+    settings = {"split": ("b",), "virtual_stages": 2, "algorithm": "naive", **settings}
     return EAPipe(net, loss, OPTIMIZERS["sgd"], **settings)
 
 

@@ -34,11 +34,14 @@ def test_activations_are_freed() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("method", ASYNCHRONOUS)
-def test_saving_changes_nothing(method: str, optimizer: str) -> None:
+@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
+def test_saving_changes_nothing(algorithm: str, optimizer: str) -> None:
     """Against a run that only empties its pipeline; and the optimizer's state is saved."""
     model, other = layers(), layers()
-    saving, flushing = engine_on(model, optimizer, method=method), engine_on(other, optimizer, method=method)
+    saving, flushing = (
+        engine_on(model, optimizer, algorithm=algorithm),
+        engine_on(other, optimizer, algorithm=algorithm),
+    )
     for t in range(12):
         saving.train_batch(batch(t, 0))
         flushing.train_batch(batch(t, 0))
@@ -130,7 +133,7 @@ def test_a_state_of_other_settings_is_refused() -> None:
     engine = engine_on(layers())
     engine.train_batch(batch(0, 0))
     state = engine.state_dict()
-    for settings, named in (({"replicas": 3}, "replicas=None"), ({"method": "pipedream"}, "method='ea_pipe'")):
+    for settings, named in (({"replicas": 3}, "replicas=None"), ({"algorithm": "pipedream"}, "algorithm='ea_pipe'")):
         with pytest.raises(ValueError, match=named):
             engine_on(layers(), **settings).load_state_dict(state)
     with pytest.raises(ValueError, match="2 stages"):
@@ -168,10 +171,10 @@ class Splits(nn.Module):
         return x.tanh(), x.sigmoid()
 
 
-def train_pairs(method: str) -> list[Tensor]:
+def train_pairs(algorithm: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
-    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], method=method, split=(3,))
+    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], algorithm=algorithm, split=(3,))
     for t in range(4):
         engine.train_batch(batch(t, 0))
     engine.gather()
@@ -179,8 +182,8 @@ def train_pairs(method: str) -> list[Tensor]:
     return [tensor.detach() for tensor in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
-def test_a_tuple_between_synchronous_stages(method: str) -> None:
+@pytest.mark.parametrize("algorithm", ["gpipe", "1f1b"])
+def test_a_tuple_between_synchronous_stages(algorithm: str) -> None:
     """And BatchNorm has seen each micro-batch once, not what shapes are looked at with."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
@@ -191,7 +194,7 @@ def test_a_tuple_between_synchronous_stages(method: str) -> None:
         for part in (slice(0, 4), slice(4, 8)):
             (nn.functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
         optimizer.step()
-    for outcome in launch(train_pairs, 2, method):
+    for outcome in launch(train_pairs, 2, algorithm):
         torch.testing.assert_close(outcome, [tensor.detach() for tensor in model.state_dict().values()])
 
 
@@ -201,8 +204,8 @@ def test_dictionaries_and_tuples_pass_between_stages() -> None:
     assert engine.train_batch(batch(0, 0)) is not None
 
 
-def feed_differently(method: str) -> tuple[str, str] | None:
-    engine = EAPipe(layers(), None, OPTIMIZERS["sgd"], method=method, split=CUTS[2])
+def feed_differently(algorithm: str) -> tuple[str, str] | None:
+    engine = EAPipe(layers(), None, OPTIMIZERS["sgd"], algorithm=algorithm, split=CUTS[2])
     x, y = batch(0, 0)
 
     def loss(output: Tensor, index: int, count: int) -> Tensor:
@@ -212,12 +215,12 @@ def feed_differently(method: str) -> tuple[str, str] | None:
     return raised(lambda: [engine.feed(lambda: x, loss, digest=torch.distributed.get_rank()) for _ in range(4)])
 
 
-@pytest.mark.parametrize("method", ["ea_pipe", "gpipe"])
-def test_different_batches_are_noticed(method: str) -> None:
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "gpipe"])
+def test_different_batches_are_noticed(algorithm: str) -> None:
     """By the last stage; the others notice that it is gone, if they do not compare the batches themselves."""
-    outcomes = launch(feed_differently, 2, method)
+    outcomes = launch(feed_differently, 2, algorithm)
     assert outcomes[0] is not None
     assert outcomes[0][0] == "RuntimeError"
     assert "different mini-batches" in outcomes[0][1]
-    if method == "gpipe":
+    if algorithm == "gpipe":
         assert outcomes[1] == outcomes[0]

@@ -63,10 +63,10 @@ def train(settings: dict[str, Any], virtual_stages: int | None, num_steps: int =
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{method: {"method": method} for method in ASYNCHRONOUS},
+    **{one: {"algorithm": one} for one in ASYNCHRONOUS},
     "bf16": {"compression": "bf16"},
     "clipped": {"clip_norm": 0.1},
-    "pipedream, clipped": {"method": "pipedream", "clip_norm": 0.1},
+    "pipedream, clipped": {"algorithm": "pipedream", "clip_norm": 0.1},
     "more replicas, clipped": {"replicas": 7, "clip_norm": 0.1},
 }
 
@@ -117,24 +117,24 @@ def test_clipping_takes_the_norm_over_all_stages() -> None:
     torch.testing.assert_close(list(model.parameters()), clipped_by_hand(0.2))
 
 
-@pytest.mark.parametrize("method", ASYNCHRONOUS)
-def test_parts_of_a_mini_batch_add_up(method: str) -> None:
+@pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
+def test_parts_of_a_mini_batch_add_up(algorithm: str) -> None:
     """Two passes of half the samples are one of all, at any number of stages, when nothing is in flight between."""
     model, other = layers(), layers()
     make = OPTIMIZERS["sgd"]
     cuts = CUTS[3]
-    whole = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, method=method, split=cuts)
+    whole = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, algorithm=algorithm, split=cuts)
 
     def half(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, target) / 2
 
-    parts = EAPipe(other, half, make, virtual_stages=3, method=method, split=cuts)
+    parts = EAPipe(other, half, make, virtual_stages=3, algorithm=algorithm, split=cuts)
     for t in range(9):
         x, y = batch(t, 0)
         whole.train_batch((x, y))
         parts.train_batch((x[:4], y[:4]), completes=False)
         parts.train_batch((x[4:], y[4:]))
-        if method in ("naive", "spectrain"):  # what these see depends on what is in flight
+        if algorithm in ("naive", "spectrain"):  # what these see depends on what is in flight
             whole.flush()
             parts.flush()
     whole.flush()
@@ -142,13 +142,12 @@ def test_parts_of_a_mini_batch_add_up(method: str) -> None:
     torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
 
 
-@pytest.mark.parametrize("method", ["ea_pipe", "pipedream"])
-def test_emptying_the_pipeline_changes_nothing(method: str) -> None:
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream"])
+def test_emptying_the_pipeline_changes_nothing(algorithm: str) -> None:
     model, other = unusual(), unusual()
-    engines = [
-        EAPipe(m, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=4, method=method, split=UNUSUAL_CUTS)
-        for m in (model, other)
-    ]
+    make, loss = OPTIMIZERS["sgd"], nn.functional.cross_entropy
+    settings: dict[str, Any] = {"virtual_stages": 4, "algorithm": algorithm, "split": UNUSUAL_CUTS}
+    engines = [EAPipe(m, loss, make, **settings) for m in (model, other)]
     for t in range(12):
         for engine in engines:
             engine.train_batch(batch(t, 0))
@@ -190,12 +189,14 @@ def test_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("method", ["ea_pipe", "pipedream", "naive"])
-def test_weights_written_between_steps_count(method: str) -> None:
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "naive"])
+def test_weights_written_between_steps_count(algorithm: str) -> None:
     """Every replica begins anew from them. What SpecTrain predicts from are earlier steps, too."""
     model, other = layers(), layers(seed=3)
     make, loss = OPTIMIZERS["plain sgd"], nn.functional.cross_entropy
-    engine, fresh = (EAPipe(m, loss, make, virtual_stages=2, method=method, split=CUTS[2]) for m in (model, other))
+    engine, fresh = (
+        EAPipe(m, loss, make, virtual_stages=2, algorithm=algorithm, split=CUTS[2]) for m in (model, other)
+    )
     fresh.train_batch(batch(50, 0))
     fresh.flush()
     engine.train_batch(batch(0, 0))
@@ -219,7 +220,7 @@ def test_learning_rate_is_that_of_the_mini_batch() -> None:
         return optimizers[-1]
 
     model, reference = layers(), layers()
-    engine = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, split=CUTS[3], method="pipedream")
+    engine = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, split=CUTS[3], algorithm="pipedream")
     plain = SGD(reference.parameters(), lr=0.1)
     versions = [[p.detach().clone() for p in reference.parameters()]]
     for t in range(10):
@@ -244,10 +245,10 @@ def test_learning_rate_is_that_of_the_mini_batch() -> None:
 # --- synchronous pipelines --------------------------------------------------------------------------------------------
 
 
-def train_synchronous(method: str, clip_norm: float | None) -> list[Tensor]:
+def train_synchronous(algorithm: str, clip_norm: float | None) -> list[Tensor]:
     model = layers()
     engine = EAPipe(
-        model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], method=method, split=CUTS[2], clip_norm=clip_norm
+        model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], algorithm=algorithm, split=CUTS[2], clip_norm=clip_norm
     )
     for t in range(8):
         x, y = batch(t, 0, size=8 if t < 5 else 4)  # shapes may change
@@ -259,9 +260,9 @@ def train_synchronous(method: str, clip_norm: float | None) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("algorithm", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
-def test_synchronous_pipelines_are_sgd(method: str, clip_norm: float | None) -> None:
+def test_synchronous_pipelines_are_sgd(algorithm: str, clip_norm: float | None) -> None:
     model = layers()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     for t in range(8):
@@ -272,7 +273,7 @@ def test_synchronous_pipelines_are_sgd(method: str, clip_norm: float | None) -> 
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-    for outcome in launch(train_synchronous, 2, method, clip_norm):
+    for outcome in launch(train_synchronous, 2, algorithm, clip_norm):
         torch.testing.assert_close(outcome, [p.detach() for p in model.parameters()])
 
 
@@ -322,12 +323,12 @@ def test_measuring_leaves_the_layers_as_they_were() -> None:
         ({"elastic_force": 1.0}, "elastic_force"),
         ({"sync_period": 0}, "sync_period"),
         ({"replicas": 0}, "replicas"),
-        ({"method": "zero-bubble"}, "method"),
+        ({"algorithm": "zero-bubble"}, "algorithm"),
         ({"compression": "int8"}, "compression"),
         ({"split": "evenly"}, "split"),
         ({"split": (3, 2)}, "split"),
         ({"clip_norm": -1.0}, "clip_norm"),
-        ({"clip_norm": 1.0, "method": "naive"}, "clip_norm"),
+        ({"clip_norm": 1.0, "algorithm": "naive"}, "clip_norm"),
         ({"prediction_smoothing": 1.0}, "prediction_smoothing"),
         ({"timeout_s": 0.0}, "timeout_s"),
     ],
@@ -349,7 +350,7 @@ def make_bad(settings: dict[str, Any]) -> tuple[str, str] | None:
     [
         ({"split": (1, 2)}, "split"),
         ({"split": (40,)}, "split"),
-        ({"method": "gpipe", "micro_batches": 3}, "micro_batches"),
+        ({"algorithm": "gpipe", "micro_batches": 3}, "micro_batches"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(settings: dict[str, Any], named: str) -> None:

@@ -179,7 +179,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         ("residual", {}, False),
         ("residual", {"clip_norm": 0.1, "replicas": 5}, True),
         ("transformer", {}, True),
-        ("transformer", {"method": "naive"}, False),
+        ("transformer", {"algorithm": "naive"}, False),
     ],
 )
 def test_traced_stages_are_those_of_a_sequential(name: str, settings: dict[str, Any], autocast: bool) -> None:
@@ -257,7 +257,7 @@ REFUSED_ON_EVERY_RANK: list[Refused] = [
     ("It has: stem, norm, blocks, head", "", {"split": ("bloks",)}),
     ("after the first, 1 of", "", {"split": ("blocks.1", "head")}),
     ("Unfit is no nn.Sequential", "", {"split": "balanced"}),
-    ("method='gpipe' takes", "", {"method": "gpipe"}),
+    ("algorithm='gpipe' takes", "", {"algorithm": "gpipe"}),
 ]
 REFUSED: list[Refused] = [
     ("Unfit cannot be divided", "only evaluation", {}),

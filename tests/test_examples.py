@@ -93,9 +93,9 @@ def test_digits(tmp_path: Path) -> None:
     ]
     last = results["runs"][-1]
     assert len(last["accuracies"]) == len(last["seconds"]) == len(last["mib_sent"]) == 1
-    assert len(last["relative_changes"]) == len(last["synchronised"]) == 38
-    for change, synchronised in zip(last["relative_changes"], last["synchronised"], strict=True):
-        assert synchronised == (change is None or change >= last["delta"])
+    assert len(last["relative_changes"]) == len(last["synchronized"]) == 38
+    for change, synchronized in zip(last["relative_changes"], last["synchronized"], strict=True):
+        assert synchronized == (change is None or change >= last["delta"])
     assert (output / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -37,7 +37,7 @@ STRATEGIES: dict[str, Any] = {
     "selsync": SelSyncFabricStrategy,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "dear": {"fusion": "buffer", "buffer_mb": 1e-4},
+    "dear": {"fusion": "buffer", "bucket_mb": 1e-4},
     "pipe_sgd": {"compression": "int8", "error_feedback": True},
     "selsync": {"delta": 0.3, "smoothing": 0.5, "compression": "bf16"},
 }

@@ -49,7 +49,7 @@ def of_class(name: str, **settings: str) -> list[str]:
         ("DeARStrategy", {"search_mb": "[1,50]", "compression": "bf16"}, {"search_mb": (1, 50), "compression": "bf16"}),
         ("DeARStrategy", {"elementwise": "[torch.optim.AdamW]"}, {"elementwise": (torch.optim.AdamW,)}),
         ("PipeSGDStrategy", {"pipeline_level": "2", "drain": "true"}, {"pipeline_level": 2, "drain": True}),
-        ("EAPipeStrategy", {"split": "[2]", "method": "gpipe"}, {"split": (2,), "method": "gpipe"}),
+        ("EAPipeStrategy", {"split": "[2]", "algorithm": "gpipe"}, {"split": (2,), "algorithm": "gpipe"}),
         ("EAPipeStrategy", {"split": "parameters"}, {"split": "parameters"}),
     ],
 )

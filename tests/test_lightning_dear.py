@@ -29,7 +29,7 @@ from tests.lightning_models import (
     val_loader,
 )
 
-DEAR = {"name": "dear", "buffer_mb": 1e-4}
+DEAR = {"name": "dear", "bucket_mb": 1e-4}
 
 
 def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]], exact: bool = True) -> None:
@@ -256,7 +256,7 @@ def test_buffers_are_those_of_the_first_rank(tmp_path: Path) -> None:
 
 
 class TwoOptimizers(Classifier):
-    """As a GAN: manual optimisation, one optimizer after the other."""
+    """As a GAN: manual optimization, one optimizer after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def fit_manually(strategy: Any, directory: Path) -> Tensor:
     return model.weights()
 
 
-def test_manual_optimisation(tmp_path: Path) -> None:
+def test_manual_optimization(tmp_path: Path) -> None:
     expected = launch(partial(fit_manually, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
     for weights in launch(partial(fit_manually, DEAR, tmp_path), 2, init=False):
         assert torch.equal(weights, expected[0])

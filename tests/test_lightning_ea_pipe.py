@@ -77,16 +77,16 @@ def split_on(num_stages: int = 2, **settings: Any) -> dict[str, Any]:
     return {"name": "ea_pipe", "split": SPLIT[num_stages], **settings}
 
 
-@pytest.mark.parametrize("method", ["pipedream", "naive", "spectrain"])
-def test_baselines_in_the_trainer(method: str, tmp_path: Path) -> None:
-    outcomes = fit_on(2, tmp_path, split_on(method=method), max_epochs=1)
-    weights, _ = engine_on(outcomes[0]["seen"], 2, method=method)
+@pytest.mark.parametrize("algorithm", ["pipedream", "naive", "spectrain"])
+def test_baselines_in_the_trainer(algorithm: str, tmp_path: Path) -> None:
+    outcomes = fit_on(2, tmp_path, split_on(algorithm=algorithm), max_epochs=1)
+    weights, _ = engine_on(outcomes[0]["seen"], 2, algorithm=algorithm)
     assert all(torch.equal(outcome["weights"], weights) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("method", ["gpipe", "1f1b"])
-def test_synchronous_pipelines_are_plain_training(method: str, tmp_path: Path) -> None:
-    outcomes = fit_on(2, tmp_path, split_on(method=method), max_epochs=1, gradient_clip_val=0.5)
+@pytest.mark.parametrize("algorithm", ["gpipe", "1f1b"])
+def test_synchronous_pipelines_are_plain_training(algorithm: str, tmp_path: Path) -> None:
+    outcomes = fit_on(2, tmp_path, split_on(algorithm=algorithm), max_epochs=1, gradient_clip_val=0.5)
     model = Classifier()
     optimizer = OPTIMIZERS["sgd"](model)
     for indices in outcomes[0]["seen"][::2]:  # the batches; each micro-batch of them was seen, too
@@ -243,12 +243,12 @@ def test_all_ranks_find_the_metrics_of_rank_0(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(first["predictions"])[:16].float(), output, atol=0.1, rtol=0.1)
 
 
-def fit_in_two(directory: Path, resume: bool, method: str) -> dict[str, Any]:
+def fit_in_two(directory: Path, resume: bool, algorithm: str) -> dict[str, Any]:
     """Fits 3 epochs, or resumes in the midst of the second."""
     model = Classifier(dropout=0.2, batch_norm=True, optimizer="adamw", scheduler=True)
     saving = ModelCheckpoint(directory, filename="{step}", save_top_k=-1, every_n_train_steps=21)
     run = trainer(
-        make_strategy(split_on(method=method)),
+        make_strategy(split_on(algorithm=algorithm)),
         2,
         directory,
         callbacks=[saving],
@@ -260,10 +260,10 @@ def fit_in_two(directory: Path, resume: bool, method: str) -> dict[str, Any]:
     return {"weights": model.weights(), "seen": model.seen, "steps": run.global_step}
 
 
-@pytest.mark.parametrize("method", ["ea_pipe", "pipedream", "spectrain"])
-def test_resumed_run_is_the_uninterrupted_one(method: str, tmp_path: Path) -> None:
-    whole = launch(fit_in_two, 2, tmp_path, False, method, init=False)
-    rest = launch(fit_in_two, 2, tmp_path, True, method, init=False)
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "spectrain"])
+def test_resumed_run_is_the_uninterrupted_one(algorithm: str, tmp_path: Path) -> None:
+    whole = launch(fit_in_two, 2, tmp_path, False, algorithm, init=False)
+    rest = launch(fit_in_two, 2, tmp_path, True, algorithm, init=False)
     for one, other in zip(whole, rest, strict=True):
         assert one["steps"] == other["steps"] == 48
         assert torch.equal(one["weights"], other["weights"])
@@ -429,14 +429,14 @@ class Augmented(TensorDataset):
         return i, x + 0.01 * torch.randn_like(x) + 0.01 * float(np.random.rand()) + 0.01 * random.random(), y
 
 
-def collect(directory: Path, method: str) -> dict[str, Any]:
+def collect(directory: Path, algorithm: str) -> dict[str, Any]:
     random.seed(int(os.environ["RANK"]))  # the ranks begin with different states
     np.random.seed(int(os.environ["RANK"]))
     torch.manual_seed(int(os.environ["RANK"]))
     model = Collecting()
     world_size = int(os.environ["WORLD_SIZE"])
     run = trainer(
-        make_strategy(split_on(method=method)),
+        make_strategy(split_on(algorithm=algorithm)),
         world_size,
         directory,
         callbacks=[EarlyStopping("collected", patience=5)],
@@ -452,13 +452,13 @@ def collect(directory: Path, method: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", ["ea_pipe", "pipedream", "gpipe"])
-def test_collected_outputs_and_random_numbers(method: str, tmp_path: Path) -> None:
-    first, second = launch(collect, 2, tmp_path, method, init=False)
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "gpipe"])
+def test_collected_outputs_and_random_numbers(algorithm: str, tmp_path: Path) -> None:
+    first, second = launch(collect, 2, tmp_path, algorithm, init=False)
     assert first["metrics"] == second["metrics"]
     assert "collected" in first["metrics"]
     assert torch.equal(first["weights"], second["weights"])
-    if method != "gpipe":  # whose loss is computed part by part
+    if algorithm != "gpipe":  # whose loss is computed part by part
         assert first["mixed"] == second["mixed"]
 
 

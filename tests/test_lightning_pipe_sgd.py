@@ -186,7 +186,7 @@ def test_checkpoints_interchange_with_ddp(tmp_path: Path) -> None:
 
 
 class TwoOptimizers(Classifier):
-    """As a GAN: manual optimisation, one optimizer after the other, clipped by hand."""
+    """As a GAN: manual optimization, one optimizer after the other, clipped by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def fit_manually(strategy: Any, directory: Path) -> Tensor:
     return model.weights()
 
 
-def test_manual_optimisation(tmp_path: Path) -> None:
+def test_manual_optimization(tmp_path: Path) -> None:
     expected = launch(partial(fit_manually, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
     for weights in launch(partial(fit_manually, {**PIPE_SGD, "staleness": 0}, tmp_path), 2, init=False):
         assert torch.equal(weights, expected[0])

@@ -1,4 +1,4 @@
-"""Mixed precision, loss scaling, manual optimisation, several optimizers and parameter groups."""
+"""Mixed precision, loss scaling, manual optimization, several optimizers and parameter groups."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_an_overflow_on_one_rank(aggregation: str, delta: float, tmp_path: Path)
 
 
 @pytest.mark.parametrize("settings", [{"delta": 0.05}, {"delta": 0.05, "aggregation": "gradients"}], ids=str)
-def test_manual_optimisation(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_manual_optimization(settings: dict[str, Any], tmp_path: Path) -> None:
     outcomes = launch(partial(fit, tmp_path, "clipping", settings), 2, init=False)
     assert torch.equal(outcomes[0]["weights"], outcomes[1]["weights"])
     assert 0 <= outcomes[0]["metrics"]["selsync/lssr"] < 1
 
 
-def test_manual_optimisation_with_delta_zero_is_ddp(tmp_path: Path) -> None:
+def test_manual_optimization_with_delta_zero_is_ddp(tmp_path: Path) -> None:
     ddp = launch(partial(fit, tmp_path, "manual", "ddp_find_unused_parameters_true"), 2, init=False)
     exact = launch(partial(fit, tmp_path, "manual", EXACT), 2, init=False)
     assert torch.equal(exact[0]["weights"], ddp[0]["weights"])

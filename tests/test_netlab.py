@@ -242,8 +242,8 @@ def test_a_transfer_takes_what_the_rate_allows_in_both_directions(nothing_left: 
 @needs_machine
 def test_the_link_between_racks_and_a_slow_hosts_link_are_slower(nothing_left: None) -> None:
     with Network(6, rate="400mbit", racks=2, uplink="80mbit", host_rates={2: "40mbit"}) as network:
-        _, neighbour, slow, *others = transfer_rates(network, mib=4)
-    assert min(neighbour) > 130, neighbour
+        _, neighbor, slow, *others = transfer_rates(network, mib=4)
+    assert min(neighbor) > 130, neighbor
     assert max(slow) < 50, slow
     assert all(45 < rate < 100 for host in others for rate in host), others
 

@@ -15,7 +15,7 @@ ALPHA, BETA, GAMMA, S, N = 1e-4, 8e-9, 1e-10, 2e-3, 1e8
 def cost(world_size: int, compute: float = 1.0) -> PipeCost:
     parts = {"update": 0.1 * compute, "forward": 0.3 * compute, "backward": 0.6 * compute}
     return PipeCost(
-        **parts, num_bytes=N, world_size=world_size, link=LinkCost(ALPHA, BETA), gamma=GAMMA, synchronisation=S
+        **parts, num_bytes=N, world_size=world_size, link=LinkCost(ALPHA, BETA), gamma=GAMMA, synchronization=S
     )
 
 

@@ -27,14 +27,14 @@ def train(
     model = seeded_mlp(seed=rank, batch_norm=batch_norm)
     optimizer = OPTIMIZERS[optimizer_name](model)
     sync = SelSync(model, optimizer, **settings)
-    synchronised, changes = [], []
+    synchronized, changes = [], []
     for i in range(STEPS):
         optimizer.zero_grad()
         loss(model, i, rank).backward()
         if max_norm is not None:
             sync.clip(max_norm)
         sync.step()
-        synchronised.append(sync.last.synchronised)
+        synchronized.append(sync.last.synchronized)
         changes.append(sync.last.relative_change)
     own = state(model)
     sync.flush()
@@ -46,7 +46,7 @@ def train(
         "own": own,
         "flushed": flushed,
         "back": back,
-        "synchronised": synchronised,
+        "synchronized": synchronized,
         "changes": changes,
         "lssr": sync.lssr,
         "bytes": dict(sync.transport.traffic.bytes_sent),
@@ -68,7 +68,7 @@ def test_follows_algorithm_1(delta: float, optimizer: str, world_size: int, aggr
     """Bit for bit: the same decisions, and the same weights on every rank."""
     settings = {"delta": delta, "aggregation": aggregation, "smoothing": 0.3, "bucket_mb": 1e-4}
     outcomes = launch(train, world_size, optimizer, settings)
-    replicas, synchronised, changes = simulate(
+    replicas, synchronized, changes = simulate(
         seeded_mlp(),
         OPTIMIZERS[optimizer],
         loss,
@@ -78,14 +78,14 @@ def test_follows_algorithm_1(delta: float, optimizer: str, world_size: int, aggr
         aggregation=aggregation,
         smoothing=0.3,
     )
-    assert synchronised[0], "until there are two values every step is synchronised"
+    assert synchronized[0], "until there are two values every step is synchronized"
     if delta > 0:
-        assert 1 < sum(synchronised) < STEPS, "the test must see both kinds of step"
+        assert 1 < sum(synchronized) < STEPS, "the test must see both kinds of step"
     for rank, outcome in enumerate(outcomes):
-        assert outcome["synchronised"] == synchronised
+        assert outcome["synchronized"] == synchronized
         assert outcome["changes"] == pytest.approx([change[rank] for change in changes], rel=1e-4, abs=1e-6)
         assert_same_state(outcome["own"], state(replicas[rank]), f"rank {rank}")
-        assert outcome["lssr"] == pytest.approx(1 - sum(synchronised) / STEPS)  # Eq. 4
+        assert outcome["lssr"] == pytest.approx(1 - sum(synchronized) / STEPS)  # Eq. 4
 
 
 @pytest.mark.parametrize("smoothing", [None, 0.16, 1.0])
@@ -93,7 +93,7 @@ def test_follows_algorithm_1(delta: float, optimizer: str, world_size: int, aggr
 def test_window_and_smoothing(window: int, smoothing: float | None) -> None:
     settings = {"delta": 0.1, "window": window, "smoothing": smoothing}
     outcomes = launch(train, 2, "sgd", settings)
-    _, synchronised, changes = simulate(
+    _, synchronized, changes = simulate(
         seeded_mlp(),
         OPTIMIZERS["sgd"],
         loss,
@@ -104,7 +104,7 @@ def test_window_and_smoothing(window: int, smoothing: float | None) -> None:
         smoothing=smoothing,
     )
     for rank, outcome in enumerate(outcomes):
-        assert outcome["synchronised"] == synchronised
+        assert outcome["synchronized"] == synchronized
         assert outcome["changes"] == pytest.approx([change[rank] for change in changes], rel=1e-4, abs=1e-6)
 
 
@@ -112,7 +112,7 @@ def test_window_and_smoothing(window: int, smoothing: float | None) -> None:
 def test_delta_zero_with_gradients_is_ddp(optimizer: str) -> None:
     expected = launch(train_ddp, 2, optimizer, STEPS)[0]
     for outcome in launch(train, 2, optimizer, {"delta": 0.0, "aggregation": "gradients"}):
-        assert all(outcome["synchronised"])
+        assert all(outcome["synchronized"])
         assert_same_state(outcome["own"], expected)
 
 
@@ -144,7 +144,7 @@ def test_clipping(aggregation: str) -> None:
     """The tracker sees the gradient before clipping; with gradients aggregated, the average is clipped."""
     settings = {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}
     outcomes = launch(train, 2, "sgd", settings, False, 0.1)
-    replicas, synchronised, _ = simulate(
+    replicas, synchronized, _ = simulate(
         seeded_mlp(),
         OPTIMIZERS["sgd"],
         loss,
@@ -156,7 +156,7 @@ def test_clipping(aggregation: str) -> None:
         clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     )
     for rank, outcome in enumerate(outcomes):
-        assert outcome["synchronised"] == synchronised
+        assert outcome["synchronized"] == synchronized
         assert_same_state(outcome["own"], state(replicas[rank]))
 
 
@@ -164,7 +164,7 @@ def test_clipping(aggregation: str) -> None:
 def test_buffers_are_averaged_and_integers_follow_rank_0(aggregation: str) -> None:
     settings = {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}
     outcomes = launch(train, 2, "sgd", settings, True)
-    replicas, synchronised, _ = simulate(
+    replicas, synchronized, _ = simulate(
         seeded_mlp(batch_norm=True),
         OPTIMIZERS["sgd"],
         loss,
@@ -174,7 +174,7 @@ def test_buffers_are_averaged_and_integers_follow_rank_0(aggregation: str) -> No
         aggregation=aggregation,
         smoothing=0.3,
     )
-    assert 1 < sum(synchronised) < STEPS
+    assert 1 < sum(synchronized) < STEPS
     for rank, outcome in enumerate(outcomes):
         assert_same_state(outcome["own"], state(replicas[rank]))
 
@@ -182,7 +182,7 @@ def test_buffers_are_averaged_and_integers_follow_rank_0(aggregation: str) -> No
 def test_a_local_step_sends_the_flag_and_nothing_else() -> None:
     outcomes = launch(train, 4, "sgd", {"delta": 1e9})
     for outcome in outcomes:
-        assert outcome["synchronised"] == [True] + [False] * (STEPS - 1)
+        assert outcome["synchronized"] == [True] + [False] * (STEPS - 1)
         assert outcome["bytes"]["flags"] == (STEPS + 1) * 3  # one more with the flush
         assert outcome["operations"]["all_reduce"] == 2  # the first step and the flush
 
@@ -245,7 +245,7 @@ def train_with_every_codec(aggregation: str, num_steps: int) -> dict[str, tuple[
 
 @pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
 def test_compressed_steps_agree_and_converge(aggregation: str) -> None:
-    """All ranks hold the same bits after every synchronised step, and training arrives where it does uncompressed."""
+    """All ranks hold the same bits after every synchronized step, and training arrives where it does uncompressed."""
     for outcome in launch(train_with_every_codec, 2, aggregation, 200):
         _, exact = outcome.pop("none")
         for codec, (agree, final) in outcome.items():
@@ -344,7 +344,7 @@ def overflow(aggregation: str) -> list[Any]:
         # as a GradScaler does: skip the update on this rank
         finite = all(p.grad.isfinite().all() for p in model.parameters())
         sync.step(optimizer.step if finite else lambda: None)
-        seen.append((sync.last.synchronised, sync.last.not_finite))
+        seen.append((sync.last.synchronized, sync.last.not_finite))
     finite = all(p.isfinite().all().item() for p in model.parameters())
     change = sync.last.relative_change
     sync.detach()
@@ -372,7 +372,7 @@ def two_optimizers() -> list[Any]:
             sync.step(optimizer=optimizer)
     errors = [raised(lambda: sync.step()), raised(lambda: sync.step(optimizer=torch.optim.SGD([torch.zeros(1)])))]
     sync.detach()
-    return [state(model), sync.num_synchronised_steps, errors]
+    return [state(model), sync.num_synchronized_steps, errors]
 
 
 def test_several_optimizers() -> None:

@@ -27,7 +27,7 @@ def train(way: str, aggregation: str) -> tuple[list[float], list[bool], dict[str
     sync = SelSync(model, optimizer, delta=0.2, smoothing=0.3, window=3, aggregation=aggregation)
     if way == "late flags":  # as on CUDA, where they are sent with the update
         sync.transport.device = torch.device("cuda")
-    changes, synchronised = [], []
+    changes, synchronized = [], []
     for i in range(STEPS):
         if i in LEFT_OUT and way == "not measured":
             continue
@@ -41,12 +41,12 @@ def train(way: str, aggregation: str) -> tuple[list[float], list[bool], dict[str
         sync.clip(1.0)
         sync.step()
         changes.append(sync.last.relative_change)
-        synchronised.append(sync.last.synchronised)
+        synchronized.append(sync.last.synchronized)
         optimizer.zero_grad()
     own = state(model)
     sync.flush()
     sync.detach()
-    return changes, synchronised, own
+    return changes, synchronized, own
 
 
 def train_in_all_ways() -> dict[tuple[str, str], Any]:
@@ -57,12 +57,12 @@ def test_a_step_that_all_ranks_leave_out_was_never_measured() -> None:
     """The same decisions and the same weights, bit for bit; only what is accumulated is another gradient."""
     outcomes = launch(train_in_all_ways, 2)
     for of_rank, aggregation in product(outcomes, AGGREGATIONS):
-        changes, synchronised, weights = of_rank["not measured", aggregation]
-        assert 1 < sum(synchronised) < len(synchronised), "the test must see both kinds of step"
+        changes, synchronized, weights = of_rank["not measured", aggregation]
+        assert 1 < sum(synchronized) < len(synchronized), "the test must see both kinds of step"
         for way in ("set to None", "set to zero", "late flags"):
-            also_changes, also_synchronised, also_weights = of_rank[way, aggregation]
+            also_changes, also_synchronized, also_weights = of_rank[way, aggregation]
             assert also_changes == changes, way
-            assert also_synchronised == synchronised, way
+            assert also_synchronized == synchronized, way
             assert all(torch.equal(also_weights[name], weights[name]) for name in weights), way
         accumulated = of_rank["accumulated", aggregation]
         assert accumulated[0] != changes, "the sum is measured"
@@ -70,7 +70,7 @@ def test_a_step_that_all_ranks_leave_out_was_never_measured() -> None:
 
 
 def leave_out_alone(aggregation: str, delta: float, late: bool, then: str) -> list[Any]:
-    """Rank 1 leaves a step out; the first one was synchronised."""
+    """Rank 1 leaves a step out; the first one was synchronized."""
     rank = dist.get_rank()
     model = seeded_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -89,7 +89,7 @@ def leave_out_alone(aggregation: str, delta: float, late: bool, then: str) -> li
 
     outcome = raised(train_on)
     sync.detach(0.1)
-    return [outcome, sync.num_local_steps + sync.num_synchronised_steps]
+    return [outcome, sync.num_local_steps + sync.num_synchronized_steps]
 
 
 CASES = [*product(AGGREGATIONS, (0.0, 1e9), (False,), ("step", "flush")), ("parameters", 0.0, True, "step")]

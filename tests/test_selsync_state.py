@@ -192,7 +192,7 @@ def train_student(how: str, delta: float) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("how", ["in place", "data in place", "new data"])
 def test_a_teacher_is_averaged_with_its_student(how: str) -> None:
-    """However it is written to: at each synchronised step, and at the flush."""
+    """However it is written to: at each synchronized step, and at the flush."""
     for delta in (0.0, FAR):
         first, second = launch(train_student, 2, how, delta)
         for i, (mine, theirs) in enumerate(zip(first, second, strict=True)):
@@ -206,7 +206,7 @@ def test_a_teacher_is_averaged_with_its_student(how: str) -> None:
 
 
 def train_followed(aggregation: str, optimizers: int) -> list[dict[str, Tensor]]:
-    """Steps 2 and 3 stay local, all others are synchronised."""
+    """Steps 2 and 3 stay local, all others are synchronized."""
     model = seeded_mlp()
     parts = [model] if optimizers == 1 else [model[0], model[2]]
     chosen = [torch.optim.SGD(part.parameters(), lr=0.05) for part in parts]
@@ -233,7 +233,7 @@ def train_followed(aggregation: str, optimizers: int) -> list[dict[str, Tensor]]
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
 def test_a_running_average_is_the_same_on_all_ranks(aggregation: str, optimizers: int) -> None:
-    """Also where the last step was synchronised, and an earlier one was not."""
+    """Also where the last step was synchronized, and an earlier one was not."""
     first, second = launch(train_followed, 2, aggregation, optimizers)
     for mine, theirs in zip(first, second, strict=True):
         for name, value in mine.items():

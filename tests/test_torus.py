@@ -86,7 +86,7 @@ def test_as_square_as_possible() -> None:
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_dear_on_a_torus_is_ddp(update: str) -> None:
     expected = launch(train_ddp, 4, "adamw", STEPS)[0]
-    outcomes = launch(train, 4, "adamw", {"topology": "torus2d", "update": update, "buffer_mb": 1e-4})
+    outcomes = launch(train, 4, "adamw", {"topology": "torus2d", "update": update, "bucket_mb": 1e-4})
     for outcome in outcomes:
         assert_same_state(outcome, expected, exact=False)
         assert_same_state(outcome, outcomes[0])

@@ -40,7 +40,7 @@ def test_a_doubled_norm_without_smoothing() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_calls_for_a_synchronised_step_and_is_left_out(value: float) -> None:
+def test_what_is_not_finite_calls_for_a_synchronized_step_and_is_left_out(value: float) -> None:
     tracker, undisturbed = GradientChangeTracker(25, 0.16), GradientChangeTracker(25, 0.16)
     for tracked in (tracker, undisturbed):
         tracked.update(1.0)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync.accelerate import clipping, loaders
 from lightning_pipesync.accelerate.launched import check_num_processes, check_support
-from lightning_pipesync.accelerate.model import SynchronisedModel
-from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.model import SynchronizedModel
+from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.accelerate.saving import SavingAccelerator
@@ -92,9 +92,9 @@ class PipeSyncAccelerator(SavingAccelerator):
     ) -> nn.Module:
         """Prepares a model; its optimizer has to be prepared, too, before it is trained."""
         trained = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
-        if not self._synchronises or not trained:
+        if not self._synchronizes or not trained:
             # A model without gradients needs no DistributedDataParallel, which on the CPU it would get, and refuse.
-            return super().prepare_model(model, device_placement, evaluation_mode or self._synchronises)
+            return super().prepare_model(model, device_placement, evaluation_mode or self._synchronizes)
         self._refuse_pipeline("prepare(model, optimizer)")
         for known in self._prepared.models:
             if model is known or model is known.module:
@@ -102,7 +102,7 @@ class PipeSyncAccelerator(SavingAccelerator):
                 self._attach()
                 return known
         # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
-        wrapper = SynchronisedModel(super().prepare_model(model, device_placement, evaluation_mode=True))
+        wrapper = SynchronizedModel(super().prepare_model(model, device_placement, evaluation_mode=True))
         mark_prepared(wrapper)
         self._prepared.add(wrapper)
         self._attach()
@@ -111,15 +111,15 @@ class PipeSyncAccelerator(SavingAccelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepares an optimizer; the model that it trains has to be prepared, too, before a step."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if not self._synchronises:
+        if not self._synchronizes:
             return prepared
         self._refuse_pipeline("prepare(model, optimizer)")
         if prepared.scaler is not None:
             check_unscaling(prepared.optimizer, "mixed_precision='fp16'", "a method")
-        if not isinstance(prepared, SynchronisedOptimizer):
-            synchronised = SynchronisedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
-            replace_prepared_optimizer(self, prepared, synchronised)
-            prepared = synchronised
+        if not isinstance(prepared, SynchronizedOptimizer):
+            synchronized = SynchronizedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
+            replace_prepared_optimizer(self, prepared, synchronized)
+            prepared = synchronized
         self._prepared.add(prepared)
         self._attach()
         return prepared
@@ -133,7 +133,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """
         if self._loader_is_for_training:
             return self.prepare_train_loader(data_loader)
-        if self._synchronises and self._has_pipeline and not is_prepared(data_loader):
+        if self._synchronizes and self._has_pipeline and not is_prepared(data_loader):
             return loaders.same_on_all_ranks(self, data_loader)
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
@@ -152,7 +152,7 @@ class PipeSyncAccelerator(SavingAccelerator):
                 "The loader was prepared before, and would be divided twice: give prepare_train_loader() the loader "
                 "itself, and leave it out of prepare()."
             )
-        if not self._synchronises or self._has_pipeline:
+        if not self._synchronizes or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
         assert self.pipesync is not None
         config = self.pipesync.config
@@ -226,7 +226,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes gradients, as Accelerate does."""
-        if not self._loader_checked and self._synchronises and self.pipesync is not None:
+        if not self._loader_checked and self._synchronizes and self.pipesync is not None:
             self._loader_checked = True
             loaders.check_training(self.pipesync.config)
         super().backward(loss, **kwargs)
@@ -273,7 +273,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         Raises:
             ValueError: they would not, with ``even_batches=False``.
         """
-        if not any(isinstance(one, SynchronisedModel) for one in joinables):
+        if not any(isinstance(one, SynchronizedModel) for one in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
@@ -297,7 +297,7 @@ class PipeSyncAccelerator(SavingAccelerator):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     @property
-    def _synchronises(self) -> bool:
+    def _synchronizes(self) -> bool:
         return self.pipesync is not None and self.num_processes > 1
 
     @property
@@ -307,7 +307,7 @@ class PipeSyncAccelerator(SavingAccelerator):
     @property
     def _takes_gradients(self) -> bool:
         """Whether the gradients are complete, and a method has them; while they are accumulated nobody looks."""
-        return bool(self._prepared.synchronisations) and self.sync_gradients
+        return bool(self._prepared.synchronizations) and self.sync_gradients
 
     @property
     def _traffic_backend(self) -> str | None:
@@ -316,7 +316,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     def _attach(self) -> None:
         """Has a method look after what has been prepared, once all of it has been; a collective call."""
-        if self._synchronises and not self._preparing:
+        if self._synchronizes and not self._preparing:
             assert self.pipesync is not None
             self._prepared.attach(self.pipesync.config, self._traffic_backend)
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.methods.method import AveragingMethod, parameters_of
 
 
 def clip_norm(
-    parameters: Sequence[Tensor], optimizers: Sequence[SynchronisedOptimizer], max_norm: float, norm_type: float
+    parameters: Sequence[Tensor], optimizers: Sequence[SynchronizedOptimizer], max_norm: float, norm_type: float
 ) -> Tensor:
     """Clips the gradients of ``parameters`` by their norm; returns the norm before, 0-dim.
 
@@ -29,7 +29,7 @@ def clip_norm(
     return method.clip(max_norm, optimizer)
 
 
-def clip_value(parameters: Sequence[Tensor], optimizers: Sequence[SynchronisedOptimizer], max_value: float) -> None:
+def clip_value(parameters: Sequence[Tensor], optimizers: Sequence[SynchronizedOptimizer], max_value: float) -> None:
     """Clips every value of the gradients of ``parameters`` to ``[-max_value, max_value]``.
 
     Raises:
@@ -44,8 +44,8 @@ def clip_value(parameters: Sequence[Tensor], optimizers: Sequence[SynchronisedOp
 
 
 def _with_gradients_of(
-    parameters: Sequence[Tensor], optimizers: Sequence[SynchronisedOptimizer]
-) -> list[SynchronisedOptimizer]:
+    parameters: Sequence[Tensor], optimizers: Sequence[SynchronizedOptimizer]
+) -> list[SynchronizedOptimizer]:
     """Returns the optimizers that have some of the parameters, and has their gradients be what will be applied."""
     given = {id(parameter) for parameter in parameters}
     concerned = [one for one in optimizers if one.method is not None and not given.isdisjoint(_ids(one))]
@@ -54,12 +54,12 @@ def _with_gradients_of(
     return concerned
 
 
-def _in_grad(optimizers: Sequence[SynchronisedOptimizer]) -> bool:
+def _in_grad(optimizers: Sequence[SynchronizedOptimizer]) -> bool:
     return all(one.method is None or one.method.applies_grad for one in optimizers)
 
 
 def _whole(
-    parameters: Sequence[Tensor], optimizers: Sequence[SynchronisedOptimizer]
+    parameters: Sequence[Tensor], optimizers: Sequence[SynchronizedOptimizer]
 ) -> tuple[AveragingMethod, Optimizer]:
     """Returns the method of the one optimizer whose parameters these are, and that optimizer."""
     given = {id(parameter) for parameter in parameters}
@@ -74,5 +74,5 @@ def _whole(
     return method, optimizers[0].optimizer
 
 
-def _ids(optimizer: SynchronisedOptimizer) -> set[int]:
+def _ids(optimizer: SynchronizedOptimizer) -> set[int]:
     return {id(parameter) for parameter in parameters_of(optimizer)}

@@ -33,7 +33,7 @@ def check_num_processes(num_processes: int) -> None:
         warnings.warn(
             "accelerate launch seems to have been asked for several processes, and has started this one only, as it "
             "does with --cpu and MULTI_CPU: use --multi_gpu, or 'distributed_type: MULTI_GPU', also for the CPU, with "
-            "'use_cpu: true'. Nothing is synchronised.",
+            "'use_cpu: true'. Nothing is synchronized.",
             stacklevel=3,
         )
 

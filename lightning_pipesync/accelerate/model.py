@@ -13,7 +13,7 @@ from torch import nn
 from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
 
 
-class SynchronisedModel(nn.Module):
+class SynchronizedModel(nn.Module):
     """A model whose gradients and weights a method looks after, in the place of ``DistributedDataParallel``.
 
     In a validation it has the consolidated weights: :meth:`eval` makes them, and so it is a collective call where
@@ -37,13 +37,13 @@ class SynchronisedModel(nn.Module):
         """Runs the model.
 
         Raises:
-            RuntimeError: a training begins, and nobody would synchronise the gradients.
+            RuntimeError: a training begins, and nobody would synchronize the gradients.
         """
         if self.training and torch.is_grad_enabled():
             self._begin_to_train()
         return self.module(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> SynchronisedModel:
+    def train(self, mode: bool = True) -> SynchronizedModel:
         """Sets the model's mode; before an evaluation it consolidates the weights."""
         super().train(mode)
         if not mode and self.method is not None and not self.method.flushed:
@@ -70,7 +70,7 @@ class SynchronisedModel(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a copy of the model itself, which nobody synchronises."""
+        """Returns a copy of the model itself, which nobody synchronizes."""
         if self.method is not None:
             self.method.synchronize()
         return deepcopy(self.module, memo)
@@ -80,7 +80,7 @@ class SynchronisedModel(nn.Module):
             if any(parameter.requires_grad for parameter in self.module.parameters()):
                 raise RuntimeError(
                     f"The {type(self.module).__name__} is trained, and its optimizer was not prepared, so nobody would "
-                    "synchronise its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
+                    "synchronize its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
                 )
         elif self.method.flushed:
             self.method.resume()

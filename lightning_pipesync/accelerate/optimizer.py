@@ -12,7 +12,7 @@ from lightning_pipesync.compat import found_overflow, is_unscaled, mark_overflow
 from lightning_pipesync.methods.method import SyncMethod
 
 
-class SynchronisedOptimizer(AcceleratedOptimizer):
+class SynchronizedOptimizer(AcceleratedOptimizer):
     """Accelerate's optimizer, whose step is a method's.
 
     Attributes:
@@ -93,6 +93,6 @@ class SynchronisedOptimizer(AcceleratedOptimizer):
         if self.method is None:
             raise RuntimeError(
                 f"The {type(self.optimizer).__name__} updates the parameters of no model that was prepared, so nobody "
-                "would synchronise its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
+                "would synchronize its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
             )
         return self.method

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
-from lightning_pipesync.accelerate.model import SynchronisedModel
-from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
-from lightning_pipesync.accelerate.synchronisation import Synchronisation, connected
+from lightning_pipesync.accelerate.model import SynchronizedModel
+from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
+from lightning_pipesync.accelerate.synchronization import Synchronization, connected
 from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.registry import MethodConfig
@@ -20,31 +20,31 @@ class Prepared:
     Attributes:
         optimizers: in the order in which they were prepared.
         pipelines: likewise.
-        synchronisations: the methods that are attached.
+        synchronizations: the methods that are attached.
     """
 
-    optimizers: list[SynchronisedOptimizer] = field(default_factory=list)
+    optimizers: list[SynchronizedOptimizer] = field(default_factory=list)
     pipelines: list[EAPipe] = field(default_factory=list)
-    synchronisations: list[Synchronisation] = field(default_factory=list)
-    _models: list[weakref.ref[SynchronisedModel]] = field(default_factory=list)
+    synchronizations: list[Synchronization] = field(default_factory=list)
+    _models: list[weakref.ref[SynchronizedModel]] = field(default_factory=list)
 
     @property
-    def models(self) -> list[SynchronisedModel]:
+    def models(self) -> list[SynchronizedModel]:
         """In the order in which they were prepared, as long as somebody holds them: they may get another optimizer."""
         return [model for reference in self._models if (model := reference()) is not None]
 
-    def add(self, one: SynchronisedModel | SynchronisedOptimizer) -> None:
+    def add(self, one: SynchronizedModel | SynchronizedOptimizer) -> None:
         """Adds what was prepared, unless it is there."""
-        if isinstance(one, SynchronisedOptimizer):
+        if isinstance(one, SynchronizedOptimizer):
             if not any(one is known for known in self.optimizers):
                 self.optimizers.append(one)
         elif not any(one is known for known in self.models):
             self._models.append(weakref.ref(one))
 
     @property
-    def stateful(self) -> list[Synchronisation | EAPipe]:
+    def stateful(self) -> list[Synchronization | EAPipe]:
         """What has a state on each rank."""
-        return [*self.synchronisations, *self.pipelines]
+        return [*self.synchronizations, *self.pipelines]
 
     @property
     def injection(self) -> DataInjection:
@@ -53,7 +53,7 @@ class Prepared:
         Raises:
             RuntimeError: there is no model yet.
         """
-        for one in self.synchronisations:
+        for one in self.synchronizations:
             if one.injection is not None:
                 return one.injection
         raise RuntimeError("Batches are injected from the training of a model: prepare model and optimizer before.")
@@ -65,23 +65,23 @@ class Prepared:
             ValueError: the ranks differ in settings or model, or something cannot be trained so.
         """
         groups = connected(self.models, self.optimizers)
-        for one in list(self.synchronisations):
+        for one in list(self.synchronizations):
             if (one.models, one.optimizers) in groups:
                 groups.remove((one.models, one.optimizers))
             else:  # a further optimizer for its models
                 one.method.flush()
                 one.method.return_optimizer_states()
                 one.detach()
-                self.synchronisations.remove(one)
-        self.synchronisations += [
-            Synchronisation.attach(models, optimizers, config, backend=backend) for models, optimizers in groups
+                self.synchronizations.remove(one)
+        self.synchronizations += [
+            Synchronization.attach(models, optimizers, config, backend=backend) for models, optimizers in groups
         ]
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the methods of models and optimizers; their weights stay as they are."""
-        for one in self.synchronisations:
+        for one in self.synchronizations:
             one.detach(timeout_s)
-        self.synchronisations.clear()
+        self.synchronizations.clear()
 
     def end(self, timeout_s: float = 10.0) -> None:
         """Ends everything, and forgets it; models may be trained again, with an optimizer that is prepared then."""
@@ -93,12 +93,12 @@ class Prepared:
 
     def return_optimizer_states(self) -> None:
         """Gives optimizers their whole state back, of which a rank may have but a part; a collective call."""
-        for one in self.synchronisations:
+        for one in self.synchronizations:
             one.method.return_optimizer_states()
 
     def consolidate(self) -> None:
         """Makes all weights the consolidated ones; a collective call."""
-        for one in self.synchronisations:
+        for one in self.synchronizations:
             if not one.method.flushed:
                 one.method.flush()
         for engine in self.pipelines:
@@ -107,7 +107,7 @@ class Prepared:
     def metrics(self, name: str) -> dict[str, float]:
         """Returns the metrics of all methods under ``name``, and those of further ones under ``name_1`` and so on."""
         found: dict[str, float] = {}
-        by_method = [one.method.metrics() for one in self.synchronisations]
+        by_method = [one.method.metrics() for one in self.synchronizations]
         for index, metrics in enumerate([*by_method, *(engine.metrics() for engine in self.pipelines)]):
             prefix = f"{name}_{index}" if index else name
             found |= {f"{prefix}/{key}": value for key, value in metrics.items()}

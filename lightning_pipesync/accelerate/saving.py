@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lightning_pipesync.accelerate import checkpoint
-from lightning_pipesync.accelerate.model import SynchronisedModel
+from lightning_pipesync.accelerate.model import SynchronizedModel
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.compat import prepared_models
@@ -49,7 +49,7 @@ class SavingAccelerator(Accelerator):
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """Returns the user's own model; with SelSync its weights are this rank's own unless they are consolidated."""
-        if isinstance(model, SynchronisedModel):
+        if isinstance(model, SynchronizedModel):
             if model.method is not None:
                 model.method.synchronize()
                 if isinstance(model.method, SelSync) and model.method.diverged:

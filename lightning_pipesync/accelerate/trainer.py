@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
-from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.compat import accelerator_of_transformers
 from lightning_pipesync.methods.selsync import SelSyncConfig
@@ -73,7 +73,7 @@ class PipeSyncTrainerMixin(_Base):
         super().save_model(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not isinstance(self.optimizer, SynchronisedOptimizer):
+        if not isinstance(self.optimizer, SynchronizedOptimizer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         with self.optimizer.state_at_hand():  # rank 0 alone asks for it, and each rank may have a part of it

@@ -150,7 +150,7 @@ def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
 
 def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
     """DeAR-FB."""
-    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "dear", DeAR, fusion="buffer", buffer_mb=bucket_mb)
+    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "dear", DeAR, fusion="buffer", bucket_mb=bucket_mb)
 
 
 def searched(model: BenchModel, search: str) -> WithMethod:
@@ -197,7 +197,7 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Conte
     "pipe_sgd-truncate16": lambda _: [partial(WithPipeSGD, compression="truncate16")],
     "pipe_sgd-int8": lambda _: [partial(WithPipeSGD, compression="int8")],
     "selsync": lambda _: [
-        partial(selsync, name="synchronised", limit="serial", delta=0.0),
+        partial(selsync, name="synchronized", limit="serial", delta=0.0),
         partial(selsync, name="local", limit="compute", delta=1e9),
     ],
 }

@@ -24,7 +24,7 @@ class FedAvgConfig:
     """Share of the ranks whose weights are averaged; all get the average."""
 
     E: float = 0.25
-    """Synchronisation factor: the part of an epoch after which weights are averaged, each time."""
+    """Synchronization factor: the part of an epoch after which weights are averaged, each time."""
 
     def __post_init__(self) -> None:
         for name, value in (("C", self.C), ("E", self.E)):

@@ -97,7 +97,7 @@ def parse_method(text: str, seed: int) -> EAPipeConfig:
         ValueError: the method or a setting is unknown, or a value out of its range.
     """
     name = text.partition(":")[0]
-    fixed = {"method": "naive" if name == "sgd" else name, "split": "parameters", "seed": seed}
+    fixed = {"algorithm": "naive" if name == "sgd" else name, "split": "parameters", "seed": seed}
     config: EAPipeConfig = parse_named(text, dict.fromkeys(METHODS, EAPipeConfig), fixed)
     return config
 
@@ -180,7 +180,7 @@ def build_engine(
     config = parse_method(method, seed)
     if method.startswith("sgd"):
         stages = 1
-    elif config.method in _WITH_REPLICAS:
+    elif config.algorithm in _WITH_REPLICAS:
         config, stages = replace(config, replicas=config.replicas or stages), 1
     return EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
 

@@ -17,7 +17,7 @@ from lightning_pipesync.bench.models.stages import EmulatedStages
 from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.config import METHODS
+from lightning_pipesync.methods.ea_pipe.config import ALGORITHMS
 
 #: Samples of a mini-batch, so many that it divides into micro-batches.
 BATCH_SIZE = 64
@@ -62,7 +62,7 @@ def parse_contestant(text: str) -> EAPipeConfig:
     """
     name = text.partition(":")[0]
     config: EAPipeConfig = parse_named(
-        text, dict.fromkeys(METHODS, EAPipeConfig), {"method": name, "split": "parameters"}
+        text, dict.fromkeys(ALGORITHMS, EAPipeConfig), {"algorithm": name, "split": "parameters"}
     )
     return config
 
@@ -93,7 +93,7 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
     seconds = torch.zeros(len(engines), settings.rounds, dtype=torch.float64)
     for round_ in range(settings.rounds):
         for i, (name, engine) in enumerate(engines.items()):
-            for _ in range(3 * num_stages):  # until every stage waits for its neighbours as it always will
+            for _ in range(3 * num_stages):  # until every stage waits for its neighbors as it always will
                 engine.train_batch(batch)
             start = time.perf_counter()
             for _ in range(settings.steps):

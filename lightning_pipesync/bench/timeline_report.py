@@ -54,7 +54,7 @@ def length(disjoint: list[tuple[float, float]]) -> float:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws a panel for each contestant, with a row for computation and one for communication; neighbours alternate."""
+    """Draws a panel for each contestant, with a row for computation and one for communication; neighbors alternate."""
     timelines = result["timelines"]
     figure = Figure(figsize=(10, 0.6 + 1.4 * len(timelines)), layout="constrained")
     panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
@@ -70,6 +70,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set_title(timeline["name"], loc="left", fontsize="medium")
     panels[-1].set_xlabel("seconds")
     shown = {span["kind"] for timeline in timelines for span in timeline["spans"]}
-    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]
+    patches = [Patch(color=color, label=kind) for kind, color in COLOURS.items() if kind in shown]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), fontsize="small")
     figure.savefig(path, dpi=150)

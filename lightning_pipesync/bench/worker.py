@@ -19,7 +19,7 @@ PROGRESS = "@progress "
 
 
 def measure(kind: str, settings: dict[str, Any], progress: Callable[[str], object]) -> dict[str, Any]:
-    """Runs a benchmark on this rank, within an initialised default process group, and returns its result."""
+    """Runs a benchmark on this rank, within an initialized default process group, and returns its result."""
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     if kind == "collectives":
         from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives

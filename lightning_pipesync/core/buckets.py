@@ -21,7 +21,7 @@ class Fusion:
     Attributes:
         bucket_mb: a bucket holds up to this many MiB (DeAR-FB). A larger tensor has one to itself.
         edge_mb: the first and the last bucket hold up to this many MiB, and those between up to twice as many as their
-            neighbour towards the end, until ``bucket_mb`` is reached; None: all are alike.
+            neighbor towards the end, until ``bucket_mb`` is reached; None: all are alike.
         num_layers: a bucket holds the tensors of this many layers (DeAR-NL).
 
     Raises:

@@ -104,7 +104,7 @@ class StepCost:
 
     @property
     def serial(self) -> float:
-        """The all-reduce after the update, hidden under nothing: a synchronised step that averages parameters."""
+        """The all-reduce after the update, hidden under nothing: a synchronized step that averages parameters."""
         return self.compute + self.all_reduce
 
     @property

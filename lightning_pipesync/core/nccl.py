@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather over NCCL, on a stream of their own, without a host synchronisation."""
+"""Reduce-scatter and all-gather over NCCL, on a stream of their own, without a host synchronization."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     """Returns every parameter of the module and of the optimizers, once, in the order of registration.
 
     Raises:
-        ValueError: a parameter is sharded, complex, not yet initialised, sparse in its gradient, in several optimizers
+        ValueError: a parameter is sharded, complex, not yet initialized, sparse in its gradient, in several optimizers
             or on another device than the rest, or an optimizer cannot work on a replica; the message names it.
     """
     groups: dict[int, tuple[int, int]] = {}

@@ -20,7 +20,7 @@ class PipeCost:
         world_size: p.
         link: alpha and beta.
         gamma: seconds to add two bytes.
-        synchronisation: S, seconds until all ranks have begun an all-reduce.
+        synchronization: S, seconds until all ranks have begun an all-reduce.
     """
 
     update: float
@@ -30,7 +30,7 @@ class PipeCost:
     world_size: int
     link: LinkCost
     gamma: float = 0.0
-    synchronisation: float = 0.0
+    synchronization: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -44,7 +44,7 @@ class PipeCost:
             segments: L; 1 is level 1.
             compression: the size of the gradient over that of what travels.
         """
-        fixed = 2 * (self.world_size - 1) * self.link.alpha + self.synchronisation
+        fixed = 2 * (self.world_size - 1) * self.link.alpha + self.synchronization
         return segments * fixed + self._transfer / compression + self._addition
 
     def ideal(self, staleness: int) -> float:

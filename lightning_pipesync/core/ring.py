@@ -75,7 +75,7 @@ class RingExchange:
         """Blocks until the slice of rank ``owner`` has arrived, see [Note: one order of waiting].
 
         Raises:
-            RuntimeError: a neighbour died or did not answer within the timeout.
+            RuntimeError: a neighbor died or did not answer within the timeout.
         """
         while self._arrived < self._complete.get(owner, 0):
             self._advance()

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather on a 2-D torus: among neighbours first, then across."""
+"""Reduce-scatter and all-gather on a 2-D torus: among neighbors first, then across."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipesync.core.shards import shard_slice
 
 
 class Torus:
-    """The ranks in rows of so many neighbours: rank 0, 1, ... in the first row.
+    """The ranks in rows of so many neighbors: rank 0, 1, ... in the first row.
 
     Attributes:
         columns: number of ranks in a row.

@@ -51,10 +51,10 @@ class Transport:
         backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices where it is there, else Gloo.
         topology: ``"flat"``: every rank with every other. ``"torus2d"``: along rows, then along columns; without
             compression.
-        torus_columns: neighbouring ranks in a row of the torus; None: as square as possible.
+        torus_columns: neighboring ranks in a row of the torus; None: as square as possible.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, or a rank did not connect in time.
+        RuntimeError: ``torch.distributed`` is not initialized, or a rank did not connect in time.
         ValueError: ``timeout_s`` is not positive, the backend does not fit the device, or the ranks cannot form the
             torus, or do not agree on it.
     """
@@ -69,7 +69,7 @@ class Transport:
         torus_columns: int | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised: call init_process_group() first.")
+            raise RuntimeError("torch.distributed is not initialized: call init_process_group() first.")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}.")
         self.device = torch.device(device)

@@ -1,4 +1,4 @@
-"""Randomised data injection: in each step a few random ranks share some rows of their batch with all others."""
+"""Randomized data injection: in each step a few random ranks share some rows of their batch with all others."""
 
 from __future__ import annotations
 

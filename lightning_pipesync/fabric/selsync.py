@@ -13,7 +13,7 @@ from lightning_pipesync.methods.selsync import SelSync
 
 
 class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
-    """SelSync for Fabric: local steps, synchronised only when some rank's gradient changes by more than ``delta``.
+    """SelSync for Fabric: local steps, synchronized only when some rank's gradient changes by more than ``delta``.
 
     Outside ``consolidated()`` each rank's weights are its own.
 

@@ -69,7 +69,7 @@ class AveragingStrategyMixin(PipeSyncStrategyMixin):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         assert self.method is not None
-        self.gradient_is_complete(unwrapped(optimizer))  # with manual optimisation it may not have been told
+        self.gradient_is_complete(unwrapped(optimizer))  # with manual optimization it may not have been told
         self.method.clip(clip_val, unwrapped(optimizer))
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:

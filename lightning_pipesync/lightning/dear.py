@@ -34,10 +34,10 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         update: ``"sharded"``: each rank updates its shard of the weights, which are gathered; ``"replicated"``: the
             gradients are gathered, and each rank updates all. None: sharded, if the optimizer allows it.
         elementwise: further optimizers that treat every value by itself, so that they can be sharded.
-        fusion: what travels in one piece: ``"bo"``: up to a size that Bayesian optimisation finds while the training
-            goes on (``"random"`` and ``"grid"`` search in other ways); ``"buffer"``: up to ``buffer_mb``; ``"layers"``:
+        fusion: what travels in one piece: ``"bo"``: up to a size that Bayesian optimization finds while the training
+            goes on (``"random"`` and ``"grid"`` search in other ways); ``"buffer"``: up to ``bucket_mb``; ``"layers"``:
             ``num_layers``; ``"none"``: every tensor by itself.
-        buffer_mb: MiB that travel in one piece; in a search, what is tried first.
+        bucket_mb: MiB that travel in one piece; in a search, what is tried first.
         edge_mb: MiB of the first and the last piece, from which they double towards the middle; None: all are alike.
         search_mb: smallest and largest size that a search tries, in MiB.
         trial_steps: steps that a search measures with one size.
@@ -45,7 +45,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         tuning_file: JSON file from which a search starts, and in which it keeps what was measured.
         num_layers: layers that travel in one piece, with ``fusion="layers"``.
         compression: codec of both halves: none, bf16, fp16, truncate16, int8 or topk.
-        topology: ``"flat"``: every rank with every other; ``"torus2d"``: along rows of neighbours, then across them.
+        topology: ``"flat"``: every rank with every other; ``"torus2d"``: along rows of neighbors, then across them.
         torus_columns: ranks in a row of the torus; None: those of a host if there are several, else as square as
             possible.
         timeout_s: seconds after which a rank that does not answer counts as lost.
@@ -71,7 +71,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         update: Update | None = None,
         elementwise: tuple[type[Optimizer], ...] = (),
         fusion: FusionMethod = "bo",
-        buffer_mb: float = 25.0,
+        bucket_mb: float = 25.0,
         edge_mb: float | None = None,
         search_mb: tuple[float, float] = (1.0, 100.0),
         trial_steps: int = 10,
@@ -94,7 +94,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
             update=update,
             elementwise=elementwise,
             fusion=fusion,
-            buffer_mb=buffer_mb,
+            bucket_mb=bucket_mb,
             edge_mb=edge_mb,
             search_mb=search_mb,
             trial_steps=trial_steps,

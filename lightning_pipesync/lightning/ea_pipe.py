@@ -29,7 +29,7 @@ from lightning_pipesync.lightning.pipelined import (
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.config import Method, Split, Wire
+from lightning_pipesync.methods.ea_pipe.config import Algorithm, Split, Wire
 from lightning_pipesync.methods.ea_pipe.microbatched import part_of
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.runtime import nothing_to_optimize
@@ -57,7 +57,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     Args:
         elastic_force: alpha: part of their distance by which a replica and the master are pulled to each other.
         sync_period: tau: a replica is pulled after every so many of its mini-batches.
-        method: ``ea_pipe``, or what it is compared to: ``pipedream``, ``naive``, ``spectrain``, ``gpipe``, ``1f1b``.
+        algorithm: ``ea_pipe``, or what it is compared to: ``pipedream``, ``naive``, ``spectrain``, ``gpipe``, ``1f1b``.
         module: name of the submodule that is divided; None: there is but one ``nn.Sequential``.
         split: ``balanced`` by measured time, ``parameters`` by their number, or the indices of the layers with which
             the second and later stages begin. For a submodule that is no ``nn.Sequential``: the names within it of
@@ -91,7 +91,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         self,
         elastic_force: float = 0.1,
         sync_period: int = 1,
-        method: Method = "ea_pipe",
+        algorithm: Algorithm = "ea_pipe",
         module: str | None = None,
         split: Split = "balanced",
         replicas: int | None = None,
@@ -111,7 +111,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         self.config = EAPipeConfig(
             elastic_force=elastic_force,
             sync_period=sync_period,
-            method=method,
+            algorithm=algorithm,
             split=split,
             replicas=replicas,
             micro_batches=micro_batches,
@@ -170,7 +170,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     def _config_for(self, trainer: Trainer) -> EAPipeConfig:
         if not self._fitting:
-            return replace(self.config, method="naive")  # without training, one version of the weights will do
+            return replace(self.config, algorithm="naive")  # without training, one version of the weights will do
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         return replace(self.config, clip_norm=(trainer.gradient_clip_val or None) if by_norm else None)
 

@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 
 class SelSyncStrategyMixin(PipeSyncStrategyMixin):
-    """SelSync: local steps, synchronised only when some rank's gradient changes by more than ``delta``.
+    """SelSync: local steps, synchronized only when some rank's gradient changes by more than ``delta``.
 
     Logs ``selsync/lssr`` (the share of local steps), ``selsync/relative_gradient_change`` (this rank's),
     ``selsync/delta``, ``selsync/mib_sent`` and ``selsync/exposed_seconds``.
 
     Args:
-        delta: threshold on the relative gradient change. 0: every step is synchronised; ``inf``: none is.
-        aggregation: what a synchronised step averages: ``"parameters"`` after the update, or ``"gradients"`` before it.
+        delta: threshold on the relative gradient change. 0: every step is synchronized; ``inf``: none is.
+        aggregation: what a synchronized step averages: ``"parameters"`` after the update, or ``"gradients"`` before it.
         window: number of steps over which the squared gradient norm is smoothed.
         smoothing: smoothing factor of the moving average, in (0, 1]; None means number of ranks / 100.
         partition: ``"seldp"`` rotates the chunks of the training data by rank; ``"defdp"`` leaves Lightning's order.
         full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
         injection: (alpha, beta): each step a share alpha of the ranks sends a share beta of its batch to all others.
-        compression: codec of a synchronised step: none, bf16, fp16, truncate16, int8 or topk.
+        compression: codec of a synchronized step: none, bf16, fp16, truncate16, int8 or topk.
         bucket_mb: MiB that travel in one piece.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         checkpoint_replicas: whether a checkpoint holds each rank's own weights and optimizer state.

@@ -18,7 +18,7 @@ Config = TypeVar("Config")
 
 
 class SyncMethod(ABC):
-    """Takes over gradient synchronisation and the optimizer step of one module on every rank.
+    """Takes over gradient synchronization and the optimizer step of one module on every rank.
 
     Constructing it attaches it. A plain loop calls :meth:`step` in place of ``optimizer.step()``; a framework whose
     own code sits between the gradient and the update calls :meth:`after_backward` itself. With several optimizers

@@ -28,7 +28,7 @@ class Lines:
 
 
 def prefixed(num_hosts: int) -> Output:
-    """Returns an output that prints ``[2] line``; in the host's colour if it goes to a terminal."""
+    """Returns an output that prints ``[2] line``; in the host's color if it goes to a terminal."""
     width = len(str(num_hosts - 1))
     if not sys.stdout.isatty():
         return lambda host, line: print(f"[{host:>{width}}] {line}", flush=True)

@@ -35,7 +35,7 @@ _kept_buffers = _KeptBuffers()
 
 
 def scratch(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns uninitialised scratch for one block, valid until this thread asks for the same dtype again."""
+    """Returns uninitialized scratch for one block, valid until this thread asks for the same dtype again."""
     if block.device.type != "cpu":
         return torch.empty(block.numel(), dtype=dtype, device=block.device)
     buffer = _kept_buffers.of_dtype.get(dtype)

@@ -1,4 +1,4 @@
-"""Scalar 8-bit quantisation."""
+"""Scalar 8-bit quantization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipesync.core.codecs.codec import Codec
 
 
 class Int8(Codec):
-    """Scalar 8-bit quantisation (Pipe-SGD, Compression): chunks of 1024 values, the last of which may be shorter.
+    """Scalar 8-bit quantization (Pipe-SGD, Compression): chunks of 1024 values, the last of which may be shorter.
 
     Wire: for each chunk a scale in fp32, its largest magnitude / 127; then for each value round(value / scale) in int8.
     The error is at most half a scale. The scale is never below the smallest normal fp32 number, so a chunk of
@@ -29,7 +29,7 @@ class Int8(Codec):
         return 4 * self._num_chunks(numel) + numel
 
     def encode(self, source: Tensor, wire: Tensor) -> None:
-        scales, quantised = self._split(wire, source.numel())
+        scales, quantized = self._split(wire, source.numel())
         for block, chunks in self._chunked(source):
             scale = scales[chunks]
             rows = as_dtype(source[block], torch.float32).view(scale.numel(), -1)
@@ -39,34 +39,34 @@ class Int8(Codec):
             # If the rows are scratch themselves, this is the same memory, and the multiplication is in place.
             scaled = scratch(source[block], torch.float32)
             torch.mul(rows, scale.reciprocal().unsqueeze(1), out=scaled.view_as(rows))
-            quantised[block].copy_(scaled.round_())
+            quantized[block].copy_(scaled.round_())
 
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
-        scales, quantised = self._split(wire, target.numel())
+        scales, quantized = self._split(wire, target.numel())
         for block, chunks in self._chunked(target):
             if target.dtype == torch.float32:
-                self._dequantise(scales[chunks], quantised[block], target[block])
+                self._dequantize(scales[chunks], quantized[block], target[block])
             else:
                 values = scratch(target[block], torch.float32)
-                target[block].copy_(self._dequantise(scales[chunks], quantised[block], values))
+                target[block].copy_(self._dequantize(scales[chunks], quantized[block], values))
 
     def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
-        scales, quantised = self._split(wire, accumulator.numel())
+        scales, quantized = self._split(wire, accumulator.numel())
         for block, chunks in self._chunked(accumulator):
             values = scratch(accumulator[block], torch.float32)
-            accumulator[block].add_(self._dequantise(scales[chunks], quantised[block], values))
+            accumulator[block].add_(self._dequantize(scales[chunks], quantized[block], values))
 
     @staticmethod
-    def _dequantise(scale: Tensor, quantised: Tensor, values: Tensor) -> Tensor:
-        values.copy_(quantised).view(scale.numel(), -1).mul_(scale.unsqueeze(1))
+    def _dequantize(scale: Tensor, quantized: Tensor, values: Tensor) -> Tensor:
+        values.copy_(quantized).view(scale.numel(), -1).mul_(scale.unsqueeze(1))
         return values
 
     def _num_chunks(self, numel: int) -> int:
         return -(-numel // self.CHUNK)
 
     def _split(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        scales, quantised = wire.split([4 * self._num_chunks(numel), numel])
-        return scales.view(torch.float32), quantised.view(torch.int8)
+        scales, quantized = wire.split([4 * self._num_chunks(numel), numel])
+        return scales.view(torch.float32), quantized.view(torch.int8)
 
     def _chunked(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yields which values and which chunks form each block; a last short chunk is a block of its own."""

@@ -37,16 +37,16 @@ class DeARConfig:
     """Further optimizers that treat every value by itself, so that they can be sharded."""
 
     fusion: FusionMethod = "bo"
-    """Which tensors travel in one piece (Section IV): ``bo``: neighbours up to a size that Bayesian optimisation finds
-    while the training goes on (DeAR-BO); ``buffer``: up to ``buffer_mb`` (DeAR-FB); ``layers``: those of ``num_layers``
-    neighbouring layers (DeAR-NL); ``none``: every tensor by itself. ``random`` and ``grid`` search in other ways."""
+    """Which tensors travel in one piece (Section IV): ``bo``: neighbors up to a size that Bayesian optimization finds
+    while the training goes on (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: those of ``num_layers``
+    neighboring layers (DeAR-NL); ``none``: every tensor by itself. ``random`` and ``grid`` search in other ways."""
 
-    buffer_mb: float = 25.0
+    bucket_mb: float = 25.0
     """MiB that travel in one piece; in a search, what is tried first."""
 
     edge_mb: float | None = None
     """MiB of the first and of the last piece, which cannot be hidden; they double towards the middle, up to
-    ``buffer_mb``. None: all pieces are alike. A search finds its own."""
+    ``bucket_mb``. None: all pieces are alike. A search finds its own."""
 
     search_mb: tuple[float, float] = (1.0, 100.0)
     """Smallest and largest size that a search tries, in MiB, as far as the model is that large."""
@@ -68,7 +68,7 @@ class DeARConfig:
     """Codec of both halves: none, bf16, fp16, truncate16, int8, topk. What it drops is made good in later steps."""
 
     topology: Topology = "flat"
-    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbours, then across the rows, for
+    """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
     hosts with several accelerators, or in racks; without compression."""
 
     torus_columns: int | None = None
@@ -83,11 +83,11 @@ class DeARConfig:
             raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}.")
         if self.fusion not in get_args(FusionMethod):
             raise ValueError(f"fusion must be one of {get_args(FusionMethod)}, got {self.fusion!r}.")
-        if not 0 < self.buffer_mb < math.inf:
-            raise ValueError(f"buffer_mb must be a positive number of MiB, got {self.buffer_mb!r}.")
-        if self.edge_mb is not None and not 0 < self.edge_mb <= self.buffer_mb:
+        if not 0 < self.bucket_mb < math.inf:
+            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
+        if self.edge_mb is not None and not 0 < self.edge_mb <= self.bucket_mb:
             raise ValueError(
-                f"edge_mb must be a positive number of MiB, buffer_mb={self.buffer_mb!r} at most, got {self.edge_mb!r}."
+                f"edge_mb must be a positive number of MiB, bucket_mb={self.bucket_mb!r} at most, got {self.edge_mb!r}."
             )
         if len(self.search_mb) != 2 or not 0 < self.search_mb[0] < self.search_mb[1] < math.inf:
             raise ValueError(f"search_mb must be a smaller and a larger number of MiB, got {self.search_mb!r}.")
@@ -146,4 +146,4 @@ class DeARConfig:
         """Returns how tensors are fused, at first if there is a search."""
         if self.fusion in ("layers", "none"):
             return Fusion(num_layers=self.num_layers if self.fusion == "layers" else None)
-        return Fusion(bucket_mb=self.buffer_mb, edge_mb=self.edge_mb)
+        return Fusion(bucket_mb=self.bucket_mb, edge_mb=self.edge_mb)

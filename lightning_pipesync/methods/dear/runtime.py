@@ -63,7 +63,7 @@ class DeAR(AveragingMethod):
 
     Raises:
         ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     applies_grad = False
@@ -94,9 +94,9 @@ class DeAR(AveragingMethod):
             self.transport.close()
             raise
         everything = [parameter.tensor for parameter in parameters]
-        exchange_fused(everything, self.config.buffer_mb, self.transport.broadcast)
+        exchange_fused(everything, self.config.bucket_mb, self.transport.broadcast)
         self._read_buffers = buffer_reader(module)
-        exchange_fused(self._read_buffers(), self.config.buffer_mb, self.transport.broadcast)
+        exchange_fused(self._read_buffers(), self.config.bucket_mb, self.transport.broadcast)
         self._module = module
         self._order = ExecutionOrder(module)
         self._lane = Lane("pipesync-dear", self.transport.device)
@@ -238,7 +238,7 @@ class DeAR(AveragingMethod):
     def flush(self) -> None:
         """Has weights and buffers be those of synchronous training; buffers follow rank 0. A collective call."""
         self.synchronize()
-        exchange_fused(self._read_buffers(), self.config.buffer_mb, self.transport.broadcast)
+        exchange_fused(self._read_buffers(), self.config.bucket_mb, self.transport.broadcast)
         self.flushed = True
 
     def resume(self) -> None:

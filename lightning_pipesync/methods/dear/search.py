@@ -86,12 +86,12 @@ class FusionSearch(ABC):
 
 
 class BayesianSearch(FusionSearch):
-    """Bayesian optimisation with a Gaussian process and expected improvement, over the logarithms of both sizes."""
+    """Bayesian optimization with a Gaussian process and expected improvement, over the logarithms of both sizes."""
 
     def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
         super().__init__(first, smallest_mb, largest_mb, max_trials)
         self._optimization: BayesianOptimization | None = None
-        self._learnt: set[tuple[float, float]] = set()
+        self._learned: set[tuple[float, float]] = set()
 
     @property
     def converged(self) -> bool:
@@ -110,8 +110,8 @@ class BayesianSearch(FusionSearch):
             self._optimization = self._gaussian_process()
         for trial in self.trials:
             size, halvings = point = self._point(trial.fusion)
-            if point not in self._learnt:
-                self._learnt.add(point)
+            if point not in self._learned:
+                self._learned.add(point)
                 throughput = 100 * self.trials[0].seconds / trial.seconds
                 self._optimization.register({"size": size, "halvings": halvings}, throughput)
         suggestion = self._optimization.suggest()

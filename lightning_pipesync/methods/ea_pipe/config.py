@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Method = Literal["ea_pipe", "pipedream", "naive", "spectrain", "gpipe", "1f1b"]
+Algorithm = Literal["ea_pipe", "pipedream", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
 Split = Literal["balanced", "parameters"] | tuple[int, ...] | tuple[str, ...]
 
-METHODS: tuple[str, ...] = get_args(Method)
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 #: Methods whose stages hold one version of the weights, which has moved on when a gradient comes back.
 WITHOUT_REPLICAS = ("naive", "spectrain")
 #: Methods that divide a mini-batch into micro-batches, and update after all of them.
@@ -32,8 +32,8 @@ class EAPipeConfig:
     sync_period: int = 1
     """tau: a replica is pulled after every so many of its mini-batches (Algorithm 1)."""
 
-    method: Method = "ea_pipe"
-    """``ea_pipe``; or one of the methods that the paper compares it to: ``pipedream`` (weight stashing and vertical
+    algorithm: Algorithm = "ea_pipe"
+    """``ea_pipe``; or one of the algorithms that the paper compares it to: ``pipedream`` (weight stashing and vertical
     sync), ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or, synchronous, ``gpipe`` and ``1f1b``."""
 
     split: Split = "balanced"
@@ -72,7 +72,7 @@ class EAPipeConfig:
             value = getattr(self, name)
             if value is not None and (value < 1 or value != int(value)):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        for name, known in (("method", Method), ("compression", Wire)):
+        for name, known in (("algorithm", Algorithm), ("compression", Wire)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}.")
         self._check_split()
@@ -84,10 +84,10 @@ class EAPipeConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
-        if self.clip_norm is not None and self.method in WITHOUT_REPLICAS:
+        if self.clip_norm is not None and self.algorithm in WITHOUT_REPLICAS:
             raise ValueError(
-                f"clip_norm={self.clip_norm!r} needs the norm over all stages, and method={self.method!r} updates each "
-                "stage before it is known: clip by value, or use a method with replicas."
+                f"clip_norm={self.clip_norm!r} needs the norm over all stages, and algorithm={self.algorithm!r} "
+                "updates each stage before it is known: clip by value, or use an algorithm with replicas."
             )
 
     @property

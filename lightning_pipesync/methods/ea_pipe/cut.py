@@ -110,7 +110,7 @@ def _check_writes(own: Sequence[Node], incoming: Sequence[Node], weights: Sequen
     """Checks that what a stage writes to in place has come to it by one way only.
 
     Raises:
-        ValueError: two values of another stage share memory, and are copies of their own once they have travelled.
+        ValueError: two values of another stage share memory, and are copies of their own once they have traveled.
     """
     for node in own:
         for written in written_by(node):

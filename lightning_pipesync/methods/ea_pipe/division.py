@@ -73,10 +73,10 @@ class TracedDivision(Division):
 
     def __init__(self, model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
         name, names = type(model).__name__, config.split_names or ()
-        if config.method in SYNCHRONOUS:
+        if config.algorithm in SYNCHRONOUS:
             raise ValueError(
-                f"method={config.method!r} takes the layers of an nn.Sequential, and {name} would have to be traced: "
-                "make it one, without names in split=, or choose another method."
+                f"algorithm={config.algorithm!r} takes the layers of an nn.Sequential, and {name} would have to be "
+                "traced: make it one, without names in split=, or choose another algorithm."
             )
         if not names and num_stages > 1:
             raise ValueError(

@@ -17,7 +17,7 @@ _ACTIVATIONS, _GRADIENTS = 0, 1
 
 @dataclass(frozen=True)
 class Links:
-    """The channels of a stage; None where there is no neighbour."""
+    """The channels of a stage; None where there is no neighbor."""
 
     activations_in: Receiver | None = None
     activations_out: Sender | None = None

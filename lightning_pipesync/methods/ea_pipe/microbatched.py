@@ -121,7 +121,7 @@ class MicroBatchedStage(Stage):
         stage = PipelineStage(_Tupled(self.layers), index, count, self._device, example, output, group=self._group)
         stage.stage_index_to_group_rank = {other: rank_of(other, count) for other in range(count)}
         # Losses are means already divided by the number of parts.
-        kind = _SCHEDULES[self._config.method]
+        kind = _SCHEDULES[self._config.algorithm]
         return kind(stage, self._parts, loss_fn=self._loss_of_part, scale_grads=False)
 
     def _loss_of_part(self, output: Any, number: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What theory says about an elastic force and a synchronisation period (paper, Section III-C and Appendix A)."""
+"""What theory says about an elastic force and a synchronization period (paper, Section III-C and Appendix A)."""
 
 from __future__ import annotations
 

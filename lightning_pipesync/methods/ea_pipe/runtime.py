@@ -72,7 +72,7 @@ class EAPipe:
 
     Raises:
         ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class EAPipe:
         if virtual_stages is None:
             self.transport = Transport(self._device, timeout_s=self.config.timeout_s, backend=backend)
             self.num_stages = self.transport.world_size
-        elif self.config.method in SYNCHRONOUS:
+        elif self.config.algorithm in SYNCHRONOUS:
             raise ValueError(
-                f"method={self.config.method!r} has no virtual stages, since it is SGD with larger batches: train the "
-                "model without a pipeline."
+                f"algorithm={self.config.algorithm!r} has no virtual stages, since it is SGD with larger batches: "
+                "train the model without a pipeline."
             )
         else:
             self.num_stages = virtual_stages
@@ -224,7 +224,7 @@ class EAPipe:
         return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the MiB that this rank has sent, and the seconds that it has waited for its neighbours."""
+        """Returns the MiB that this rank has sent, and the seconds that it has waited for its neighbors."""
         sent = 0 if self.transport is None else self.transport.traffic.total_bytes_sent
         return {"mib_sent": sent / MIB, "exposed_seconds": sum(stage.exposed_seconds for stage in self._stages)}
 
@@ -233,7 +233,7 @@ class EAPipe:
         if self._to_resume is not None:
             return self._to_resume
         self.flush()
-        settings = {name: getattr(self.config, name) for name in ("method", "replicas", "split_names")}
+        settings = {name: getattr(self.config, name) for name in ("algorithm", "replicas", "split_names")}
         return {"settings": settings, "cuts": self.cuts, "stages": [stage.state_dict() for stage in self._stages]}
 
     def optimizer_state(self) -> dict[int, Any]:
@@ -247,7 +247,7 @@ class EAPipe:
 
         Raises:
             ValueError: the state is of another number of stages, or of other ones than there are already, or of
-                another method or number of replicas.
+                another algorithm or number of replicas.
         """
         self._gathered, self._to_resume = False, None
         if not state["stages"]:  # it was saved before the first mini-batch
@@ -364,7 +364,7 @@ class EAPipe:
         optimizer = self._optimizer_factory(parameters) if trained else nothing_to_optimize()
         check_optimizer(optimizer)
         schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
-        if self.config.method not in SYNCHRONOUS:
+        if self.config.algorithm not in SYNCHRONOUS:
             return Stage(layers, parameters, buffers, optimizer, schedule, self.config, links, self._device)
         assert self.transport is not None
         return MicroBatchedStage(

@@ -75,7 +75,7 @@ class Stage:
         optimizer: of the parameters.
         schedule: of this stage.
         config: the settings.
-        links: to the neighbours.
+        links: to the neighbors.
         device: where the layers are.
 
     Attributes:
@@ -98,7 +98,7 @@ class Stage:
         self._links = links
         self._parameters, self._buffers = list(parameters), list(buffers)
         self._device = device
-        self.weights = weights_for(config.method)(parameters, buffers, optimizer, schedule, config)
+        self.weights = weights_for(config.algorithm)(parameters, buffers, optimizer, schedule, config)
         self.step = self._num_passes = 0
         self._passes: deque[_Pass] = deque()
         self._partial: list[Tensor | None] | None = None
@@ -120,7 +120,7 @@ class Stage:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long this stage has waited for its neighbours."""
+        """How long this stage has waited for its neighbors."""
         receivers = (self._links.activations_in, self._links.gradients_in)
         return sum(receiver.exposed_seconds for receiver in receivers if receiver is not None)
 

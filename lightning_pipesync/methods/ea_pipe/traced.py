@@ -9,7 +9,7 @@ called with, but for the values of tensors, travels with the activations, so tha
 [Note: the cut]
 ``torch.distributed.pipelining`` marks the places, as for its own ``pipeline``. That would go on to rebuild the modules
 from the graph, which fails if the model turns off gradients or autocast for a part, as many do; and it connects any two
-stages, where these ones know their neighbours only. So the flat graph is cut here, in ``cut``.
+stages, where these ones know their neighbors only. So the flat graph is cut here, in ``cut``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from lightning_pipesync.methods.ea_pipe.versions import Versions
 
 
 class Weights(ABC):
-    """The weights of one stage, in the versions that a method needs.
+    """The weights of one stage, in the versions that an algorithm needs.
 
     Args:
         parameters: of the stage.
@@ -221,8 +221,8 @@ class PredictedWeights(Weights):
             flat.copy_(values)
 
 
-def weights_for(method: str) -> type[Weights]:
-    """Returns the class that does what a setting of ``method`` says."""
+def weights_for(algorithm: str) -> type[Weights]:
+    """Returns the class that does what a setting of ``algorithm`` says."""
     known: dict[str, type[Weights]] = {
         "ea_pipe": ElasticReplicas,
         "pipedream": StashedWeights,
@@ -231,7 +231,7 @@ def weights_for(method: str) -> type[Weights]:
         "1f1b": SharedWeights,
         "spectrain": PredictedWeights,
     }
-    return known[method]
+    return known[algorithm]
 
 
 def _has_momentum(optimizer: Optimizer) -> bool:

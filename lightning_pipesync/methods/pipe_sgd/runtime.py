@@ -36,7 +36,7 @@ class PipeSGD(AveragingMethod):
     """The all-reduce of one step runs under the next ones: gradients are exactly ``staleness`` steps stale.
 
     :meth:`step` hands over the gradient just computed, waits for that of ``staleness`` steps before, which has
-    travelled in the meantime, and applies it. All ranks hold the same weights at every step. The first ``staleness``
+    traveled in the meantime, and applies it. All ranks hold the same weights at every step. The first ``staleness``
     steps make no update.
 
     A plain loop::
@@ -70,7 +70,7 @@ class PipeSGD(AveragingMethod):
 
     Raises:
         ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""SelSync: local steps, synchronised only when some rank's gradient changes by more than delta."""
+"""SelSync: local steps, synchronized only when some rank's gradient changes by more than delta."""
 
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.runtime import SelSync

@@ -22,10 +22,10 @@ class SelSyncConfig:
     """
 
     delta: float = 0.3
-    """Threshold on the relative gradient change (Section III-B). 0: every step is synchronised; ``inf``: none is."""
+    """Threshold on the relative gradient change (Section III-B). 0: every step is synchronized; ``inf``: none is."""
 
     aggregation: Aggregation = "parameters"
-    """What a synchronised step averages (Section III-C): the updated parameters, or the gradients before the update."""
+    """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -44,8 +44,8 @@ class SelSyncConfig:
     a share beta of its batch to all; the batch size is reduced by Eq. 3 so that the total stays."""
 
     compression: str | Codec = "none"
-    """Codec of a synchronised step: none, bf16, fp16, truncate16, int8, topk. Parameters then travel as the difference
-    to the last synchronised ones, with error feedback."""
+    """Codec of a synchronized step: none, bf16, fp16, truncate16, int8, topk. Parameters then travel as the difference
+    to the last synchronized ones, with error feedback."""
 
     bucket_mb: float = 25.0
     """MiB that travel in one piece."""

@@ -1,4 +1,4 @@
-"""Gradient aggregation: a synchronised step averages the gradients before the update (SelSync, Section III-C)."""
+"""Gradient aggregation: a synchronized step averages the gradients before the update (SelSync, Section III-C)."""
 
 from __future__ import annotations
 

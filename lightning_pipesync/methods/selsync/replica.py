@@ -21,7 +21,7 @@ class ReplicatedTensors:
     Args:
         buckets: what travels together; floating-point tensors of one dtype on one device each, equal on all ranks.
         transport: the way to the other ranks.
-        codec: what :meth:`synchronise` sends.
+        codec: what :meth:`synchronize` sends.
 
     Attributes:
         diverged: whether the replicas may differ; set by the owner when a rank goes its own way. All ranks agree on it.
@@ -51,7 +51,7 @@ class ReplicatedTensors:
             handle.wait()
         self._unpack()
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Gives every rank the average over the ranks, as the codec transmits it."""
         if not self._common:
             self.average()

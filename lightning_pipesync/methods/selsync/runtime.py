@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SelSync(SyncMethod):
-    """Local steps, synchronised only when some rank's gradient changes by more than delta.
+    """Local steps, synchronized only when some rank's gradient changes by more than delta.
 
     Every rank trains its own replica with its own optimizer. At each step it compares the norm of its gradient with
     that of the steps before, and tells the others in one byte whether the change is at least ``delta``. If any rank's
@@ -56,11 +56,11 @@ class SelSync(SyncMethod):
         transport: the way to the other ranks; its ``traffic`` counts bytes and seconds.
         last: the decision about the last step.
         num_local_steps: steps so far that stayed local.
-        num_synchronised_steps: steps so far that were synchronised.
+        num_synchronized_steps: steps so far that were synchronized.
 
     Raises:
         ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class SelSync(SyncMethod):
         self.flushed = False
         self.last = Decision()
         self.num_local_steps = 0
-        self.num_synchronised_steps = 0
+        self.num_synchronized_steps = 0
 
     @property
     def lssr(self) -> float:
         """Local-to-synchronous step ratio (Eq. 4): the share of the steps that stayed local."""
-        steps = self.num_local_steps + self.num_synchronised_steps
+        steps = self.num_local_steps + self.num_synchronized_steps
         return self.num_local_steps / steps if steps else 0.0
 
     @property
@@ -131,7 +131,7 @@ class SelSync(SyncMethod):
         # On CUDA the host would have to wait for the backward pass here. The update is enqueued first.
         if unit.gradients is not None or self.transport.device.type != "cuda":
             unit.send_flag()
-        if unit.gradients is None or not (decision := unit.decide()).synchronised:
+        if unit.gradients is None or not (decision := unit.decide()).synchronized:
             return False
         unit.gradients.average(decision.missing_gradient)
         return decision.not_finite
@@ -163,11 +163,11 @@ class SelSync(SyncMethod):
         if not unit.flag_sent:
             unit.send_flag()
         decision = unit.decision or unit.decide()
-        if decision.synchronised:
+        if decision.synchronized:
             if unit.gradients is None:
-                unit.replicas.synchronise()  # Algorithm 1, lines 16 and 17
+                unit.replicas.synchronize()  # Algorithm 1, lines 16 and 17
             self._untrained.average()
-            self.num_synchronised_steps += 1
+            self.num_synchronized_steps += 1
         else:
             self.num_local_steps += 1
             unit.replicas.diverged = True
@@ -232,7 +232,7 @@ class SelSync(SyncMethod):
                 for unit in self._units
             ],
             "untrained": self._untrained.state_dict(),
-            "steps": [self.num_local_steps, self.num_synchronised_steps],
+            "steps": [self.num_local_steps, self.num_synchronized_steps],
             "traffic": self.transport.traffic.state_dict(),
             "settings": self._shape_settings(),
         }
@@ -256,7 +256,7 @@ class SelSync(SyncMethod):
                 unit.gradients.load_state_dict(saved["gradients"])
         self._untrained.load_state_dict(state["untrained"])
         self.flushed = False
-        self.num_local_steps, self.num_synchronised_steps = state["steps"]
+        self.num_local_steps, self.num_synchronized_steps = state["steps"]
         self.transport.traffic.load_state_dict(state["traffic"])
 
     def detach(self, timeout_s: float = 10.0) -> None:

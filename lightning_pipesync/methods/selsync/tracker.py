@@ -15,7 +15,7 @@ from lightning_pipesync.compat import foreach_norm
 class GradientChangeTracker:
     """The relative gradient change of Eq. 2, from squared gradient norms smoothed over a window.
 
-    E[x] at step i is the exponentially weighted moving average (EWMA) of the last ``window`` values, normalised so that
+    E[x] at step i is the exponentially weighted moving average (EWMA) of the last ``window`` values, normalized so that
     it is a proper average from the first value on::
 
         E_i = sum_j (1 - smoothing)^j x_{i-j} / sum_j (1 - smoothing)^j,    j = 0 .. min(i, window) - 1

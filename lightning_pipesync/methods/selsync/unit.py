@@ -26,7 +26,7 @@ from lightning_pipesync.methods.stepping import StepGuard
 MANY_LOCAL_STEPS = 500
 
 # The bits of a rank's flag.
-SYNCHRONISE, MISSING_GRADIENT, NOT_FINITE = 1, 2, 4
+SYNCHRONIZE, MISSING_GRADIENT, NOT_FINITE = 1, 2, 4
 # It has left out an even or an odd number of steps. One of them is set, so that nothing else passes for a flag.
 LEFT_OUT = 8, 16
 # It takes no step: it is about to consolidate the weights.
@@ -39,13 +39,13 @@ class Decision:
 
     Attributes:
         relative_change: this rank's relative gradient change (Eq. 2); infinite where it is not defined.
-        synchronised: some rank's change was at least delta.
+        synchronized: some rank's change was at least delta.
         missing_gradient: some rank had a parameter without a gradient.
         not_finite: some rank's gradient was not finite.
     """
 
     relative_change: float = math.inf
-    synchronised: bool = False
+    synchronized: bool = False
     missing_gradient: bool = False
     not_finite: bool = False
 
@@ -152,14 +152,14 @@ class OptimizerUnit:
             self._check(self._transport.exchange_flags(flag).wait())
 
     def send_flag(self) -> None:
-        """Takes the measurement, and tells the other ranks whether this rank calls for a synchronised step."""
+        """Takes the measurement, and tells the other ranks whether this rank calls for a synchronized step."""
         assert self._norm is not None
         squared_norm = self._norm.item()
         self._change = self.tracker.update(squared_norm)
         self.flag_sent = True
-        if math.isinf(self._delta):  # no step is ever synchronised: there is nothing to tell
+        if math.isinf(self._delta):  # no step is ever synchronized: there is nothing to tell
             return
-        flag = SYNCHRONISE * (self._change >= self._delta)
+        flag = SYNCHRONIZE * (self._change >= self._delta)
         flag |= MISSING_GRADIENT * self._some_missing
         flag |= NOT_FINITE * (not math.isfinite(squared_norm))
         flag |= self._left_out_flag()
@@ -176,7 +176,7 @@ class OptimizerUnit:
             union |= flag
         self.decision = Decision(
             self._change,
-            synchronised=bool(union & SYNCHRONISE),
+            synchronized=bool(union & SYNCHRONIZE),
             missing_gradient=bool(union & MISSING_GRADIENT),
             not_finite=bool(union & NOT_FINITE),
         )
@@ -225,7 +225,7 @@ class OptimizerUnit:
 
     def _watch_local_steps(self, decision: Decision | None) -> None:
         """Says once if delta seems to be out of reach."""
-        if decision is None or decision.synchronised or math.isinf(self._delta):
+        if decision is None or decision.synchronized or math.isinf(self._delta):
             self._steps_in_a_row, self._largest_change = 0, 0.0
             return
         self._steps_in_a_row += 1

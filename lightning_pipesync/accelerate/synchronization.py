@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_pipesync.accelerate.launched import ranks_of_host
-from lightning_pipesync.accelerate.model import SynchronisedModel
-from lightning_pipesync.accelerate.optimizer import SynchronisedOptimizer
+from lightning_pipesync.accelerate.model import SynchronizedModel
+from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.dear import DeARConfig
 from lightning_pipesync.methods.method import SyncMethod, parameters_of
@@ -20,7 +20,7 @@ from lightning_pipesync.methods.selsync import SelSyncConfig
 
 
 @dataclass(frozen=True)
-class Synchronisation:
+class Synchronization:
     """A method, the optimizers whose steps it takes, and the models that they train.
 
     Attributes:
@@ -30,20 +30,20 @@ class Synchronisation:
         injection: SelSync's data injection, if it is wanted.
     """
 
-    models: list[SynchronisedModel]
-    optimizers: list[SynchronisedOptimizer]
+    models: list[SynchronizedModel]
+    optimizers: list[SynchronizedOptimizer]
     method: SyncMethod
     injection: DataInjection | None = None
 
     @classmethod
     def attach(
         cls,
-        models: list[SynchronisedModel],
-        optimizers: list[SynchronisedOptimizer],
+        models: list[SynchronizedModel],
+        optimizers: list[SynchronizedOptimizer],
         config: MethodConfig,
         *,
         backend: str | None,
-    ) -> Synchronisation:
+    ) -> Synchronization:
         """Attaches a method; a collective call. All ranks then have rank 0's weights.
 
         Args:
@@ -94,13 +94,13 @@ class Synchronisation:
 
 
 def connected(
-    models: Sequence[SynchronisedModel], optimizers: Sequence[SynchronisedOptimizer]
-) -> list[tuple[list[SynchronisedModel], list[SynchronisedOptimizer]]]:
+    models: Sequence[SynchronizedModel], optimizers: Sequence[SynchronizedOptimizer]
+) -> list[tuple[list[SynchronizedModel], list[SynchronizedOptimizer]]]:
     """Returns groups of models and optimizers, so that what shares a parameter is in one group.
 
     Models that no optimizer trains, and optimizers that train none of the models, are left out.
     """
-    groups: list[tuple[list[SynchronisedModel], list[SynchronisedOptimizer]]] = []
+    groups: list[tuple[list[SynchronizedModel], list[SynchronizedOptimizer]]] = []
     for optimizer in optimizers:
         trained = {id(parameter) for parameter in parameters_of(optimizer)}
         own = [model for model in models if any(id(parameter) in trained for parameter in model.module.parameters())]
