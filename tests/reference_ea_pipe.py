@@ -31,7 +31,7 @@ def gradient(seen: Weights, used: Weights, batch: Batch) -> Weights:
     (error,) = torch.autograd.grad(torch.nn.functional.cross_entropy(x, y), x)
     found: Weights = []
     for layer in range(last, -1, -1):
-        found = [(inputs[layer].t() @ error).t(), error.sum(dim=0), *found]
+        found = [error.t() @ inputs[layer], error.sum(dim=0), *found]  # as autograd: its transpose rounds otherwise
         error = (error @ used[2 * layer]) * (inputs[layer] > 0)
     return found
 

@@ -45,6 +45,11 @@ def all_reduce(gradients: Sequence[Tensor], codec: Codec, dropped: list[list[Ten
     return torch.cat(shards)
 
 
+def fused(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat tensor, in which each of some fp32 tensors begins at a multiple of 64 bytes."""
+    return torch.cat([nn.functional.pad(tensor.detach().reshape(-1), (0, -tensor.numel() % 16)) for tensor in tensors])
+
+
 def simulate(
     model: nn.Module,
     optimizer: Optimizer,
@@ -71,9 +76,9 @@ def simulate(
     """
     parameters = list(model.parameters())[::-1]  # as gradients become ready
     codec = get_codec(compression)
-    sizes = [p.numel() for p in parameters]
-    shards = [shard_of(torch.zeros(sum(sizes)), rank, world_size) for rank in range(world_size)]
-    dropped = [[torch.zeros(sum(sizes)) for _ in shards], shards] if error_feedback else None
+    empty = fused([torch.zeros_like(p) for p in parameters])
+    shards = [shard_of(empty.clone(), rank, world_size) for rank in range(world_size)]
+    dropped = [[empty.clone() for _ in shards], shards] if error_feedback else None
     in_flight: list[tuple[Tensor, float, int, Tensor]] = []
     updates = 0
     weights = []
@@ -84,8 +89,9 @@ def simulate(
     def apply_oldest() -> None:
         nonlocal updates
         gradient, rate, updates_then, weights_then = in_flight.pop(0)  # lines 3 and 4
-        for p, values in zip(parameters, gradient.split(sizes), strict=True):
-            p.grad = values.view_as(p).clone()
+        for p in parameters:
+            p.grad = gradient[: p.numel()].view_as(p).clone()
+            gradient = gradient[fused([p]).numel() :]
         clip(model)
         distance = float((flat() - weights_then).square().sum())
         optimizer.param_groups[0]["lr"] = learning_rate(rate, updates - updates_then, distance)
@@ -99,7 +105,7 @@ def simulate(
             optimizer.zero_grad()
             for micro in range(accumulate):
                 loss(model, t * accumulate + micro, rank).backward()  # lines 6 to 8
-            local.append(torch.cat([p.grad.reshape(-1) for p in parameters]))
+            local.append(fused([p.grad for p in parameters]))
         in_flight.append((all_reduce(local, codec, dropped), rate, updates, flat()))  # lines 9 and 10
         if len(in_flight) > (0 if t < warmup_steps else staleness):
             apply_oldest()

@@ -131,7 +131,8 @@ def test_ssp_lets_nobody_wait_for_who_has_left() -> None:
     module = torch.nn.Linear(1, 1)
     server = ParameterServer(module, torch.optim.SGD(module.parameters(), lr=0.1), staleness=0, world_size=2)
     server.leave(1)
-    server.push_and_pull(0, torch.zeros(2), Bucket(list(module.parameters())))
+    gradient, weights = (Bucket(list(module.parameters())) for _ in range(2))
+    server.push_and_pull(0, gradient.flat, weights)
 
 
 def share_of_ones() -> float:

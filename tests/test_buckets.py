@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, buffer_reader, plan_buckets
+from lightning_pipesync.core.buckets import ALIGNMENT, MIB, Bucket, Fusion, buffer_reader, plan_buckets
 from lightning_pipesync.core.parameters import collect_parameters
 
 
@@ -90,11 +90,22 @@ def test_pack_and_unpack() -> None:
     tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(4, 4).t(), torch.randn(0)]
     bucket = Bucket(tensors)
     bucket.pack(tensors)
-    assert torch.equal(bucket.flat, torch.cat([tensor.flatten() for tensor in tensors]))
+    for place, tensor in zip(bucket.places, tensors, strict=True):
+        assert torch.equal(bucket.flat[place], tensor.flatten())
     bucket.flat.mul_(2)
     doubled = [tensor * 2 for tensor in tensors]
     bucket.unpack(tensors)
     assert all(torch.equal(tensor, twice) for tensor, twice in zip(tensors, doubled, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+def test_every_place_is_aligned(dtype: torch.dtype) -> None:
+    """What lies beside a tensor decides neither how a matrix product rounds nor how fast it is."""
+    tensors = [torch.ones(numel, dtype=dtype) for numel in (1, 3, 0, 64, 65, 7)]
+    bucket = Bucket(tensors)
+    assert all(view.data_ptr() % ALIGNMENT == 0 for view in bucket.views if view.numel())
+    bucket.pack(tensors)
+    assert bucket.flat.sum() == sum(tensor.numel() for tensor in tensors), "the gaps hold zeros"
 
 
 def test_buffers_that_the_module_replaces() -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pipesync.core.views import without_views
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_refused, launch, raised
-from tests.models import OPTIMIZERS, assert_loss_is_noticed, loss, seeded_mlp, state, train_ddp
+from tests.models import OPTIMIZERS, assert_loss_is_noticed, batch, loss, seeded_mlp, state, train_ddp
 
 STEPS = 12
 
@@ -64,6 +64,31 @@ def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update:
     for outcome in outcomes:
         assert_same_state(outcome, expected, exact=world_size in (1, 2))
         assert_same_state(outcome, outcomes[0])
+
+
+def train_row_by_row(settings: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Trains on one sample at a time, with DeAR or, without settings, with DDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 27), nn.Tanh(), nn.Linear(27, 9), nn.Tanh(), nn.Linear(9, 3))
+    optimizer = OPTIMIZERS["sgd"](model)
+    trained = DistributedDataParallel(model) if settings is None else model
+    sync = None if settings is None else DeAR(model, optimizer, **settings)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(i, dist.get_rank(), size=1)
+        nn.functional.cross_entropy(trained(x), y).backward()
+        optimizer.step() if sync is None else sync.step()
+    if sync is not None:
+        sync.flush()
+        sync.detach()
+    return state(model)
+
+
+def test_is_ddp_where_memory_decides_how_products_round() -> None:
+    """Products with a single row round by the address of the weights on some processors, which are views of buffers."""
+    expected = launch(train_row_by_row, 2, None)[0]
+    for outcome in launch(train_row_by_row, 2, {"fusion": "buffer"}):
+        assert_same_state(outcome, expected)
 
 
 def interchange(optimizer_name: str, world: str) -> dict[str, Any]:

@@ -108,13 +108,15 @@ def test_virtual_stages_are_the_same(case: str, num_stages: int) -> None:
     assert outcome["losses"] == on_processes["losses"]
 
 
-def test_one_stage_with_hardly_any_force_is_plain_sgd() -> None:
+@pytest.mark.parametrize("rows", [8, 1])
+def test_one_stage_with_hardly_any_force_is_plain_sgd(rows: int) -> None:
+    """Products with a single row round by the address of the weights on some processors."""
     model = layers()
     engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=1, elastic_force=1e-30)
     plain = layers()
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
     for t in range(STEPS):
-        x, y = batch(t, 0)
+        x, y = batch(t, 0, size=rows)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(plain(x), y)
         loss.backward()

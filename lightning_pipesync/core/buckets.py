@@ -12,6 +12,9 @@ from lightning_pipesync.compat import foreach_copy_
 from lightning_pipesync.core.parameters import NamedParameter
 
 MIB = 2**20
+#: Where a tensor in a flat buffer may begin, in bytes from its start. Matrix products of some processors round by how
+#: their operands lie in memory; torch's own allocator places tensors on such boundaries, too.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -113,19 +116,23 @@ def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:
 class Bucket:
     """A flat buffer with a place for each of some tensors of one dtype on one device.
 
+    Every place begins at a multiple of :data:`ALIGNMENT` bytes. The gaps between them hold zeros, which stay zeros in
+    sums, codecs and element-wise updates.
+
     Args:
         tensors: what the places are for.
         strided: whether a place has the tensor's memory format, too, as the gradient of one in channels_last has.
 
     Attributes:
-        flat: the buffer, 1-D, ``sum of the numels`` values.
-        views: for each tensor its place in ``flat``, in its shape.
+        flat: the buffer, 1-D.
+        places: for each tensor which values of ``flat`` are its own.
+        views: these values, in the tensor's shape.
     """
 
     def __init__(self, tensors: Sequence[Tensor], strided: bool = False) -> None:
-        sizes = [tensor.numel() for tensor in tensors]
-        self.flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
-        self.views = [p.view(t.shape) for p, t in zip(self.flat.split(sizes), tensors, strict=True)]
+        self.places, end = _places(tensors)
+        self.flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
+        self.views = [self.flat[place].view(t.shape) for place, t in zip(self.places, tensors, strict=True)]
         if strided:
             strides = [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]
             self.views = [view.as_strided(view.shape, s) for view, s in zip(self.views, strides, strict=True)]
@@ -148,3 +155,13 @@ class Bucket:
     def unpack(self, tensors: Sequence[Tensor]) -> None:
         """Copies the buffer into ``tensors``."""
         foreach_copy_(list(tensors), self.views)
+
+
+def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
+    """Returns where in a flat buffer each tensor's values are, and how many values the buffer has."""
+    places, end = [], 0
+    step = ALIGNMENT // tensors[0].element_size()
+    for tensor in tensors:
+        places.append(slice(end, end + tensor.numel()))
+        end += -(-tensor.numel() // step) * step
+    return places, end

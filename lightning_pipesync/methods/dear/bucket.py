@@ -138,8 +138,7 @@ class FusedBucket:
         """Returns what the codec has dropped of this rank's gradients, by parameter: views."""
         if self._feedback is None:
             return {}
-        sizes = [tensor.numel() for tensor in self._tensors]
-        return dict(zip(self.whole(), self._feedback.contribution.split(sizes), strict=True))
+        return {name: self._feedback.contribution[place] for name, place in self._places().items()}
 
     def take_residuals(self, of_shard: Mapping[str, Mapping[str, Tensor]], of_gradients: Mapping[str, Tensor]) -> None:
         """Goes on from the residuals of the same parameters in other buckets."""
@@ -161,7 +160,7 @@ class FusedBucket:
     def parts_in_shard(self, rank: int) -> dict[str, slice]:
         """Returns which parts of the parameters, by name, lie in a rank's shard."""
         shard = self._transport.shard_slice(self.values.flat.numel(), rank)
-        return parts_in(shard, {name: part.stop for name, part in self.whole().items()})
+        return parts_in(shard, self._places())
 
     def whole(self) -> dict[str, slice]:
         """Returns all of the parameters, by name."""
@@ -169,9 +168,16 @@ class FusedBucket:
 
     def _in_shard(self, shard: Tensor) -> dict[str, Tensor]:
         """Returns what belongs to each parameter, by name, of a tensor that is like this rank's shard."""
-        parts = self.parts_in_shard(self._transport.rank)
-        sizes = [part.stop - part.start for part in parts.values()]
-        return dict(zip(parts, shard[: self._own.numel()].split(sizes), strict=True))
+        places = self._places()
+        begin = self._transport.shard_slice(self.values.flat.numel(), self._transport.rank).start
+        return {
+            name: shard[places[name].start + part.start - begin : places[name].start + part.stop - begin]
+            for name, part in self.parts_in_shard(self._transport.rank).items()
+        }
+
+    def _places(self) -> dict[str, slice]:
+        """Returns which values of the buffers belong to each parameter, by name."""
+        return {member.name: place for member, place in zip(self.members, self.values.places, strict=True)}
 
     def _pieces(self) -> list[Piece]:
         """Returns what this rank updates."""

@@ -16,19 +16,18 @@ from lightning_pipesync.core.transport import Transport
 Parts = Mapping[str, slice]
 
 
-def parts_in(shard: slice, numels: Mapping[str, int]) -> dict[str, slice]:
-    """Returns which parts of some parameters, laid end to end, lie in a shard of all their values.
+def parts_in(shard: slice, places: Mapping[str, slice]) -> dict[str, slice]:
+    """Returns which parts of some parameters in a buffer lie in a shard of it.
 
     Args:
-        shard: which of the values.
-        numels: how many of them each parameter has, by its name.
+        shard: which of the buffer's values.
+        places: which of them each parameter's are, by its name.
     """
-    parts, begin = {}, 0
-    for name, numel in numels.items():
-        start, stop = max(begin, shard.start), min(begin + numel, shard.stop)
+    parts = {}
+    for name, place in places.items():
+        start, stop = max(place.start, shard.start), min(place.stop, shard.stop)
         if start < stop:
-            parts[name] = slice(start - begin, stop - begin)
-        begin += numel
+            parts[name] = slice(start - place.start, stop - place.start)
     return parts
 
 
