@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.harness import free_port
+from tests.harness import default_signals, free_port
 
 ROOT = Path(__file__).parent.parent
 #: What a launcher sets, and a test session may have been given itself.
@@ -57,6 +57,7 @@ def run_together(
                         stdin=subprocess.DEVNULL,
                         text=True,
                         start_new_session=True,
+                        preexec_fn=default_signals,
                     )
                 )
             deadline = time.monotonic() + timeout_s

@@ -35,6 +35,12 @@ def free_port() -> int:
         return port
 
 
+def default_signals() -> None:
+    """Undoes, in a child that is about to begin, what ``nohup`` and a shell's background have its parents ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def launch(
     function: Callable[..., Any],
     world_size: int,
@@ -104,6 +110,7 @@ def _run_rank(
     init: bool,
     group_timeout_s: float,
 ) -> None:
+    default_signals()
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)

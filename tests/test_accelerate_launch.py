@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 
 from lightning_pipesync.cli import main
 from tests import accelerate_scripts
-from tests.harness import free_port, launch
+from tests.harness import default_signals, free_port, launch
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "integrations" / "accelerate"
@@ -61,9 +62,15 @@ def test_accelerates_own_scripts(environment: dict[str, str], failing: set[str])
 
 
 class Launch:
-    """A launcher, whose workers can be told from all other processes, whatever session they are in."""
+    """A launcher, whose workers can be told from all other processes, whatever session they are in.
 
-    def __init__(self, command: list[str], **environment: str) -> None:
+    Args:
+        command: the launcher's.
+        before: called in the launcher's process before it begins.
+        environment: further variables.
+    """
+
+    def __init__(self, command: list[str], before: Callable[[], None] = default_signals, **environment: str) -> None:
         self.mark = f"TEST_LAUNCH={uuid4().hex}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIPESYNC_", "ACCELERATE_"))}
         self.process = subprocess.Popen(
@@ -72,6 +79,7 @@ class Launch:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=before,
         )
 
     def finish(self) -> tuple[int, str]:
@@ -139,6 +147,30 @@ def test_one_process_in_place_of_two() -> None:
     command = [*ACCELERATE, "--cpu", "--num_processes", "2", *DIGITS]
     _, output = Launch(command, PIPESYNC_METHOD="dear").finish()
     assert "asked for several processes, and has started this one only" in output
+
+
+@pytest.mark.parametrize("ignored", [True, False], ids=["ignored", "as usual"])
+def test_a_hangup_ends_pipesync_launch_unless_it_is_ignored(ignored: bool, tmp_path: Path) -> None:
+    """``nohup`` has it ignored: the training then outlives the terminal."""
+    script = tmp_path / "wait.py"
+    script.write_text("import time; print('a worker waits', flush=True); time.sleep(200)")
+    options = ["--config_file", str(CONFIGS / "selsync_cpu.yaml"), "--main_process_port", str(free_port())]
+
+    def nohup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    launched = Launch([*PIPESYNC, *options, str(script)], nohup)
+    assert launched.process.stdout is not None
+    waiting = 0
+    while waiting < 2:
+        waiting += "a worker waits" in launched.process.stdout.readline()
+    launched.process.send_signal(signal.SIGHUP)
+    if ignored:
+        with pytest.raises(subprocess.TimeoutExpired):
+            launched.process.wait(3)
+        launched.process.send_signal(signal.SIGTERM)
+    status, output = launched.finish()
+    assert status == 128 + (signal.SIGTERM if ignored else signal.SIGHUP), output
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import yaml
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from tests.commands import ROOT, environment, run_together
-from tests.harness import free_port
+from tests.harness import default_signals, free_port
 
 INTEGRATIONS = ROOT / "integrations"
 TRAINJOB = INTEGRATIONS / "kubernetes" / "trainjob.yaml"
@@ -127,7 +127,12 @@ def test_slurm_requeues_a_job_whose_time_is_up(tmp_path: Path) -> None:
     script.write_text("import sys, time; print('waits', flush=True); time.sleep(100)")
     command, variables = sbatch("lightning.sbatch", tmp_path, SCRIPT=script, REQUEUED=requeued)
     process = subprocess.Popen(
-        list(map(str, command)), env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True
+        list(map(str, command)),
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=default_signals,
     )
     try:
         assert process.stdout is not None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pipesync import SelSyncConfig, SelSyncStrategy
-from tests.harness import DIED, kill_stopped_siblings, launch, raised
+from tests.harness import DIED, default_signals, kill_stopped_siblings, launch, raised
 from tests.lightning_models import Classifier, dataset, make_strategy, train_loader, trainer
 
 
@@ -164,6 +164,7 @@ def test_interrupting_a_script_ends_all_its_processes(name: str, tmp_path: Path)
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=default_signals,
     )
     assert process.stdout is not None
     for line in process.stdout:

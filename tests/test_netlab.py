@@ -22,6 +22,7 @@ from lightning_pipesync.netlab.output import Lines
 from lightning_pipesync.netlab.processes import NAMESPACES, processes_in
 from lightning_pipesync.netlab.units import parse_rate, parse_seconds, parse_share
 from tests.harness import _CONTEXT as PROCESSES
+from tests.harness import default_signals
 
 #: Host 0 exchanges MIB MiB with a process of its own over loopback, then with each other host, and prints
 #: [Mbit/s in, Mbit/s out] of each.
@@ -392,10 +393,10 @@ print(time.process_time())
 # --- a run that is ended itself
 
 
-def start_run() -> tuple[Any, list[int]]:
+def start_run(ignored: signal.Signals | None = None) -> tuple[Any, list[int]]:
     """Starts two hosts, each with a daemon, in a process of its own. Returns it and all processes of the hosts."""
     script = "setsid sleep 1000 & sleep 1000; true"
-    run = PROCESSES.Process(target=_run, args=(["netlab", "--hosts", "2", "--", *shell(script)],))
+    run = PROCESSES.Process(target=_run, args=(["netlab", "--hosts", "2", "--", *shell(script)], ignored))
     run.start()
 
     def hosts() -> list[int]:
@@ -405,7 +406,11 @@ def start_run() -> tuple[Any, list[int]]:
     return run, hosts()
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str], ignored: signal.Signals | None) -> None:
+    default_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python does where it is not ignored
+    if ignored is not None:
+        signal.signal(ignored, signal.SIG_IGN)
     sys.exit(main(arguments))
 
 
@@ -430,6 +435,18 @@ def test_a_signal_removes_everything(number: signal.Signals) -> None:
     assert run.exitcode == 128 + number
     assert not namespaces_of(run.pid)
     assert not alive(hosts)
+
+
+@needs_machine
+def test_a_hangup_that_nohup_ignores_ends_nothing() -> None:
+    run, hosts = start_run(ignored=signal.SIGHUP)
+    os.kill(run.pid, signal.SIGHUP)
+    run.join(1)
+    assert run.exitcode is None
+    assert sorted(alive(hosts)) == sorted(hosts)
+    run.terminate()
+    run.join(30)
+    assert run.exitcode == 128 + signal.SIGTERM
 
 
 @needs_machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from lightning_pipesync.accelerate.plugin import (
     section_of,
 )
 
+#: What ends the launcher and its workers, unless it is ignored, as SIGHUP is under ``nohup``.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 
 def launch_with_accelerate(arguments: Sequence[str]) -> int:
     """Runs ``accelerate launch ARGUMENTS``, whose configuration file has a section ``pipesync``; returns its status.
@@ -38,6 +42,7 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
             "launch needs --config_file FILE, a YAML file as 'accelerate config' writes it, with a section "
             f"'{SECTION}:'."
         )
+    parsed.signals_to_handle = ",".join(number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
     content = read_yaml(parsed.config_file)
     if SECTION not in content:
         raise ValueError(

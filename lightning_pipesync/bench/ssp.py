@@ -50,7 +50,7 @@ class ParameterServer:
             parameter.grad = view
 
     def push_and_pull(self, rank: int, gradient: Tensor, weights: Bucket) -> None:
-        """Applies the ``gradient`` of ``rank``, the buffer of a bucket, and copies the weights once that rank may go on."""
+        """Applies the fused ``gradient`` of ``rank``, and copies the weights once that rank may go on."""
         with self._changed:
             self._gradient.flat.copy_(gradient)
             self._optimizer.step()
