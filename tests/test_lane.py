@@ -9,6 +9,7 @@ import torch
 
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import IN_FLIGHT, Lane
+from lightning_pipesync.core.traffic import Traffic
 from tests.harness import raised
 
 
@@ -32,12 +33,12 @@ class Operations:
 
 @pytest.fixture
 def lane() -> Lane:
-    return Lane("test", torch.device("cpu"))
+    return Lane("test", torch.device("cpu"), Traffic())
 
 
 def test_in_order_and_few_at_a_time(lane: Lane) -> None:
     operations, after = Operations(), []
-    handles = [lane.submit(lambda i=i: operations.start(i), after.append) for i in range(4)]
+    handles = [lane.submit("sum", lambda i=i: operations.start(i), after.append) for i in range(4)]
     for number, handle in enumerate(handles):
         if number == 3:
             lane.land()
@@ -49,13 +50,14 @@ def test_in_order_and_few_at_a_time(lane: Lane) -> None:
     lane.close(10)
 
 
-def test_draining_waits_for_all(lane: Lane) -> None:
-    operations = Operations()
-    lane.submit(lambda: operations.start(0))
+def test_draining_waits_for_all() -> None:
+    operations, traffic = Operations(), Traffic()
+    lane = Lane("test", torch.device("cpu"), traffic)
+    lane.submit("sum", lambda: operations.start(0))
     threading.Timer(0.2, operations.may_finish[0].set).start()
     lane.drain()
     assert operations.events == ["start 0", "end 0"]
-    assert lane.exposed_seconds > 0.1
+    assert traffic.seconds_waited["sum"] > 0.1
     lane.close(10)
 
 
@@ -65,11 +67,11 @@ def test_an_error_is_everybodys(lane: Lane) -> None:
     def fail() -> Handle[int]:
         raise RuntimeError("a peer is lost")
 
-    failed = lane.submit(fail)
-    later = lane.submit(lambda: operations.start(0))
+    failed = lane.submit("sum", fail)
+    later = lane.submit("sum", lambda: operations.start(0))
     lane.land()
     for wait in (failed.wait, later.wait, later.wait, lane.drain):
         assert raised(wait) == ("RuntimeError", "a peer is lost")
     assert operations.events == []
     lane.close(10)
-    assert raised(lambda: lane.submit(fail)) is not None
+    assert raised(lambda: lane.submit("sum", fail)) is not None

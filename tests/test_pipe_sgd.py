@@ -184,8 +184,8 @@ def order_of_events(level: int) -> list[str]:
     submit = sync._lane.submit
     step = 0
 
-    def recording(start: Any) -> Any:
-        handle, submitted = submit(start), step
+    def recording(kind: str, start: Any) -> Any:
+        handle, submitted = submit(kind, start), step
         events.append(f"start {submitted}")
         wait = handle.wait
 

@@ -43,13 +43,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """The end of a channel where messages come out, in the order in which they were sent.
-
-    Attributes:
-        exposed_seconds: how long :meth:`receive` has waited.
-    """
-
-    exposed_seconds = 0.0
+    """The end of a channel where messages come out, in the order in which they were sent."""
 
     @abstractmethod
     def expect(self) -> None:
@@ -111,7 +105,7 @@ class MessageSender(Sender):
     Args:
         messages: numbered apart from all others in flight.
         peer: rank of the receiver.
-        traffic: counts the bytes.
+        traffic: counts the bytes, and how long training waits for a delivery.
         wire_dtype: what floating-point tensors with more bits travel as; None: as they are.
         window: messages on their way at a time; a further one waits for the delivery of the oldest.
     """
@@ -147,8 +141,9 @@ class MessageSender(Sender):
         return wire.clone() if isinstance(tensor, nn.Parameter) else wire
 
     def _wait_for_oldest(self) -> None:
-        for work in self._sent.popleft():
-            self._messages.wait_sent(work, self._peer)
+        with self._traffic.waiting("send"):
+            for work in self._sent.popleft():
+                self._messages.wait_sent(work, self._peer)
 
 
 class MessageReceiver(Receiver):
@@ -159,15 +154,16 @@ class MessageReceiver(Receiver):
         peer: rank of the sender.
         device: where the tensors go.
         name: of the thread.
+        traffic: counts how long training waits for a message.
     """
 
-    def __init__(self, messages: Messages, peer: int, device: torch.device, name: str) -> None:
+    def __init__(self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic) -> None:
         self._messages, self._peer, self._device = messages, peer, device
-        self._lane = Lane(name, device)
+        self._lane = Lane(name, device, traffic)
         self._expected: deque[Handle[Any]] = deque()
 
     def expect(self) -> None:
-        self._expected.append(self._lane.submit(self._start))
+        self._expected.append(self._lane.submit("recv", self._start))
         self._lane.land()  # its tensors have to be there before the next header is waited for
 
     def receive(self) -> Any:
@@ -177,7 +173,6 @@ class MessageReceiver(Receiver):
         for tensor in tensors_in(message):
             if tensor.is_cuda:  # allocated on the lane's stream, used on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self.exposed_seconds = self._lane.exposed_seconds
         return message
 
     def close(self, timeout_s: float) -> None:

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_this_thread = threading.local()
+
 
 class Handle(Generic[T]):
     """What an asynchronous operation returns. Handles may be waited for in any order, and more than once."""
@@ -87,5 +89,11 @@ class Worker:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        _this_thread.is_worker = True
         while (job := self._jobs.get()) is not None:
             job()
+
+
+def on_worker_thread() -> bool:
+    """Returns whether the calling thread is a :class:`Worker`'s; any other one trains, also one of autograd's own."""
+    return getattr(_this_thread, "is_worker", False)

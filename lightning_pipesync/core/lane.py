@@ -13,15 +13,15 @@ What an operation uses may be freed only by who has waited for it: the allocator
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
 from lightning_pipesync.core.handle import Handle, Promise, Worker
+from lightning_pipesync.core.traffic import Traffic
 
 T = TypeVar("T")
 
@@ -34,27 +34,32 @@ class Lane:
 
     After an error no further operation is started, and whoever waits for one gets the error.
 
-    Attributes:
-        exposed_seconds: how long other threads have waited here; not their streams.
-
     Args:
         name: of the thread.
         device: where the tensors are.
+        traffic: counts how long training waits here; not its streams.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._worker, self._device = Worker(name), device
+    def __init__(self, name: str, device: torch.device, traffic: Traffic) -> None:
+        self._worker, self._device, self._traffic = Worker(name), device, traffic
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._worker.submit(lambda: torch.cuda.set_device(device))
         self._in_flight: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
-        self.exposed_seconds = 0.0
+        self._submitted: deque[tuple[str, Promise[Any]]] = deque()  # what may not have ended yet
 
-    def submit(self, start: Callable[[], Handle[T]], after: Callable[[T], object] = lambda _: None) -> Handle[T]:
+    def submit(
+        self, kind: str, start: Callable[[], Handle[T]], after: Callable[[T], object] = lambda _: None
+    ) -> Handle[T]:
         """Queues an operation; returns what waits for it, and for ``after``, which gets its result on the thread.
 
         It may stay unfinished until as many others have been started as may be in flight, or until :meth:`land`.
+
+        Args:
+            kind: as what waiting for it counts.
+            start: called on the thread.
+            after: called on the thread when it is complete.
         """
         promise: Promise[tuple[T, torch.cuda.Event | None]] = Promise()
         started: Promise[Handle[T]] = Promise()
@@ -77,7 +82,8 @@ class Lane:
                 self._in_flight.popleft()()
 
         self._worker.submit(begin)
-        return Handle(lambda: self._wait(promise))
+        self._submitted.append((kind, promise))
+        return Handle(lambda: self._wait(kind, promise))
 
     def land(self) -> None:
         """Has all operations that were submitted finish, whether or not others follow; does not wait."""
@@ -92,14 +98,11 @@ class Lane:
         landed: Promise[tuple[None, torch.cuda.Event | None]] = Promise()
         self.land()
         self._worker.submit(lambda: self._run(landed, lambda: (None, self._record())))
-        self._wait(landed)
-
-    @contextmanager
-    def exposed(self) -> Iterator[None]:
-        """Counts the time within as exposed communication."""
-        start = time.perf_counter()
-        yield
-        self.exposed_seconds += time.perf_counter() - start
+        for kind, promise in self._submitted:
+            with self._traffic.waiting(kind):
+                promise.wait()
+        self._submitted.clear()
+        self._result(landed)
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, after what is under way or after ``timeout_s`` seconds."""
@@ -124,9 +127,16 @@ class Lane:
 
         promise.run(checked)
 
-    def _wait(self, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
-        with nullcontext() if promise.done else self.exposed():
-            result, event = promise.wait()
+    def _wait(self, kind: str, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
+        with self._traffic.waiting(kind):
+            result = self._result(promise)
+        while self._submitted and self._submitted[0][1].done:  # they end in the order in which they were submitted
+            self._submitted.popleft()
+        return result
+
+    def _result(self, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
+        """Returns the result when it is there, for the caller's stream, too."""
+        result, event = promise.wait()
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         return result

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from lightning_pipesync.core.handle import on_worker_thread
 
 
 class Traffic:
@@ -13,7 +16,9 @@ class Traffic:
 
     Attributes:
         bytes_sent: payload bytes this rank handed to the network, by kind; headers of TCP or NCCL are not in it.
-        seconds_waited: seconds the training thread was blocked in ``Handle.wait``: the exposed communication, by kind.
+        seconds_waited: seconds that training was blocked until something had arrived or been delivered: the exposed
+            communication, by kind. What the package's own threads wait for beside training is not in it, nor what a
+            CUDA stream waits for, nor a framework's own barriers.
         operations: how many operations were issued, by kind.
     """
 
@@ -21,6 +26,7 @@ class Traffic:
         self.bytes_sent: Counter[str] = Counter()
         self.seconds_waited: dict[str, float] = {}
         self.operations: Counter[str] = Counter()
+        self._this_thread = threading.local()
 
     def count(self, kind: str, num_bytes: int) -> None:
         """Counts one operation of ``kind`` that sends ``num_bytes`` bytes from this rank."""
@@ -29,11 +35,15 @@ class Traffic:
 
     @contextmanager
     def waiting(self, kind: str) -> Iterator[None]:
-        """Counts the seconds spent inside as waited for ``kind``."""
-        start = time.perf_counter()
+        """Counts the seconds spent inside as waited for ``kind``; nothing beside training, or within another wait."""
+        if on_worker_thread() or getattr(self._this_thread, "waits", False):
+            yield
+            return
+        start, self._this_thread.waits = time.perf_counter(), True
         try:
             yield
         finally:
+            self._this_thread.waits = False
             self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + time.perf_counter() - start
 
     @property

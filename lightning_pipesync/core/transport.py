@@ -176,7 +176,7 @@ class Transport:
 
     def channel_from(self, src: int, series: int) -> MessageReceiver:
         """Returns the far end of a channel from rank ``src``."""
-        return MessageReceiver(self._series(series), src, self.device, f"pipesync-channel-{series}")
+        return MessageReceiver(self._series(series), src, self.device, f"pipesync-channel-{series}", self.traffic)
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
@@ -193,9 +193,10 @@ class Transport:
         return self._handle("broadcast", wait)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks, and is not counted."""
+        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Its bytes do not count."""
         objects: list[Any] = [None] * self.world_size
-        dist.all_gather_object(objects, obj, group=self._control)
+        with self.traffic.waiting("objects"):
+            dist.all_gather_object(objects, obj, group=self._control)
         return objects
 
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -99,7 +99,7 @@ class BackPipe:
         self._launch(len(self._buckets))
         missing = not all(all(bucket.present) for bucket in self._buckets)
         flag = MISSING * missing | OUTDATED * self._outdated | END_OF_TRIAL * self._tuner.end_of_trial()
-        exchanged = self._lane.submit(lambda: self._transport.exchange_flags(flag))
+        exchanged = self._lane.submit("flags", lambda: self._transport.exchange_flags(flag))
         self._lane.drain()
         flags = functools.reduce(operator.or_, exchanged.wait())
         if flags & END_OF_TRIAL:
@@ -117,13 +117,12 @@ class BackPipe:
         """Starts the reduce-scatters of the buckets up to ``end``."""
         for bucket in self._buckets[self._num_launched : end]:
             bucket.take_gradients()
-            self._lane.submit(bucket.start_reducing)
+            self._lane.submit("reduce_scatter", bucket.start_reducing)
         self._num_launched = max(end, self._num_launched)
 
     def _find_present(self) -> None:
         """Finds out which parameters have a gradient on some rank; the others are not updated, as in DDP."""
         flags = [present for bucket in self._buckets for present in bucket.present]
-        with self._lane.exposed():
-            somewhere = iter(self._transport.union(flags).wait())
+        somewhere = iter(self._transport.union(flags).wait())
         for bucket in self._buckets:
             bucket.present = [next(somewhere) for _ in bucket.present]

@@ -92,7 +92,7 @@ class FusedBucket:
     def feed(self, lane: Lane) -> None:
         """Starts to bring the weights up to date, with learning rate and so on as they are now."""
         self.update.keep_hyperparameters()
-        self._arriving = lane.submit(self._start_feeding, lambda _: self._finish_feeding())
+        self._arriving = lane.submit("all_gather", self._start_feeding, lambda _: self._finish_feeding())
 
     def wait(self) -> None:
         """Blocks until the weights are up to date.

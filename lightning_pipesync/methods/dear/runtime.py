@@ -99,7 +99,7 @@ class DeAR(AveragingMethod):
         exchange_fused(self._read_buffers(), self.config.bucket_mb, self.transport.broadcast)
         self._module = module
         self._order = ExecutionOrder(module)
-        self._lane = Lane("pipesync-dear", self.transport.device)
+        self._lane = Lane("pipesync-dear", self.transport.device, self.transport.traffic)
         self._buckets = FusedBuckets(self._order, self._optimizers, self.config, self.transport)
         self._tuner = FusionTuner(self.config, self._buckets, self.transport, self._tuning_file)
         self._backpipe = BackPipe(self._buckets, self._order, self._lane, self._tuner, self.transport)
@@ -173,8 +173,7 @@ class DeAR(AveragingMethod):
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
         squares = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32).square() for flat in gradients])
         self._lane.drain()  # another optimizer's weights may be on their way
-        with self._lane.exposed():
-            norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
+        norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for flat in gradients:
             flat.mul_(factor)
@@ -221,8 +220,7 @@ class DeAR(AveragingMethod):
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
         finite = [bool(torch.isfinite(flat.mul_(factor)).all()) for flat in gradients]
         self._lane.drain()
-        with self._lane.exposed():
-            return any(self.transport.exchange_flags(not all(finite)).wait())
+        return any(self.transport.exchange_flags(not all(finite)).wait())
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
@@ -246,10 +244,11 @@ class DeAR(AveragingMethod):
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of buckets, MiB sent and seconds of exposed communication."""
+        traffic = self.transport.traffic
         return {
             "buckets": len(self._buckets),
-            "mib_sent": self.transport.traffic.total_bytes_sent / MIB,
-            "exposed_seconds": self._lane.exposed_seconds,
+            "mib_sent": traffic.total_bytes_sent / MIB,
+            "exposed_seconds": traffic.total_seconds_waited,
         }
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import check_optimizer, collect_parameters
+from lightning_pipesync.core.traffic import Traffic
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
@@ -224,9 +225,9 @@ class EAPipe:
         return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the MiB that this rank has sent, and the seconds that it has waited for its neighbors."""
-        sent = 0 if self.transport is None else self.transport.traffic.total_bytes_sent
-        return {"mib_sent": sent / MIB, "exposed_seconds": sum(stage.exposed_seconds for stage in self._stages)}
+        """Returns the MiB that this rank has sent, and the seconds that it has waited for others; 0 if all are here."""
+        traffic = Traffic() if self.transport is None else self.transport.traffic
+        return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the stages of this process need to go on bit for bit; empties the pipeline first."""

@@ -118,12 +118,6 @@ class Stage:
         """Whether this stage computes the loss."""
         return self._links.activations_out is None
 
-    @property
-    def exposed_seconds(self) -> float:
-        """How long this stage has waited for its neighbors."""
-        receivers = (self._links.activations_in, self._links.gradients_in)
-        return sum(receiver.exposed_seconds for receiver in receivers if receiver is not None)
-
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:

@@ -226,7 +226,7 @@ class GradientInFlight:
         self._own_present += bucket.pack_gradients([member.tensor for member in members])
         for piece, feedback in zip(self._plan.pieces(bucket), self._plan.feedback[index], strict=True):
             start = partial(self._transport.all_reduce, piece, codec=self._plan.codec, mean=True, feedback=feedback)
-            self._handles.append(self._lane.submit(start))
+            self._handles.append(self._lane.submit("all_reduce", start))
 
     def _by_name(self, buffers: list[Bucket] | None) -> dict[str, Tensor] | None:
         if buffers is None or self._transport.rank != 0:

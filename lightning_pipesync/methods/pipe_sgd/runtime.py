@@ -97,7 +97,7 @@ class PipeSGD(AveragingMethod):
         self._module = module
         self.flushed = False
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._lane = Lane("pipesync-pipe-sgd", self.transport.device)
+        self._lane = Lane("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
         self._pipes = [
             GradientPipe(optimizer, of_optimizer, self.config, self._lane, self.transport)
             for optimizer, of_optimizer in zip(self._optimizers, self._by_optimizer(parameters), strict=True)
@@ -173,11 +173,12 @@ class PipeSGD(AveragingMethod):
 
         With several optimizers the updates are those of all, and the delay that of the first.
         """
+        traffic = self.transport.traffic
         return {
             "updates": sum(pipe.num_updates for pipe in self._pipes),
             "staleness": self._pipes[0].staleness,
-            "mib_sent": self.transport.traffic.total_bytes_sent / MIB,
-            "exposed_seconds": self._lane.exposed_seconds,
+            "mib_sent": traffic.total_bytes_sent / MIB,
+            "exposed_seconds": traffic.total_seconds_waited,
         }
 
     def state_dict(self) -> dict[str, Any]:
