@@ -59,7 +59,7 @@ def simulate(
     num_steps: int,
     staleness: int,
     compression: str = "none",
-    error_feedback: bool = False,
+    error_feedback: bool = True,
     warmup_steps: int = 0,
     accumulate: int = 1,
     schedule: Callable[[int], float] | None = None,

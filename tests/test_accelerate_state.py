@@ -22,7 +22,7 @@ from tests.models import OPTIMIZERS
 METHODS: dict[str, dict[str, Any]] = {
     "dear": {"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"},
     "selsync": {"delta": 0.05, "window": 3, "compression": "int8", "injection": (0.5, 0.5)},
-    "pipe_sgd": {"staleness": 2, "error_feedback": True, "compression": "int8"},
+    "pipe_sgd": {"staleness": 2, "compression": "int8"},
     "ea_pipe": {"split": (2,)},
 }
 SAVED_AT = (1, 3)  # epoch, and batches of it

@@ -50,7 +50,13 @@ def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], di
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"update": "replicated"}, {"compression": "int8"}, {"update": "replicated", "compression": "int8"}],
+    [
+        {},
+        {"update": "replicated"},
+        {"compression": "int8"},
+        {"update": "replicated", "compression": "int8"},
+        {"compression": "int8", "error_feedback": False},
+    ],
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:

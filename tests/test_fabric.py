@@ -38,7 +38,7 @@ STRATEGIES: dict[str, Any] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "dear": {"fusion": "buffer", "bucket_mb": 1e-4},
-    "pipe_sgd": {"compression": "int8", "error_feedback": True},
+    "pipe_sgd": {"compression": "int8"},
     "selsync": {"delta": 0.3, "smoothing": 0.5, "compression": "bf16"},
 }
 #: With these a method is synchronous SGD.

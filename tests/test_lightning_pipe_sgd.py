@@ -157,7 +157,7 @@ def run_on(strategy: Any, directory: Path, path: Path | None, steps: int, scaled
 @pytest.mark.parametrize("at", [3, 8])
 @pytest.mark.parametrize(
     ("settings", "scaled"),
-    [({}, False), ({"staleness": 2, "compression": "int8", "error_feedback": True}, False), ({}, True)],
+    [({}, False), ({"staleness": 2, "compression": "int8"}, False), ({}, True)],
     ids=["k=1", "k=2, int8", "16-mixed"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any], scaled: bool, at: int, tmp_path: Path):

@@ -195,7 +195,8 @@ def interrupted_in_all_ways() -> list[list[tuple[list[Tensor], dict[str, float]]
         {},
         {"staleness": 3},
         {"staleness": 0},
-        {"staleness": 2, "compression": "int8", "error_feedback": True},
+        {"staleness": 2, "compression": "int8"},
+        {"compression": "int8", "error_feedback": False},
         {"staleness": 2, "delay_compensation": "distance", "distance_constant": 1e-4},
         {"staleness": 2, "warmup_steps": 5, "pipeline_level": 2},
     ]

@@ -94,7 +94,7 @@ def test_a_pipeline_in_one_process_waits_for_nobody() -> None:
 
 
 def wait_beside_training() -> tuple[dict[str, float], dict[str, float], float]:
-    """Returns what was waited for by a thread beside training, then in turn by training itself, and how long it took."""
+    """Returns what was waited for by a thread beside training, then by training itself, and how long that took."""
     transport = Transport(timeout_s=30)
     lane = Lane("test", transport.device, transport.traffic)
     if late := transport.rank == 1:

@@ -45,6 +45,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         tuning_file: JSON file from which a search starts, and in which it keeps what was measured.
         num_layers: layers that travel in one piece, with ``fusion="layers"``.
         compression: codec of both halves: none, bf16, fp16, truncate16, int8 or topk.
+        error_feedback: whether what a lossy codec drops is added to what is sent next.
         topology: ``"flat"``: every rank with every other; ``"torus2d"``: along rows of neighbors, then across them.
         torus_columns: ranks in a row of the torus; None: those of a host if there are several, else as square as
             possible.
@@ -79,6 +80,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         tuning_file: str | None = None,
         num_layers: int = 4,
         compression: Codec | str = "none",
+        error_feedback: bool = True,
         topology: Topology = "flat",
         torus_columns: int | None = None,
         timeout_s: float = 1800.0,
@@ -102,6 +104,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
             tuning_file=tuning_file,
             num_layers=num_layers,
             compression=compression,
+            error_feedback=error_feedback,
             topology=topology,
             torus_columns=torus_columns,
             timeout_s=timeout_s,

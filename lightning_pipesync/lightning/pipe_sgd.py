@@ -36,7 +36,7 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
     Args:
         staleness: k: how many steps later a gradient is applied; 0: synchronous SGD.
         compression: codec of the all-reduce: none, bf16, fp16, truncate16, int8, topk.
-        error_feedback: whether what a lossy codec drops is added to the next gradient.
+        error_feedback: whether what a lossy codec drops is added to what is sent next.
         pipeline_level: 1: the gradient travels after the backward pass; 2: in segments, as soon as they are ready.
         segments: pieces into which level 2 divides the gradient.
         warmup_steps: synchronous steps before the pipeline fills.
@@ -69,7 +69,7 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
         self,
         staleness: int = 1,
         compression: Codec | str = "none",
-        error_feedback: bool = False,
+        error_feedback: bool = True,
         pipeline_level: Literal[1, 2] = 1,
         segments: int = 4,
         warmup_steps: int = 0,

@@ -46,6 +46,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
         injection: (alpha, beta): each step a share alpha of the ranks sends a share beta of its batch to all others.
         compression: codec of a synchronized step: none, bf16, fp16, truncate16, int8 or topk.
+        error_feedback: whether what a lossy codec drops is added to what is sent next.
         bucket_mb: MiB that travel in one piece.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         checkpoint_replicas: whether a checkpoint holds each rank's own weights and optimizer state.
@@ -75,6 +76,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         full_pass: bool = False,
         injection: tuple[float, float] | None = None,
         compression: Codec | str = "none",
+        error_feedback: bool = True,
         bucket_mb: float = 25.0,
         timeout_s: float = 1800.0,
         checkpoint_replicas: bool = True,
@@ -95,6 +97,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
             full_pass=full_pass,
             injection=injection,
             compression=compression,
+            error_feedback=error_feedback,
             bucket_mb=bucket_mb,
             timeout_s=timeout_s,
             checkpoint_replicas=checkpoint_replicas,

@@ -58,14 +58,14 @@ class FusedBucket:
         self.values.pack(self._tensors)
         for tensor, view in zip(self._tensors, self.values.views, strict=True):
             tensor.data = view
-        self._feedback = None if codec.lossless else transport.feedback(self.gradients.flat)
+        self._feedback = transport.feedback(self.gradients.flat) if config.feeds_back else None
         # Weights that are rounded anew in every step would not move. What travels instead is their difference to what
-        # all ranks have, and what the codec drops of it is added to the weights before the next update.
+        # all ranks have, and what the codec drops of it is added to the weights before the next update, if wanted.
         self._difference = None if codec.lossless or not self.sharded else torch.empty_like(self.values.flat)
         self.own_gradient = transport.shard(self.gradients.flat)
         own = transport.shard(self.values.flat)
         self._own, self._updated = own, own if self._difference is None else own.clone()
-        self._dropped = torch.zeros_like(own) if self._difference is not None else None
+        self._dropped = torch.zeros_like(own) if config.feeds_back and self.sharded else None
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces())
         for tensor in self._tensors:
             optimizer.state.pop(tensor, None)
@@ -110,7 +110,7 @@ class FusedBucket:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the codec needs besides the weights: nothing, if it is lossless."""
+        """Returns what the codec needs besides the weights: nothing, without error feedback."""
         state: dict[str, Any] = {}
         if self._dropped is not None:
             state["dropped"] = self._dropped
@@ -198,10 +198,12 @@ class FusedBucket:
         """Starts the all-gather: of the weights that this rank has updated, or of the averaged gradients."""
         if not self.sharded:
             return self._transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
-        if self._difference is None or self._dropped is None:
+        if self._difference is None:
             self.update.apply(self.present)
             return self._transport.all_gather(self.values.flat, codec=self._codec)
-        torch.add(self._own, self._dropped, out=self._updated)
+        self._updated.copy_(self._own)
+        if self._dropped is not None:
+            self._updated.add_(self._dropped)
         self.update.apply(self.present)
         torch.sub(self._updated, self._own, out=self._transport.shard(self._difference))
         return self._transport.all_gather(self._difference, codec=self._codec)
@@ -213,4 +215,5 @@ class FusedBucket:
             self.update.apply(self.present)
         elif self._difference is not None:
             self.values.flat.add_(self._difference)
-            torch.sub(self._updated, self._own, out=self._dropped)
+            if self._dropped is not None:
+                torch.sub(self._updated, self._own, out=self._dropped)

@@ -65,7 +65,10 @@ class DeARConfig:
     """Layers that travel in one piece, with ``fusion="layers"``."""
 
     compression: str | Codec = "none"
-    """Codec of both halves: none, bf16, fp16, truncate16, int8, topk. What it drops is made good in later steps."""
+    """Codec of both halves: none, bf16, fp16, truncate16, int8, topk."""
+
+    error_feedback: bool = True
+    """Whether what a lossy codec drops is added to what is sent next."""
 
     topology: Topology = "flat"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
@@ -115,9 +118,14 @@ class DeARConfig:
         get_codec(self.compression)
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether the codec drops something that is added to what is sent next."""
+        return self.error_feedback and not get_codec(self.compression).lossless
+
+    @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only go on with as many ranks as before: what a codec drops is each rank's own."""
-        return not get_codec(self.compression).lossless
+        """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
+        return self.feeds_back
 
     def shards(self, optimizer: Optimizer) -> bool:
         """Returns whether each rank updates its shard of this optimizer's weights only.

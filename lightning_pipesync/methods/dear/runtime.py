@@ -362,8 +362,12 @@ class DeAR(AveragingMethod):
     def _shape_settings(self) -> dict[str, Any]:
         """The settings that decide what :meth:`state_dict` looks like."""
         sharded = [self.config.shards(optimizer) for optimizer in self._optimizers]
-        shared = {"compression": str(self.config.compression), "world_size": self.transport.world_size}
-        return {"sharded": sharded, **shared}
+        return {
+            "sharded": sharded,
+            "compression": str(self.config.compression),
+            "error_feedback": self.config.feeds_back,
+            "world_size": self.transport.world_size,
+        }
 
     def _problem(self) -> ValueError | None:
         try:

@@ -28,8 +28,8 @@ class PipeSGDConfig:
     compression: str | Codec = "none"
     """Codec of the all-reduce: none, bf16, fp16, truncate16, int8, topk. Each rank compresses its gradient once."""
 
-    error_feedback: bool = False
-    """Whether what a lossy codec drops is added to the next gradient. The paper does without."""
+    error_feedback: bool = True
+    """Whether what a lossy codec drops is added to what is sent next. The paper does without."""
 
     pipeline_level: Literal[1, 2] = 1
     """1: the gradient travels after the backward pass; 2: in ``segments``, each as soon as it is ready (Fig. 7)."""
@@ -77,15 +77,16 @@ class PipeSGDConfig:
             raise ValueError(f"distance_constant must be a positive number, got {self.distance_constant!r}.")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
-        if self.error_feedback and get_codec(self.compression).lossless:
-            raise ValueError(
-                f"error_feedback=True needs a lossy codec: compression={self.compression!r} drops nothing."
-            )
         if self.bucket_mb is not None:
             Fusion(bucket_mb=self.bucket_mb)
         get_codec(self.compression)
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether the codec drops something that is added to what is sent next."""
+        return self.error_feedback and not get_codec(self.compression).lossless
+
+    @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only go on with as many ranks as before: what the codec drops is each rank's own."""
-        return self.error_feedback
+        """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
+        return self.feeds_back

@@ -36,7 +36,7 @@ class GradientPlan:
         members: all of them, bucket by bucket.
         place: by the id of a parameter the index of its bucket.
         compared: which parameters, bucket by bucket, had a gradient when the ranks last compared: on this rank, on any.
-        feedback: for each piece of each bucket what its codec dropped, if that is wanted.
+        feedback: for each piece of each bucket what its codec dropped, if that is sent later.
         codec: what travels.
         keeps_weights: whether gradients need to know the weights that they were computed with.
 
@@ -60,7 +60,7 @@ class GradientPlan:
         self._world_size = transport.world_size
         self._free: list[list[Bucket]] = [self._new_buffers()]
         self.feedback = [
-            [transport.feedback(piece) if config.error_feedback else None for piece in self.pieces(bucket)]
+            [transport.feedback(piece) if config.feeds_back else None for piece in self.pieces(bucket)]
             for bucket in self._free[0]
         ]
         self.keeps_weights = config.delay_compensation == "distance"

@@ -243,9 +243,9 @@ class PipeSGD(AveragingMethod):
         settings: dict[str, Any] = {
             "staleness": config.staleness,
             "delay_compensation": config.delay_compensation,
-            "error_feedback": config.error_feedback,
+            "error_feedback": config.feeds_back,
         }
-        if config.error_feedback:
+        if config.feeds_back:
             names = ("bucket_mb", "pipeline_level", "segments")
             settings |= {"compression": str(config.compression), **{name: getattr(config, name) for name in names}}
         return settings

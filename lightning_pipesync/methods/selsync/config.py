@@ -45,7 +45,10 @@ class SelSyncConfig:
 
     compression: str | Codec = "none"
     """Codec of a synchronized step: none, bf16, fp16, truncate16, int8, topk. Parameters then travel as the difference
-    to the last synchronized ones, with error feedback."""
+    to the last synchronized ones."""
+
+    error_feedback: bool = True
+    """Whether what a lossy codec drops is added to what is sent next."""
 
     bucket_mb: float = 25.0
     """MiB that travel in one piece."""
@@ -82,6 +85,11 @@ class SelSyncConfig:
     def smoothing_factor(self, world_size: int) -> float:
         """Returns the smoothing factor for so many ranks: N / 100, at most 1, unless it is set (Section III-A)."""
         return min(1.0, world_size / 100) if self.smoothing is None else self.smoothing
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether the codec drops something that is added to what is sent next."""
+        return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def needs_as_many_ranks(self) -> bool:

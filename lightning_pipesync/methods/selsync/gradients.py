@@ -20,15 +20,18 @@ class GradientAggregation:
     Args:
         buckets: the parameters whose gradients travel together; one dtype and device each.
         transport: the way to the other ranks.
-        codec: what travels; with a lossy one, error feedback makes good what it drops.
+        codec: what travels.
+        error_feedback: whether what it drops, and it does drop something, is added to what is sent next.
     """
 
-    def __init__(self, buckets: Sequence[list[Tensor]], transport: Transport, codec: str | Codec) -> None:
+    def __init__(
+        self, buckets: Sequence[list[Tensor]], transport: Transport, codec: str | Codec, error_feedback: bool
+    ) -> None:
         self._parameters = list(buckets)
         self._transport = transport
         self._codec = get_codec(codec)
         self._buckets = [Bucket(parameters) for parameters in self._parameters]
-        self._feedback = [None if self._codec.lossless else transport.feedback(bucket.flat) for bucket in self._buckets]
+        self._feedback = [transport.feedback(bucket.flat) if error_feedback else None for bucket in self._buckets]
 
     @torch.no_grad()
     def average(self, some_missing: bool) -> None:
@@ -55,8 +58,8 @@ class GradientAggregation:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank."""
-        lossy = [feedback for feedback in self._feedback if feedback is not None]
-        for feedback, residuals in zip(lossy, state["feedback"], strict=True):
+        kept = [feedback for feedback in self._feedback if feedback is not None]
+        for feedback, residuals in zip(kept, state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
 
     def _add_missing(self) -> None:

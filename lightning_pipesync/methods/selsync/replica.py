@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.selsync.tensors import differing, to_cpu
 
@@ -22,12 +23,19 @@ class ReplicatedTensors:
         buckets: what travels together; floating-point tensors of one dtype on one device each, equal on all ranks.
         transport: the way to the other ranks.
         codec: what :meth:`synchronize` sends.
+        error_feedback: whether what it drops, and it does drop something, is added to what is sent next.
 
     Attributes:
         diverged: whether the replicas may differ; set by the owner when a rank goes its own way. All ranks agree on it.
     """
 
-    def __init__(self, buckets: Sequence[list[Tensor]], transport: Transport, codec: str | Codec = "none") -> None:
+    def __init__(
+        self,
+        buckets: Sequence[list[Tensor]],
+        transport: Transport,
+        codec: str | Codec = "none",
+        error_feedback: bool = False,
+    ) -> None:
         self._tensors = list(buckets)
         self._transport = transport
         self._codec = get_codec(codec)
@@ -35,11 +43,12 @@ class ReplicatedTensors:
         self._swapped_in = False
         self.diverged = False
         # A lossy codec may not touch the weights themselves. What travels is how far they moved since all ranks last
-        # had the same, and what it drops of that is sent the next time.
+        # had the same, and what it drops of that is sent the next time, if wanted.
         self._common: list[Tensor] = []
+        self._feedback: list[ErrorFeedback | None] = []
         if not self._codec.lossless:
             self._common = [bucket.flat.clone() for bucket in self._packed()]
-            self._feedback = [transport.feedback(bucket.flat) for bucket in self._buckets]
+            self._feedback = [transport.feedback(b.flat) if error_feedback else None for b in self._buckets]
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -101,7 +110,7 @@ class ReplicatedTensors:
             state["own"] = [to_cpu(tensors) for tensors in self._tensors]
         if self._common:
             state["common"] = to_cpu(self._common)
-            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback if feedback is not None]
         return state
 
     @torch.no_grad()
@@ -115,7 +124,8 @@ class ReplicatedTensors:
         if self._common and "common" in state:
             for common, value in zip(self._common, state["common"], strict=True):
                 common.copy_(value)
-            for feedback, residuals in zip(self._feedback, state["feedback"], strict=True):
+            kept = [feedback for feedback in self._feedback if feedback is not None]
+            for feedback, residuals in zip(kept, state["feedback"], strict=True):
                 feedback.load_state_dict(residuals)
 
     def _packed(self) -> Iterator[Bucket]:

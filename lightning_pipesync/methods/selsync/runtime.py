@@ -241,7 +241,7 @@ class SelSync(SyncMethod):
         """Goes on from what :meth:`state_dict` returned on this rank, the consolidated weights being loaded already.
 
         Raises:
-            ValueError: the state is of other settings of compression, aggregation or bucket size.
+            ValueError: the state is of other settings of compression, error feedback, aggregation or bucket size.
         """
         if state["settings"] != self._shape_settings():
             raise ValueError(
@@ -282,6 +282,7 @@ class SelSync(SyncMethod):
         config = self.config
         return {
             "compression": str(config.compression),
+            "error_feedback": config.feeds_back,
             "aggregation": config.aggregation,
             "bucket_mb": config.bucket_mb,
         }

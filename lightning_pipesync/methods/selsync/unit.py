@@ -72,9 +72,11 @@ class OptimizerUnit:
             for bucket in plan_buckets(ready_order, Fusion(bucket_mb=config.bucket_mb))
         ]
         by_gradients = config.aggregation == "gradients"
-        self.gradients = GradientAggregation(buckets, transport, config.compression) if by_gradients else None
-        codec = "none" if by_gradients else config.compression
-        self.replicas = ReplicatedTensors(buckets, transport, codec)
+        codec, feeds_back = ("none", False) if by_gradients else (config.compression, config.feeds_back)
+        self.replicas = ReplicatedTensors(buckets, transport, codec, feeds_back)
+        self.gradients: GradientAggregation | None = None
+        if by_gradients:
+            self.gradients = GradientAggregation(buckets, transport, config.compression, config.feeds_back)
         self._delta, self._transport = config.delta, transport
         self._norm: SquaredNorm | None = None
         self._change = math.inf

@@ -1,0 +1,160 @@
+"""What a lossy codec drops is sent later by every method, unless ``error_feedback=False``: bit for bit by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.shards import shard_of
+from lightning_pipesync.methods.dear import DeAR, DeARConfig
+from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from tests.harness import launch
+from tests.models import loss, seeded_mlp
+from tests.reference_pipe_sgd import all_reduce, through
+
+STEPS, RANKS = 8, 2
+METHODS: dict[str, tuple[type, dict[str, Any]]] = {
+    "dear, sharded": (DeAR, {"update": "sharded", "fusion": "buffer"}),
+    "dear, replicated": (DeAR, {"update": "replicated", "fusion": "buffer"}),
+    "selsync, parameters": (SelSync, {"delta": 0.0}),
+    "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
+}
+CASES = list(product(METHODS, ["int8", "topk"], [True, False]))
+
+
+def sgd(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def in_order(model: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    by_name = dict(model.named_parameters())
+    return [by_name[name] for name in names]
+
+
+def flat(tensors: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tensor]]:
+    """Returns in which order the parameters travel, and the weights after each step, in that order."""
+    kind, settings = METHODS[method]
+    model = seeded_mlp()
+    optimizer = sgd(model.parameters())
+    # Left out where it is on: that is the default.
+    sync = kind(model, optimizer, compression=codec, **settings, **({} if feedback else {"error_feedback": False}))
+    names = [name for name, _ in model.named_parameters()][::-1]
+    weights = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        sync.step()
+        if kind is DeAR:
+            sync.synchronize()
+            [bucket] = sync._buckets
+            names = [member.name for member in bucket.members]
+        weights.append(flat(in_order(model, names)))
+    sync.detach()
+    return names, weights
+
+
+def residuals(numel: int) -> list[list[Tensor]]:
+    """Of each rank's values, and of each owner's shard."""
+    shards = [torch.zeros_like(shard_of(torch.zeros(numel), rank, RANKS)) for rank in range(RANKS)]
+    return [[torch.zeros(numel) for _ in range(RANKS)], shards]
+
+
+def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str]) -> list[Tensor]:
+    codec, models = get_codec(codec_name), [seeded_mlp() for _ in range(RANKS)]
+    parameters = [in_order(model, names) for model in models]
+    optimizers = [sgd(own) for own in parameters]
+    common = flat(parameters[0])
+    dropped = residuals(common.numel()) if feedback else None
+    not_sent = torch.zeros_like(common)  # of the updated weights
+    weights = []
+
+    def write(own: Sequence[Tensor], values: Tensor, gradients: bool = False) -> None:
+        for tensor, part in zip(own, values.split([p.numel() for p in own]), strict=True):
+            if gradients:
+                tensor.grad = part.view_as(tensor).clone()
+            else:
+                tensor.data.copy_(part.view_as(tensor))
+
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            loss(model, step, rank).backward()
+        if method == "selsync, parameters":
+            for optimizer in optimizers:
+                optimizer.step()
+            common = common + all_reduce([flat(own) - common for own in parameters], codec, dropped)
+        elif method == "dear, sharded":
+            gradients = [flat([p.grad for p in own]) for own in parameters]
+            write(parameters[0], reduce_scatter(gradients, codec_name, dropped), gradients=True)
+            write(parameters[0], common + not_sent)
+            optimizers[0].step()
+            updated = flat(parameters[0])
+            moved = [shard_of(updated - common, owner, RANKS) for owner in range(RANKS)]
+            common = common + torch.cat([through(codec, shard, None) for shard in moved])
+            not_sent = updated - common if feedback else not_sent
+        else:
+            average = all_reduce([flat([p.grad for p in own]) for own in parameters], codec, dropped)
+            write(parameters[0], average, gradients=True)
+            optimizers[0].step()
+            common = flat(parameters[0])
+        for own in parameters:
+            write(own, common)
+        weights.append(common.clone())
+    return weights
+
+
+def reduce_scatter(gradients: Sequence[Tensor], codec: str, dropped: list[list[Tensor]] | None) -> Tensor:
+    """The mean, each rank's gradient compressed once; the shards of the mean stay with their owners as they are."""
+    sent = []
+    for rank, gradient in enumerate(gradients):
+        shards = [
+            through(
+                get_codec(codec),
+                shard_of(gradient, owner, RANKS),
+                None if dropped is None else shard_of(dropped[0][rank], owner, RANKS),
+            )
+            for owner in range(RANKS)
+        ]
+        sent.append(torch.cat(shards))
+    return (sent[0] + sent[1]) / RANKS
+
+
+def train_all() -> list[tuple[list[str], list[Tensor]]]:
+    return [train(*case) for case in CASES]
+
+
+def test_all_methods_follow_one_rule() -> None:
+    """Pipe-SGD's own reference is that of test_pipe_sgd.py."""
+    outcomes = launch(train_all, RANKS)
+    for i, case in enumerate(CASES):
+        names, weights = outcomes[0][i]
+        reference = simulate(*case, names)
+        for _, of_rank in (outcome[i] for outcome in outcomes):
+            for step, (actual, expected) in enumerate(zip(of_rank, reference, strict=True)):
+                assert torch.equal(actual, expected), f"{case}, {step}: off by {(actual - expected).abs().max()}"
+        other = simulate(case[0], case[1], not case[2], names)
+        assert not torch.equal(weights[-1], other[-1]), f"{case}: the setting makes no difference"
+
+
+@pytest.mark.parametrize("config_type", [DeARConfig, PipeSGDConfig, SelSyncConfig])
+def test_residuals_need_as_many_ranks(config_type: Any) -> None:
+    own_replicas = config_type is SelSyncConfig
+    assert config_type().needs_as_many_ranks == own_replicas, "nothing is dropped"
+    assert config_type(error_feedback=False).needs_as_many_ranks == own_replicas
+    assert config_type(compression="int8").needs_as_many_ranks
+    assert config_type(compression="int8", error_feedback=False).needs_as_many_ranks == own_replicas
+    assert copy.deepcopy(config_type(compression="bf16")).error_feedback
