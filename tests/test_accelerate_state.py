@@ -178,8 +178,19 @@ def overwrite(folder: Path) -> tuple[Tensor, Tensor, list[str]]:
     return weights, loaded, [str(one.message) for one in caught]
 
 
+def load_with_others(directory: Path) -> tuple[tuple[str, str] | None, list[str]]:
+    """Goes on with another number of processes: with residuals of a codec, and without."""
+    refused = raised(lambda: steps(accelerator_of("pipe_sgd"), directory / "residuals", 0, None))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps(accelerator_of("pipe_sgd", timeout_s=60), directory / "in flight", 2, None)
+    return refused, [str(one.message) for one in caught if "The checkpoint is" in str(one.message)]
+
+
 def unusual(directory: Path) -> Any:
     methods = ("dear", "selsync", "pipe_sgd")
+    steps(accelerator_of("pipe_sgd"), None, 3, directory / "residuals")
+    steps(accelerator_of("pipe_sgd", timeout_s=60), None, 3, directory / "in flight")
     return {method: save_again(method, directory / method) for method in methods}, overwrite(directory / "over")
 
 
@@ -194,6 +205,12 @@ def test_unusual_checkpoints(tmp_path: Path) -> None:
             assert (tmp_path / method / "model.safetensors").exists()
         assert torch.equal(loaded, weights)
         assert any("is of other weights than those that were loaded" in message for message in messages)
+    lost = "gradients that were on their way are dropped, and the pipeline fills anew."
+    for rank, (refused, messages) in enumerate(launch(partial(load_with_others, tmp_path), 3, init=False)):
+        assert refused is not None
+        assert refused[0] == "ValueError"
+        assert "The checkpoint holds the state of 2 ranks, and there are 3." in refused[1]
+        assert messages == ["The checkpoint is of 2 ranks, and there are 3: " + lost] * (rank == 0)
 
 
 def checkpoints(directory: Path) -> dict[str, Any]:

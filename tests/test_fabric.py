@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -47,6 +48,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "pipe_sgd": {"staleness": 0},
     "selsync": {"delta": 0.0, "aggregation": "gradients"},
 }
+DROPPED = "gradients that were on their way are dropped, and the pipeline fills anew."
 
 
 def launched(name: str, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> Fabric:
@@ -276,9 +278,12 @@ def resume_all(directory: Path) -> dict[str, Any]:
     return outcomes
 
 
-def go_on_alone(directory: Path) -> dict[str, tuple[str, str] | None]:
-    def go_on(name: str) -> tuple[str, str] | None:
-        return raised(lambda: train_from(launched(name), range(10, 12), directory / f"{name}, plain"))
+def go_on_alone(directory: Path) -> dict[str, tuple[tuple[str, str] | None, list[str]]]:
+    def go_on(name: str) -> tuple[tuple[str, str] | None, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outcome = raised(lambda: train_from(launched(name), range(10, 12), directory / f"{name}, plain"))
+        return outcome, [str(one.message) for one in caught if "there are 1" in str(one.message)]
 
     return {name: go_on(name) for name in NAMES}
 
@@ -310,9 +315,11 @@ def test_checkpoints(tmp_path: Path) -> None:
                 assert_equal(from_ddp["momenta"][index], of_parameter)
         assert_equal(of_rank["ddp to dear"]["weights"], of_rank["ddp"]["weights"])
     [alone] = launch(go_on_alone, 1, tmp_path, init=False)
-    assert alone["dear"] is None
-    assert alone["pipe_sgd"] is None
-    assert_refused({"the state of 2 ranks": alone["selsync"]})
+    assert alone["dear"] == (None, [])
+    outcome, [message] = alone["pipe_sgd"]
+    assert outcome is None
+    assert message == "The checkpoint is of 2 ranks, and there are 1: " + DROPPED
+    assert_refused({"the state of 2 ranks": alone["selsync"][0]})
     one, other = (of_rank["selsync whole"]["weights"] for of_rank in outcomes)
     assert not torch.equal(one["0.0.weight"], other["0.0.weight"]), "each rank has gone on from weights of its own"
 

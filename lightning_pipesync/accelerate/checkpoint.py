@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from lightning_pipesync.methods.checkpoint import state_of_rank
+from lightning_pipesync.methods.checkpoint import Resumable, state_of_rank
 
 
 class Stateful(Protocol):
@@ -54,7 +54,7 @@ def read_rank_states(
     world_size: int,
     models: Sequence[nn.Module],
     num_methods: int,
-    needs_as_many_ranks: bool,
+    config: Resumable,
 ) -> list[Any]:
     """Returns the states that :func:`save_rank_states` has written; a collective call.
 
@@ -83,8 +83,7 @@ def read_rank_states(
         name,
         rank,
         world_size,
-        needs_as_many_ranks,
-        warnings.warn,
+        config,
         removable=f"{_file('', 0).name} and its like",
     )
     if method != name or saved_size != world_size:

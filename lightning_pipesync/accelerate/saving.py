@@ -122,7 +122,7 @@ class SavingAccelerator(Accelerator):
             self.num_processes,
             prepared_models(self),
             len(self._prepared.stateful),
-            self.pipesync.config.needs_as_many_ranks,
+            self.pipesync.config,
         )
         for one, state in zip(self._prepared.stateful, states, strict=False):
             one.load_state_dict(state)

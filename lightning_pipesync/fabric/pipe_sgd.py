@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
-from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 
 
@@ -34,11 +32,3 @@ class PipeSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> PipeSGD:
         return PipeSGD(module, optimizers, self.config, backend=self._traffic_backend)
-
-    def load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
-        super().load_from(saved, methods)
-        if saved["strategy"] == self.name and saved["world_size"] != self.world_size:
-            rank_zero_warn(
-                f"The checkpoint is of {saved['world_size']} ranks, and there are {self.world_size}: gradients that "
-                "were on their way are dropped, and the pipeline fills anew."
-            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -77,13 +76,12 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
         if loaded and (saved := remainder.pop(CHECKPOINT_KEY, None)) is not None:
             methods = {name: synced.attached() for name, synced in _trained_in(objects).items()}
             if methods:
-                self.load_from(saved, methods)
+                self._load_from(saved, methods)
         return remainder
 
-    def load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
+    def _load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
         """Has ``methods`` go on from what a checkpoint holds besides a plain one's content."""
-        needs = self.config.needs_as_many_ranks
-        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, needs, rank_zero_warn)
+        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config)
         if state is None:
             return
         for name, method in methods.items():

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.compat import run_hooks_before_step
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
-from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.config import DelayCompensation
 
@@ -44,8 +41,8 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
         drain: whether the last ``staleness`` gradients are applied when the training ends, before the ``on_train_end``
             of callbacks and after the last validation; otherwise they are dropped.
         delay_compensation: ``"staleness"``: the learning rate is divided by the number of updates that the gradient is
-            late; ``"distance"``: it is at most ``distance_constant`` over the squared distance that the weights have
-            moved since.
+            late, by 1 with ``staleness=1``; ``"distance"``: it is at most ``distance_constant`` over the squared
+            distance that the weights have moved since.
         distance_constant: C of ``delay_compensation="distance"``.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         accelerator: as in DDPStrategy.
@@ -117,12 +114,3 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
         if self.method is not None and self.config.drain and not self._interrupted:
             self.method.drain(partial(run_hooks_before_step, self.precision_plugin, self.lightning_module))
         super().end_training()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        saved = checkpoint.get(CHECKPOINT_KEY, {})
-        if saved.get("strategy") == self.name and saved["world_size"] != self.world_size:
-            rank_zero_warn(
-                f"The checkpoint is of {saved['world_size']} ranks, and there are {self.world_size}: gradients that "
-                "were on their way are dropped, and the pipeline fills anew."
-            )

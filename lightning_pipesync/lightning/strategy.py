@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -214,8 +213,7 @@ class PipeSyncStrategyMixin(_Base):
         change_train_loaders(self.lightning_module.trainer, self.begin_where_stopped)
 
     def _load_from(self, saved: dict[str, Any]) -> None:
-        needs = self.config.needs_as_many_ranks
-        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, needs, rank_zero_warn)
+        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config)
         if state is not None:
             self.load_rank_state_dict(state)
 

@@ -127,6 +127,11 @@ class DeARConfig:
         """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
         return self.feeds_back
 
+    @property
+    def lost_with_other_ranks(self) -> str | None:
+        """What becomes of that which fits as many ranks only: shards are divided anew, and nothing is lost."""
+        return None
+
     def shards(self, optimizer: Optimizer) -> bool:
         """Returns whether each rank updates its shard of this optimizer's weights only.
 

@@ -120,3 +120,8 @@ class EAPipeConfig:
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can only go on with as many ranks as before."""
         return False
+
+    @property
+    def lost_with_other_ranks(self) -> str | None:
+        """What becomes of that which fits as many ranks only: the replicas."""
+        return "all replicas begin from the master's weights" if self.algorithm == "ea_pipe" else None

@@ -48,8 +48,9 @@ class PipeSGDConfig:
 
     delay_compensation: DelayCompensation = "none"
     """What becomes of the learning rate of a stale gradient (lecture, "Staleness Dependent Learning Rate"):
-    ``staleness``: it is divided by the number of updates since; ``distance``: it is at most ``distance_constant`` over
-    the squared distance that the weights have moved since."""
+    ``staleness``: it is divided by the number of updates that the gradient is late, which is 1 with ``staleness=1``, so
+    that this needs a larger one; ``distance``: it is at most ``distance_constant`` over the squared distance that the
+    weights have moved since."""
 
     distance_constant: float = 1.0
     """C of ``delay_compensation="distance"``."""
@@ -90,3 +91,10 @@ class PipeSGDConfig:
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
         return self.feeds_back
+
+    @property
+    def lost_with_other_ranks(self) -> str | None:
+        """What becomes of that which fits as many ranks only: the gradients in flight."""
+        if self.staleness == 0:
+            return None
+        return "gradients that were on their way are dropped, and the pipeline fills anew"

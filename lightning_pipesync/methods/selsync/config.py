@@ -95,3 +95,8 @@ class SelSyncConfig:
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can only go on with as many ranks as before: each has a replica of its own."""
         return True
+
+    @property
+    def lost_with_other_ranks(self) -> str | None:
+        """What becomes of that which fits as many ranks only: such a run is refused."""
+        return None
