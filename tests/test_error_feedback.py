@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "selsync, parameters": (SelSync, {"delta": 0.0}),
     "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
 }
-CASES = list(product(METHODS, ["int8", "topk"], [True, False]))
+CASES = list(product(METHODS, ["int8"], [True, False]))
 
 
 def sgd(parameters: Any) -> SGD:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +161,24 @@ def one_config(config_type: type[Config], config: Config | None, settings: dict[
     if config is not None and settings:
         raise ValueError(f"Give the settings as config or as keywords ({', '.join(settings)}), not both.")
     return config or config_type(**settings)
+
+
+class Settings(Protocol):
+    """A dataclass of settings, some of which may make others ineffective."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def without_effect(self) -> Mapping[str, str]:
+        """Returns the settings that have no effect with the others as they are, by name, and why."""
+
+
+def warn_of_ignored(settings: Settings, rank: int) -> None:
+    """Warns, on rank 0, of each setting that the user has changed and that has no effect."""
+    defaults = {field.name: field.default for field in fields(settings)}
+    for name, why in settings.without_effect().items():
+        value = getattr(settings, name)
+        if rank == 0 and value != defaults[name]:
+            warnings.warn(f"{name}={value!r} has no effect {why}.", stacklevel=3)
 
 
 def device_of(module: nn.Module) -> torch.device:

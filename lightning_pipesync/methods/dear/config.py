@@ -132,6 +132,21 @@ class DeARConfig:
         """What becomes of that which fits as many ranks only: shards are divided anew, and nothing is lost."""
         return None
 
+    def without_effect(self) -> dict[str, str]:
+        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        ignored, chosen = {}, f"with fusion={self.fusion!r}"
+        if self.fusion != "layers":
+            ignored["num_layers"] = f"{chosen}: set fusion='layers'"
+        if self.fusion in ("layers", "none"):
+            ignored["bucket_mb"] = f"on what is fused {chosen}: set fusion='buffer'"
+            ignored["edge_mb"] = f"{chosen}: set fusion='buffer'"
+        if self.fusion in ("buffer", "layers", "none"):
+            for name in ("search_mb", "trial_steps", "max_trials", "tuning_file"):
+                ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
+        if self.update == "replicated":
+            ignored["elementwise"] = "with update='replicated': set update='sharded' or None"
+        return ignored
+
     def shards(self, optimizer: Optimizer) -> bool:
         """Returns whether each rank updates its shard of this optimizer's weights only.
 

@@ -24,7 +24,14 @@ from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
-from lightning_pipesync.methods.method import AveragingMethod, device_of, group_members, index_of, one_config
+from lightning_pipesync.methods.method import (
+    AveragingMethod,
+    device_of,
+    group_members,
+    index_of,
+    one_config,
+    warn_of_ignored,
+)
 from lightning_pipesync.methods.stepping import StepGuard, replaced_step
 
 T = TypeVar("T")
@@ -93,6 +100,7 @@ class DeAR(AveragingMethod):
         except ValueError:
             self.transport.close()
             raise
+        warn_of_ignored(self.config, self.transport.rank)
         everything = [parameter.tensor for parameter in parameters]
         exchange_fused(everything, self.config.bucket_mb, self.transport.broadcast)
         self._read_buffers = buffer_reader(module)

@@ -125,3 +125,17 @@ class EAPipeConfig:
     def lost_with_other_ranks(self) -> str | None:
         """What becomes of that which fits as many ranks only: the replicas."""
         return "all replicas begin from the master's weights" if self.algorithm == "ea_pipe" else None
+
+    def without_effect(self) -> dict[str, str]:
+        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        ignored, chosen = {}, f"with algorithm={self.algorithm!r}"
+        if self.algorithm != "ea_pipe":
+            for name in ("elastic_force", "sync_period"):
+                ignored[name] = f"{chosen}: set algorithm='ea_pipe'"
+        if self.algorithm in SYNCHRONOUS:
+            ignored["replicas"] = f"{chosen}, which has one set of weights: leave it out"
+        else:
+            ignored["micro_batches"] = f"{chosen}: set algorithm='gpipe' or '1f1b'"
+        if self.algorithm != "spectrain":
+            ignored["prediction_smoothing"] = f"{chosen}: set algorithm='spectrain'"
+        return ignored

@@ -26,7 +26,7 @@ from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, p
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
-from lightning_pipesync.methods.method import device_of, one_config
+from lightning_pipesync.methods.method import device_of, one_config, warn_of_ignored
 
 T = TypeVar("T")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -114,6 +114,7 @@ class EAPipe:
         except ValueError:
             self.detach()
             raise
+        warn_of_ignored(self.config, 0 if self.transport is None else self.transport.rank)
 
     def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
         """Feeds the pipeline one mini-batch, or a part of one, and makes the updates that are due by then.
@@ -225,7 +226,10 @@ class EAPipe:
         return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the MiB that this rank has sent, and the seconds that it has waited for others; 0 if all are here."""
+        """Returns the MiB that this rank has sent, and the seconds that it has waited for others; 0 if all are here.
+
+        What ``gpipe`` and ``1f1b`` send in a step is not in it: PyTorch's own schedules do.
+        """
         traffic = Traffic() if self.transport is None else self.transport.traffic
         return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
 

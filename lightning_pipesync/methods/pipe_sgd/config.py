@@ -98,3 +98,24 @@ class PipeSGDConfig:
         if self.staleness == 0:
             return None
         return "gradients that were on their way are dropped, and the pipeline fills anew"
+
+    def without_effect(self) -> dict[str, str]:
+        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        ignored, chosen = {}, f"with staleness={self.staleness!r}"
+        if self.pipeline_level == 1:
+            ignored["segments"] = "with pipeline_level=1: set pipeline_level=2"
+        if self.delay_compensation != "distance":
+            ignored["distance_constant"] = (
+                f"with delay_compensation={self.delay_compensation!r}: set delay_compensation='distance'"
+            )
+        if self.delay_compensation == "staleness" and self.staleness <= 1:
+            ignored["delay_compensation"] = (
+                f"{chosen}: a gradient is at most one update late, and the learning rate is divided by 1. Set "
+                "staleness to at least 2, or delay_compensation='distance' or 'none'"
+            )
+        if self.staleness == 0:
+            for name in ("warmup_steps", "drain"):
+                ignored[name] = f"{chosen}, which is synchronous: set staleness to at least 1"
+            if self.delay_compensation == "distance":
+                ignored["delay_compensation"] = f"{chosen}: no gradient is late. Set staleness to at least 1"
+        return ignored

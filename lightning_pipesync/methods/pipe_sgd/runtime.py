@@ -22,6 +22,7 @@ from lightning_pipesync.methods.method import (
     index_of,
     one_config,
     parameters_of,
+    warn_of_ignored,
 )
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
@@ -91,6 +92,7 @@ class PipeSGD(AveragingMethod):
         except ValueError:
             self.transport.close()
             raise
+        warn_of_ignored(self.config, self.transport.rank)
         exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
         self._read_buffers = buffer_reader(module)
         exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)

@@ -100,3 +100,15 @@ class SelSyncConfig:
     def lost_with_other_ranks(self) -> str | None:
         """What becomes of that which fits as many ranks only: such a run is refused."""
         return None
+
+    def without_effect(self) -> dict[str, str]:
+        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        ignored = {}
+        if self.smoothing == 1:
+            ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
+        if self.partition != "seldp":
+            ignored["full_pass"] = f"with partition={self.partition!r}: set partition='seldp'"
+        if math.isinf(self.delta):
+            for name in ("aggregation", "compression"):
+                ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"
+        return ignored

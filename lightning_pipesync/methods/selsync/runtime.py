@@ -13,7 +13,7 @@ from lightning_pipesync.core.agreement import agreed_parameters
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config
+from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config, warn_of_ignored
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.unit import Decision, OptimizerUnit
 from lightning_pipesync.methods.selsync.untrained import UntrainedTensors
@@ -80,6 +80,7 @@ class SelSync(SyncMethod):
         except ValueError:
             self.transport.close()
             raise
+        warn_of_ignored(self.config, self.transport.rank)
         trained = [parameter.tensor for parameter in parameters if parameter.group]
         exchange_fused(trained, self.config.bucket_mb, self.transport.broadcast)
         self._units = [

@@ -1,0 +1,90 @@
+"""A setting that others make ineffective is named once, on rank 0; defaults never are."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import SGD, Adadelta
+
+from lightning_pipesync.methods.dear import DeAR
+from lightning_pipesync.methods.ea_pipe import EAPipe
+from lightning_pipesync.methods.pipe_sgd import PipeSGD
+from lightning_pipesync.methods.registry import CONFIGS
+from lightning_pipesync.methods.selsync import SelSync
+from tests.harness import launch
+from tests.models import seeded_mlp
+
+#: By method: settings, and those of them that have no effect.
+IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("pipe_sgd", {"delay_compensation": "staleness"}, {"delay_compensation"}),
+    ("pipe_sgd", {"delay_compensation": "staleness", "staleness": 0}, {"delay_compensation"}),
+    ("pipe_sgd", {"delay_compensation": "distance", "staleness": 0}, {"delay_compensation"}),
+    ("pipe_sgd", {"delay_compensation": "staleness", "staleness": 2, "distance_constant": 2.0}, {"distance_constant"}),
+    ("pipe_sgd", {"delay_compensation": "distance", "distance_constant": 2.0}, set()),
+    ("pipe_sgd", {"segments": 3}, {"segments"}),
+    ("pipe_sgd", {"segments": 3, "pipeline_level": 2}, set()),
+    ("pipe_sgd", {"staleness": 0, "drain": True, "warmup_steps": 5}, {"drain", "warmup_steps"}),
+    ("pipe_sgd", {"error_feedback": False}, set()),  # it does drop nothing
+    ("dear", {"num_layers": 2, "edge_mb": 1.0, "max_trials": 3}, {"num_layers"}),
+    ("dear", {"fusion": "layers", "num_layers": 2, "edge_mb": 1.0}, {"edge_mb"}),
+    ("dear", {"fusion": "none", "bucket_mb": 1.0, "trial_steps": 5}, {"bucket_mb", "trial_steps"}),
+    ("dear", {"fusion": "buffer", "search_mb": (2.0, 3.0), "tuning_file": "x.json"}, {"search_mb", "tuning_file"}),
+    ("dear", {"update": "replicated", "elementwise": (Adadelta,)}, {"elementwise"}),
+    ("selsync", {"window": 5, "smoothing": 1.0}, {"window"}),
+    ("selsync", {"window": 5, "smoothing": 0.5}, set()),
+    ("selsync", {"delta": math.inf, "aggregation": "gradients", "compression": "int8"}, {"aggregation", "compression"}),
+    ("selsync", {"partition": "defdp", "full_pass": True}, {"full_pass"}),
+    ("ea_pipe", {"algorithm": "naive", "elastic_force": 0.3, "sync_period": 2}, {"elastic_force", "sync_period"}),
+    ("ea_pipe", {"algorithm": "spectrain", "prediction_smoothing": 0.5, "micro_batches": 2}, {"micro_batches"}),
+    ("ea_pipe", {"algorithm": "gpipe", "micro_batches": 2, "replicas": 3}, {"replicas"}),
+    ("ea_pipe", {"prediction_smoothing": 0.5}, {"prediction_smoothing"}),
+    *((name, {}, set()) for name in CONFIGS),
+]
+
+
+def changed(method: str, settings: dict[str, Any]) -> set[str]:
+    return set(settings) & set(CONFIGS[method](**settings).without_effect())
+
+
+@pytest.mark.parametrize(("method", "settings", "ignored"), IGNORED)
+def test_what_has_no_effect_is_known(method: str, settings: dict[str, Any], ignored: set[str]) -> None:
+    assert changed(method, settings) == ignored
+
+
+def warned(attach: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attach().detach(timeout_s=0.1)
+    return [str(one.message) for one in caught if "has no effect" in str(one.message)]
+
+
+def attach_all() -> list[list[str]]:
+    model = seeded_mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    pipeline = partial(EAPipe, model, nn.functional.cross_entropy, partial(SGD, lr=0.1), split="parameters")
+    return [
+        warned(partial(PipeSGD, model, optimizer, delay_compensation="staleness")),
+        warned(partial(DeAR, model, optimizer, num_layers=2)),
+        warned(partial(SelSync, model, optimizer, window=5, smoothing=1.0)),
+        warned(partial(pipeline, algorithm="pipedream", sync_period=2)),
+        *(warned(partial(kind, model, optimizer)) for kind in (PipeSGD, DeAR, SelSync)),
+        warned(pipeline),
+    ]
+
+
+def test_rank_0_says_so_once_when_a_method_is_attached() -> None:
+    of_rank_0, of_rank_1 = launch(attach_all, 2)
+    named = [
+        "delay_compensation='staleness' has no effect with staleness=1: a gradient is at most one update late, and the "
+        "learning rate is divided by 1. Set staleness to at least 2, or delay_compensation='distance' or 'none'.",
+        "num_layers=2 has no effect with fusion='bo': set fusion='layers'.",
+        "window=5 has no effect with smoothing=1, which looks at the last step alone: set a smaller one.",
+        "sync_period=2 has no effect with algorithm='pipedream': set algorithm='ea_pipe'.",
+    ]
+    assert of_rank_0 == [*([one] for one in named), [], [], [], []]
+    assert of_rank_1 == [[]] * 8
