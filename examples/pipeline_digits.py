@@ -2,7 +2,7 @@
 
     python examples/pipeline_digits.py                           EA-Pipe on two processes of this machine
     python examples/pipeline_digits.py --devices 3
-    python examples/pipeline_digits.py --algorithm pipedream        or naive, spectrain, gpipe, 1f1b
+    python examples/pipeline_digits.py --algorithm pipedream        or weight_stashing, naive, spectrain, gpipe, 1f1b
     torchrun --nproc-per-node 2 examples/pipeline_digits.py      as with digits.py
 
 The LightningModule is the one that the data-parallel strategies train there. All processes load the same batches; the

@@ -82,6 +82,23 @@ def pipedream(initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence
     return master
 
 
+def weight_stashing(
+    initial: Weights, make_optimizer: MakeOptimizer, batches: Sequence[Batch], stage_of: Sequence[int]
+) -> Weights:
+    """At stage n of N (from 0 on) mini-batch t sees the weights after update t - N + n, and updates the newest.
+
+    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Section 3.3.
+    """
+    n = max(stage_of) + 1
+    weights, versions = copied(initial), [copied(initial)]
+    optimizer = make_optimizer(weights)
+    for t, batch in enumerate(batches, 1):
+        stashed = [versions[max(0, t - n + stage_of[tensor // 2])][tensor] for tensor in range(len(initial))]
+        step(optimizer, weights, gradient(stashed, stashed, batch))
+        versions.append(copied(weights))
+    return weights
+
+
 def one_version(
     initial: Weights,
     make_optimizer: MakeOptimizer,

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from tests.harness import launch
 from tests.models import batch
-from tests.reference_ea_pipe import Weights, ea_pipe, one_version, pipedream
+from tests.reference_ea_pipe import Weights, ea_pipe, one_version, pipedream, weight_stashing
 
 STEPS = 21
 #: Indices of the layers with which the stages begin, by their number; each stage has at least one Linear.
@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "more replicas": ("sgd", {"replicas": 6}),
     "pipedream": ("sgd", {"algorithm": "pipedream"}),
     "pipedream, adam": ("adam", {"algorithm": "pipedream"}),
+    "weight stashing": ("sgd", {"algorithm": "weight_stashing"}),
+    "weight stashing, adam": ("adam", {"algorithm": "weight_stashing"}),
     "naive": ("sgd", {"algorithm": "naive"}),
     "naive, adam": ("adam", {"algorithm": "naive"}),
     "spectrain": ("sgd", {"algorithm": "spectrain"}),
@@ -80,6 +82,8 @@ def expected(case: str, num_stages: int) -> Weights:
         return ea_pipe(initial, make_optimizer, batches, num_stages, **known)
     if algorithm == "pipedream":
         return pipedream(initial, make_optimizer, batches, num_stages)
+    if algorithm == "weight_stashing":
+        return weight_stashing(initial, make_optimizer, batches, STAGE_OF[num_stages])
     smoothing = {"naive": None, "spectrain": 0.9 if "smoothed" in case else 0.0}[algorithm]
     return one_version(initial, make_optimizer, batches, STAGE_OF[num_stages], smoothing)
 

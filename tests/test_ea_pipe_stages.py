@@ -16,7 +16,7 @@ from tests.harness import assert_refused, launch, raised
 from tests.models import assert_loss_is_noticed, batch
 from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
 
-ASYNCHRONOUS = ("ea_pipe", "pipedream", "naive", "spectrain")
+ASYNCHRONOUS = ("ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain")
 
 
 class Pair(nn.Module):
@@ -142,7 +142,7 @@ def test_parts_of_a_mini_batch_add_up(algorithm: str) -> None:
     torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
 
 
-@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream"])
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "weight_stashing"])
 def test_emptying_the_pipeline_changes_nothing(algorithm: str) -> None:
     model, other = unusual(), unusual()
     make, loss = OPTIMIZERS["sgd"], nn.functional.cross_entropy
@@ -189,7 +189,7 @@ def test_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "naive"])
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "weight_stashing", "naive"])
 def test_weights_written_between_steps_count(algorithm: str) -> None:
     """Every replica begins anew from them. What SpecTrain predicts from are earlier steps, too."""
     model, other = layers(), layers(seed=3)
@@ -329,6 +329,7 @@ def test_measuring_leaves_the_layers_as_they_were() -> None:
         ({"split": (3, 2)}, "split"),
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"clip_norm": 1.0, "algorithm": "naive"}, "clip_norm"),
+        ({"clip_norm": 1.0, "algorithm": "weight_stashing"}, "clip_norm"),
         ({"prediction_smoothing": 1.0}, "prediction_smoothing"),
         ({"timeout_s": 0.0}, "timeout_s"),
     ],

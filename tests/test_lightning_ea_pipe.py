@@ -77,7 +77,7 @@ def split_on(num_stages: int = 2, **settings: Any) -> dict[str, Any]:
     return {"name": "ea_pipe", "split": SPLIT[num_stages], **settings}
 
 
-@pytest.mark.parametrize("algorithm", ["pipedream", "naive", "spectrain"])
+@pytest.mark.parametrize("algorithm", ["pipedream", "weight_stashing", "naive", "spectrain"])
 def test_baselines_in_the_trainer(algorithm: str, tmp_path: Path) -> None:
     outcomes = fit_on(2, tmp_path, split_on(algorithm=algorithm), max_epochs=1)
     weights, _ = engine_on(outcomes[0]["seen"], 2, algorithm=algorithm)
@@ -260,7 +260,7 @@ def fit_in_two(directory: Path, resume: bool, algorithm: str) -> dict[str, Any]:
     return {"weights": model.weights(), "seen": model.seen, "steps": run.global_step}
 
 
-@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "spectrain"])
+@pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "weight_stashing", "spectrain"])
 def test_resumed_run_is_the_uninterrupted_one(algorithm: str, tmp_path: Path) -> None:
     whole = launch(fit_in_two, 2, tmp_path, False, algorithm, init=False)
     rest = launch(fit_in_two, 2, tmp_path, True, algorithm, init=False)

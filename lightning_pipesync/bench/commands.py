@@ -106,8 +106,8 @@ def stages(
         rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
-        methods: What is compared: ea_pipe, pipedream, naive, spectrain, gpipe or 1f1b, each with settings if need be:
-            NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16.
+        methods: What is compared: ea_pipe, pipedream, weight_stashing, naive, spectrain, gpipe or 1f1b, each with
+            settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16.
         stage_ms: What a stage computes for each mini-batch, in milliseconds; a third of it is the forward pass.
         activation_mib: MiB that travel from stage to stage for each mini-batch, and back.
         steps: Mini-batches of one measurement.
@@ -236,8 +236,8 @@ def pipeline(
         task: digits (scikit-learn's).
         model: resnet (50 layers), vgg (25 layers) or cnn (the task's own, 11 layers).
         stages: Number of stages, which is the number of mini-batches in flight.
-        methods: sgd (one stage), pipedream, spectrain, naive or ea_pipe, each with settings if need be:
-            NAME:SETTING=VALUE,SETTING=VALUE.
+        methods: sgd (one stage), pipedream, weight_stashing, spectrain, naive or ea_pipe, each with settings if need
+            be: NAME:SETTING=VALUE,SETTING=VALUE.
         learning_rates: To begin with; divided by 10 after 30, 60 and 90 % of a training.
         momentum: Of SGD, in each stage.
         weight_decay: Of SGD.

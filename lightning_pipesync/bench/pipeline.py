@@ -21,7 +21,7 @@ from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 #: What can be compared. ``sgd`` is one stage after the other, which the others are measured by.
-METHODS = ("sgd", "pipedream", "spectrain", "naive", "ea_pipe")
+METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe")
 #: Tasks whose quality is the share of a test set that is classified correctly.
 TASKS = ("digits",)
 #: What builds a model of a task, by name.

@@ -57,7 +57,8 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     Args:
         elastic_force: alpha: part of their distance by which a replica and the master are pulled to each other.
         sync_period: tau: a replica is pulled after every so many of its mini-batches.
-        algorithm: ``ea_pipe``, or what it is compared to: ``pipedream``, ``naive``, ``spectrain``, ``gpipe``, ``1f1b``.
+        algorithm: ``ea_pipe``, or what it is compared to: ``pipedream``, ``weight_stashing``, ``naive``, ``spectrain``,
+            ``gpipe``, ``1f1b``.
         module: name of the submodule that is divided; None: there is but one ``nn.Sequential``.
         split: ``balanced`` by measured time, ``parameters`` by their number, or the indices of the layers with which
             the second and later stages begin. For a submodule that is no ``nn.Sequential``: the names within it of

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Algorithm = Literal["ea_pipe", "pipedream", "naive", "spectrain", "gpipe", "1f1b"]
+Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
 Split = Literal["balanced", "parameters"] | tuple[int, ...] | tuple[str, ...]
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-#: Methods whose stages hold one version of the weights, which has moved on when a gradient comes back.
-WITHOUT_REPLICAS = ("naive", "spectrain")
+#: Methods whose stages need an update before the norm of its gradient over all stages is known.
+UNCLIPPED = ("weight_stashing", "naive", "spectrain")
 #: Methods that divide a mini-batch into micro-batches, and update after all of them.
 SYNCHRONOUS = ("gpipe", "1f1b")
 
@@ -34,7 +34,8 @@ class EAPipeConfig:
 
     algorithm: Algorithm = "ea_pipe"
     """``ea_pipe``; or one of the algorithms that the paper compares it to: ``pipedream`` (weight stashing and vertical
-    sync), ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or, synchronous, ``gpipe`` and ``1f1b``."""
+    sync), ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or, synchronous, ``gpipe`` and ``1f1b``. And
+    ``weight_stashing``: alone, as PipeDream does by default."""
 
     split: Split = "balanced"
     """Which layers a stage gets: ``balanced`` by the time that they take, measured; ``parameters``: by their number;
@@ -84,10 +85,10 @@ class EAPipeConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
-        if self.clip_norm is not None and self.algorithm in WITHOUT_REPLICAS:
+        if self.clip_norm is not None and self.algorithm in UNCLIPPED:
             raise ValueError(
                 f"clip_norm={self.clip_norm!r} needs the norm over all stages, and algorithm={self.algorithm!r} "
-                "updates each stage before it is known: clip by value, or use an algorithm with replicas."
+                "updates each stage before it is known: clip by value, or use another algorithm."
             )
 
     @property

@@ -28,6 +28,11 @@ class Schedule:
         links = self.num_stages - 1
         return -(-(links - self.stage) * (self.num_replicas - 1) // links) if links else 0
 
+    @property
+    def num_in_flight(self) -> int:
+        """How many mini-batches this stage has seen forward and not yet backward, at most."""
+        return self.lag + 1
+
     def replica(self, step: int) -> int:
         """Returns the index of the replica that mini-batch ``step`` (both from 0 on) uses in every stage."""
         return step % self.num_replicas

@@ -118,25 +118,21 @@ class Weights(ABC):
         return self.num_versions - 1
 
 
-class ReplicatedWeights(Weights):
-    """A replica for each mini-batch in flight, and the master."""
-
-    @property
-    def num_versions(self) -> int:
-        return self._schedule.num_replicas + 1
-
-    def for_forward(self, step: int) -> None:
-        self._versions.load(self._schedule.replica(step))
-
-
-class ElasticReplicas(ReplicatedWeights):
+class ElasticReplicas(Weights):
     """EA-Pipe: a mini-batch has a replica to itself, which is updated by it alone, then pulled (Algorithm 1)."""
 
     replicates_buffers = True
 
     @property
+    def num_versions(self) -> int:
+        return self._schedule.num_replicas + 1
+
+    @property
     def num_states(self) -> int:
         return self._schedule.num_replicas
+
+    def for_forward(self, step: int) -> None:
+        self._versions.load(self._schedule.replica(step))
 
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         replica = self._schedule.replica(step)
@@ -146,13 +142,38 @@ class ElasticReplicas(ReplicatedWeights):
             self._versions.pull(replica, self._master, self._config.elastic_force)  # Eq. 1
 
 
-class StashedWeights(ReplicatedWeights):
-    """PipeDream with vertical sync: the gradient of a copy updates the master, which is copied anew (Fig. 1b)."""
+class StashedWeights(Weights):
+    """PipeDream's weight stashing: each stage keeps a copy of its newest weights for both passes of a mini-batch.
+
+    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Section 3.3: a gradient
+    updates the newest weights, the master. A mini-batch leaves its copy to the one whose forward pass comes next, which
+    sees the weights after that update: those ``lag`` updates old, fewer from stage to stage.
+    """
+
+    @property
+    def num_stashed(self) -> int:
+        """How many copies there are, one for each mini-batch between its forward and its backward pass."""
+        return self._schedule.num_in_flight
+
+    @property
+    def num_versions(self) -> int:
+        return self.num_stashed + 1
+
+    def for_forward(self, step: int) -> None:
+        self._versions.load(step % self.num_stashed)
 
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         self._versions.load(self._master)
         optimizer_step()
-        self._versions.copy(self._master, self._schedule.replica(step))
+        self._versions.copy(self._master, step % self.num_stashed)
+
+
+class SynchronizedStashedWeights(StashedWeights):
+    """PipeDream with vertical sync: all stages use copies as old as those of the first stage (paper, Fig. 1b)."""
+
+    @property
+    def num_stashed(self) -> int:
+        return self._schedule.num_replicas
 
 
 class SharedWeights(Weights):
@@ -225,7 +246,8 @@ def weights_for(algorithm: str) -> type[Weights]:
     """Returns the class that does what a setting of ``algorithm`` says."""
     known: dict[str, type[Weights]] = {
         "ea_pipe": ElasticReplicas,
-        "pipedream": StashedWeights,
+        "pipedream": SynchronizedStashedWeights,
+        "weight_stashing": StashedWeights,
         "naive": SharedWeights,
         "gpipe": SharedWeights,
         "1f1b": SharedWeights,
