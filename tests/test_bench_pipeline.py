@@ -127,10 +127,10 @@ def test_outcomes() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     """A method that diverges does not stop the others."""
-    methods = ["--methods", "sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe:elastic_force=0.3,sync_period=2"]
+    names = ["sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe:elastic_force=0.3,sync_period=2"]
     options = ["--model", "cnn", "--stages", "3", "--learning_rates", "0.1", "1e30", "--seeds", "0", "1"]
     size = ["--batch_size", "200", "--epochs", "1", "--evaluations", "1"]
-    assert main(["bench", "pipeline", *methods, *options, *size, "--output", str(tmp_path)]) == 0
+    assert main(["bench", "pipeline", "--methods", *names, *options, *size, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "pipeline.json").read_text())["results"]
     assert len(result["runs"]) == 6 * 2 * 2
     for run in result["runs"]:

@@ -140,7 +140,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         assert module is not None
         assert self.accelerator is not None
         assert self.model is not None
-        self._begin_to_attach()
+        self._begin_to_attach(trainer)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self._submodule = Submodule(module, self._submodule_name, traced=self.config.split_names is not None)
@@ -260,7 +260,8 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        self._add_callback(first=False)
+        assert self.lightning_module is not None
+        self._add_callback(self.lightning_module.trainer, first=False)
         compat.mark_stepped(optimizer)  # the first steps of a stage only fill the pipeline
         return closure()
 

@@ -62,19 +62,15 @@ class PipeSyncStrategyMixin(_Base):
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
-    def connect(self, model: LightningModule) -> None:
-        super().connect(model)
-        self._add_callback(first=True)  # before all others: they shall find consolidated weights
-
     def configure_ddp(self) -> None:
         """Leaves the module as it is: there is nothing to wrap."""
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if not self._fitting:
+        if trainer.state.fn != "fit":
             return
         assert self.lightning_module is not None
-        self._begin_to_attach()
+        self._begin_to_attach(trainer)
         for optimizer in self.optimizers if self._scaler is not None else ():
             check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
         self.method = self.attach_method(self.lightning_module, self.optimizers)
@@ -84,9 +80,10 @@ class PipeSyncStrategyMixin(_Base):
                 if isinstance(value, AveragedModel):  # WeightAveraging and its kin
                     self.method.follow(value)
 
-    def _begin_to_attach(self) -> None:
+    def _begin_to_attach(self, trainer: Trainer) -> None:
         self._start = (0, 0)
         self._until_teardown = ExitStack()
+        self._add_callback(trainer, first=True)  # before all others: they shall find consolidated weights
 
     def _check_checkpoint(self) -> None:
         """Checks that all ranks go on from the same step; a collective call.
@@ -128,7 +125,9 @@ class PipeSyncStrategyMixin(_Base):
         **kwargs: Any,
     ) -> Any:
         assert self.method is not None
-        self._add_callback(first=False)  # the learning rate finder replaces them all, and looks for its own in front
+        assert self.lightning_module is not None
+        # The learning rate finder replaces them all, and looks for its own in front.
+        self._add_callback(self.lightning_module.trainer, first=False)
         update = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self.method.step(update, optimizer)
 
@@ -242,10 +241,9 @@ class PipeSyncStrategyMixin(_Base):
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _add_callback(self, first: bool) -> None:
+    def _add_callback(self, trainer: Trainer, first: bool) -> None:
         """Adds the callback to the Trainer's, first or last of them, if it is not there."""
-        assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, PipeSyncCallbackMixin) for callback in callbacks):
             callbacks.insert(0 if first else len(callbacks), self.callback_class())
 
