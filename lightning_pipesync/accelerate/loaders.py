@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import broadcast_object_list, send_to_device
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_pipesync.compat import add_prepared_loader, mark_prepared, replace_sampler
-from lightning_pipesync.data import DataInjection, SelDPSampler, adjusted_batch_size
+from lightning_pipesync.compat import add_prepared_loader, mark_prepared
+from lightning_pipesync.data import DataInjection, adjusted_batch_size
+from lightning_pipesync.data.loaders import with_order, with_seldp
 from lightning_pipesync.methods.registry import MethodConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
 
@@ -74,19 +75,16 @@ def for_selsync(
     shuffle = type(loader.sampler) is RandomSampler
     in_seldp = config.partition == "seldp" and size is not None and not iterable
     if in_seldp and (shuffle or type(loader.sampler) is SequentialSampler):
-        order = SelDPSampler(
+        order: DistributedSampler[Any] = DistributedSampler(
             loader.dataset,
             num_replicas=world_size,
             rank=accelerator.process_index,
             shuffle=shuffle,
             seed=_shared_seed(accelerator),
             drop_last=loader.drop_last,
-            full_pass=config.full_pass,
         )
-        assert size is not None
-        if loader.drop_last:  # the next epoch begins with what this one leaves out
-            order.samples_per_epoch = max(1, len(order) // size * size)
-        prepared = _prepared(accelerator, _with_batches(loader, order, size), 1, on_host=config.injection is not None)
+        loader = with_seldp(loader, order, full_pass=config.full_pass, num_samples=size)
+        prepared = _prepared(accelerator, loader, 1, on_host=config.injection is not None)
     else:
         if config.partition == "seldp":
             warnings.warn(
@@ -99,7 +97,7 @@ def for_selsync(
             return divided(accelerator, loader)
         assert size is not None
         seed = _shared_seed(accelerator)
-        loader = _with_batches(loader, loader.sampler, size)
+        loader = with_order(loader, loader.sampler, size)
         prepared = _prepared(accelerator, loader, world_size, on_host=True, seed=seed, split_batches=False)
     if config.injection is None:
         return prepared
@@ -179,10 +177,3 @@ def _shared_seed(accelerator: Accelerator) -> int:
     configured = accelerator.dataloader_config.data_seed
     [seed] = broadcast_object_list([torch.initial_seed() % 2**31 if configured is None else configured])
     return int(seed)
-
-
-def _with_batches(loader: DataLoader, sampler: Iterable[int], size: int) -> DataLoader:
-    """Returns a loader of the same data in another order, with batches of another size."""
-    loader = replace_sampler(loader, sampler)
-    loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
-    return loader

@@ -11,6 +11,7 @@ from lightning_pipesync.accelerate.synchronization import Synchronization, conne
 from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.registry import MethodConfig
+from lightning_pipesync.methods.selsync import SelSync
 
 
 @dataclass
@@ -54,8 +55,8 @@ class Prepared:
             RuntimeError: there is no model yet.
         """
         for one in self.synchronizations:
-            if one.injection is not None:
-                return one.injection
+            if isinstance(one.method, SelSync) and one.method.data.injection is not None:
+                return one.method.data.injection
         raise RuntimeError("Batches are injected from the training of a model: prepare model and optimizer before.")
 
     def attach(self, config: MethodConfig, backend: str | None) -> None:

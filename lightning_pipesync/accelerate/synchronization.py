@@ -12,11 +12,10 @@ from torch import nn
 from lightning_pipesync.accelerate.launched import ranks_of_host
 from lightning_pipesync.accelerate.model import SynchronizedModel
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
-from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.dear import DeARConfig
 from lightning_pipesync.methods.method import SyncMethod, parameters_of
 from lightning_pipesync.methods.registry import SYNC_METHODS, MethodConfig
-from lightning_pipesync.methods.selsync import SelSyncConfig
+from lightning_pipesync.methods.selsync import SelSync
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,11 @@ class Synchronization:
         models: all that share an optimizer.
         optimizers: all that share a model.
         method: attached to them.
-        injection: SelSync's data injection, if it is wanted.
     """
 
     models: list[SynchronizedModel]
     optimizers: list[SynchronizedOptimizer]
     method: SyncMethod
-    injection: DataInjection | None = None
 
     @classmethod
     def attach(
@@ -65,14 +62,13 @@ class Synchronization:
             model.method = method
         for optimizer in optimizers:
             optimizer.method = method
-        injected = config.injection if isinstance(config, SelSyncConfig) else None
-        injection = None if injected is None else DataInjection(*injected, method.transport)
-        return cls(models, optimizers, method, injection)
+        if isinstance(method, SelSync):
+            method.data.followed = True  # by prepare_train_loader, and backward sees to it that it was called
+        return cls(models, optimizers, method)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank needs, besides the consolidated weights and the optimizer's state."""
-        injection = {} if self.injection is None else self.injection.state_dict()
-        return {"method": self.method.state_dict(), "injection": injection}
+        return self.method.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned on this rank.
@@ -80,9 +76,7 @@ class Synchronization:
         Raises:
             ValueError: it is of other settings.
         """
-        self.method.load_state_dict(state["method"])
-        if self.injection is not None and state["injection"]:
-            self.injection.load_state_dict(state["injection"])
+        self.method.load_state_dict(state)
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the method's threads and process groups; the weights stay as they are."""

@@ -151,10 +151,13 @@ class WithPipeSGD(WithMethod):
 class WithSelSync(WithMethod):
     """SelSync, with its order of the data."""
 
+    method: SelSync
+
     def __init__(self, task: Task, config: SelSyncConfig) -> None:
         if config.injection is not None:
             raise ValueError(f"injection={config.injection!r}: the tasks of this benchmark have data that are IID.")
         super().__init__(task, SelSync, config)
+        self.method.data.followed = True  # by the sampler
         self._config = config
 
     def sampler(self, seed: int) -> DistributedSampler[Any]:

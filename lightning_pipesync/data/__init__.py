@@ -4,6 +4,7 @@ from lightning_pipesync.data.injection import DataInjection, PointToPoint, adjus
 from lightning_pipesync.data.partition import LabelSkewedSampler, label_skewed_partition
 from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
+from lightning_pipesync.data.train_loader import TrainLoader
 
 __all__ = [
     "DataInjection",
@@ -11,6 +12,7 @@ __all__ = [
     "PointToPoint",
     "ResumableSampler",
     "SelDPSampler",
+    "TrainLoader",
     "adjusted_batch_size",
     "label_skewed_partition",
 ]

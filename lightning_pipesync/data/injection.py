@@ -44,6 +44,19 @@ class PointToPoint(Protocol):
 class DataInjection:
     """Appends rows from a few randomly chosen ranks to each rank's batch (SelSync III-E).
 
+    The Trainer, ``SelSync.prepare_train_loader`` and ``prepare_train_loader`` of Accelerate and Fabric make one if
+    ``injection=(alpha, beta)`` is set. By itself it serves a loop whose batches do not come from a DataLoader, with
+    any method of this package, or with none::
+
+        inject = DataInjection(0.5, 0.5, sync.transport)
+        for batch in batches(adjusted_batch_size(32, 0.5, 0.5, world_size)):
+            x, y = inject(batch)
+
+    A batch is any nesting of lists, tuples and dicts of tensors of shape ``(rows, ...)``, of any type, on any device;
+    what comes back is the same nesting of new tensors of shape ``(rows + received, ...)``, on the same devices. Rows
+    travel through the host as bytes, without a gradient. ``received`` counts the rows that the sharing ranks send, but
+    this one.
+
     In each call ceil(alpha*N) of the N ranks are drawn at random, the same on all ranks, and each of them sends the
     first round(beta*rows) rows of its batch, but at least one, to all other ranks. Batches are expected in random
     order, as a shuffling sampler leaves them, so that the first rows are a random choice. Numbers of rows may differ
@@ -59,7 +72,7 @@ class DataInjection:
         seed: Seed of the draw; must be equal on all ranks.
 
     Raises:
-        ValueError: If ``alpha`` or ``beta`` is not a number from 0 to 1.
+        ValueError: If ``alpha`` or ``beta`` is not a number from 0 to 1. A call raises more, see :meth:`__call__`.
     """
 
     def __init__(self, alpha: float, beta: float, transport: PointToPoint, seed: int = 0) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+
+from lightning_pipesync.data.resumable import ResumableSampler
 
 
 def label_skewed_partition(
@@ -69,7 +70,7 @@ def label_skewed_partition(
     return parts
 
 
-class LabelSkewedSampler(DistributedSampler[int]):
+class LabelSkewedSampler(ResumableSampler):
     """Iterates over the rank's part of a label-skewed partition, reshuffled in every epoch (SelSync IV-A).
 
     All ranks have the length of the largest part, so that all take the same number of steps; ranks with a shorter part
@@ -109,4 +110,4 @@ class LabelSkewedSampler(DistributedSampler[int]):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             part = part[torch.randperm(len(part), generator=generator)]
-        return iter(part[torch.arange(self.num_samples) % len(part)].tolist())
+        return iter(part[torch.arange(self._take_start(), self.num_samples) % len(part)].tolist())

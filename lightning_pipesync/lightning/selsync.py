@@ -12,14 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.data import DataInjection
-from lightning_pipesync.lightning.loaders import (
-    batch_size_before_injection,
-    can_use_seldp,
-    check_num_samples,
-    with_batch_size,
-    with_seldp,
-)
+from lightning_pipesync.data.loaders import batch_size_before_injection, sampler_of, with_order, with_seldp
+from lightning_pipesync.lightning.loaders import can_use_seldp, check_num_samples
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.selsync.config import Aggregation, Partition
@@ -65,6 +59,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
     name = "selsync"
     shown_metrics = ("lssr", "relative_gradient_change", "mib_sent")
     config: SelSyncConfig
+    method: SelSync | None
 
     def __init__(
         self,
@@ -113,7 +108,6 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
             start_method=start_method,
         )
         self.checkpoint_replicas = checkpoint_replicas
-        self._injection: DataInjection | None = None
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SelSync:
         injection = self.config.injection
@@ -124,13 +118,12 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
                 "them from the loader itself: write training_step(batch, batch_idx), or set injection=None."
             )
         method = SelSync(module, optimizers, self.config, backend=self._traffic_backend)
-        if injection is not None:
-            self._injection = DataInjection(*injection, method.transport)
+        method.data.followed = True  # by process_dataloader and batch_to_device
         return method
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._injection is not None and self._training:
-            batch = self._injection(batch)
+        if self.method is not None and self.method.data.injection is not None and self._training:
+            batch = self.method.data.injection(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -148,23 +141,12 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
             samples = batch_size_before_injection(dataloader, self.config.injection, self.world_size)
         if self.config.partition == "seldp" and not self._overfitting and can_use_seldp(dataloader):
             dataloader = with_seldp(
-                dataloader, full_pass=self.config.full_pass, num_samples=samples, limit=self._batch_limit
+                dataloader,
+                sampler_of(dataloader),
+                full_pass=self.config.full_pass,
+                num_samples=samples,
+                limit=self._batch_limit,
             )
         elif samples is not None:
-            dataloader = with_batch_size(dataloader, samples)
+            dataloader = with_order(dataloader, sampler_of(dataloader), samples)
         return self.begin_where_stopped(dataloader)
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        state = super().rank_state_dict()
-        if self._injection is not None:
-            state["injection"] = self._injection.state_dict()
-        return state
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_rank_state_dict(state)
-        if self._injection is not None and "injection" in state:
-            self._injection.load_state_dict(state["injection"])
-
-    def teardown(self) -> None:
-        super().teardown()
-        self._injection = None

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync.compat import change_train_loaders, mark_overflow
 from lightning_pipesync.core.rng import rng_states, set_rng_states
+from lightning_pipesync.data.loaders import begin_at
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
-from lightning_pipesync.lightning.loaders import begin_at, no_warning_about_resuming, resumable
+from lightning_pipesync.lightning.loaders import no_warning_about_resuming, with_resumable_order
 from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
 from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.stepping import check_unscaling
@@ -158,7 +159,7 @@ class PipeSyncStrategyMixin(_Base):
     def begin_where_stopped(self, dataloader: DataLoader) -> DataLoader:
         """Returns the training loader, in a resumed run with the next unseen batch first, if its order is known."""
         if self._start != (0, 0) and not self._overfitting:
-            dataloader = resumable(dataloader)
+            dataloader = with_resumable_order(dataloader)
         if begin_at(dataloader, *self._start, on_skip=self._restore_rng):
             self._until_teardown.enter_context(no_warning_about_resuming())
         else:

@@ -67,6 +67,8 @@ class SelSyncConfig:
             raise ValueError(f"aggregation must be one of {get_args(Aggregation)}, got {self.aggregation!r}.")
         if self.partition not in get_args(Partition):
             raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
+        if self.full_pass and self.partition != "seldp":
+            raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
         if self.window < 1 or self.window != int(self.window):
             raise ValueError(f"window must be a whole number of at least 1, got {self.window!r}.")
         if self.smoothing is not None and not 0 < self.smoothing <= 1:

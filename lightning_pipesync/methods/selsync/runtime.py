@@ -8,13 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.agreement import agreed_parameters
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config, warn_of_ignored
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
+from lightning_pipesync.methods.selsync.training_data import TrainingData
 from lightning_pipesync.methods.selsync.unit import Decision, OptimizerUnit
 from lightning_pipesync.methods.selsync.untrained import UntrainedTensors
 
@@ -33,8 +36,8 @@ class SelSync(SyncMethod):
     A plain loop::
 
         sync = SelSync(model, optimizer, delta=0.3)     # all ranks now have rank 0's weights
+        loader = sync.prepare_train_loader(loader)      # in the order of SelDP; with injection, if it is set
         for epoch in range(epochs):
-            sampler.set_epoch(epoch)                    # a SelDPSampler
             for x, y in loader:
                 optimizer.zero_grad()
                 loss(model(x), y).backward()
@@ -54,6 +57,7 @@ class SelSync(SyncMethod):
     Attributes:
         config: the settings.
         transport: the way to the other ranks; its ``traffic`` counts bytes and seconds.
+        data: follows the settings of the training data.
         last: the decision about the last step.
         num_local_steps: steps so far that stayed local.
         num_synchronized_steps: steps so far that were synchronized.
@@ -92,10 +96,32 @@ class SelSync(SyncMethod):
         self._untrained.broadcast()
         self._followers: list[UntrainedTensors] = []
         self._followers_diverged = False
+        self.data = TrainingData(self.config, self.transport)
         self.flushed = False
         self.last = Decision()
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
+
+    def prepare_train_loader(
+        self, loader: DataLoader, seed: int = 0, to_device: Callable[[Any], Any] | None = None
+    ) -> TrainLoader:
+        """Returns the batches of ``loader`` as the settings have them; a collective call.
+
+        With ``partition="seldp"`` a loader of a map-style data set, shuffled or not, has the order of SelDP, and so has
+        one with torch's ``DistributedSampler``; with ``"defdp"`` it has that of ``DistributedSampler``. Another sampler
+        is the user's own order, and stays. With ``injection`` the batch size is that of Eq. 3, and each batch has rows
+        of other ranks appended. ``loader`` itself stays as it is.
+
+        Args:
+            loader: of the training data, the same on all ranks.
+            seed: of the order, the same on all ranks; a ``DistributedSampler`` has its own.
+            to_device: moves a batch to where it is trained on; None leaves it there where ``loader`` has it.
+
+        Raises:
+            ValueError: on every rank: a setting has no effect on this loader, the data set has fewer samples than there
+                are ranks, or the ranks have different numbers of batches.
+        """
+        return self.data.prepare(loader, seed, to_device)
 
     @property
     def lssr(self) -> float:
@@ -124,7 +150,9 @@ class SelSync(SyncMethod):
         Raises:
             RuntimeError: called twice in a step, as by an optimizer that evaluates its closure more than once; or some
                 rank has left out a step that another one has taken.
+            ValueError: a setting of the training data is without effect, see :meth:`prepare_train_loader`.
         """
+        self.data.check_followed()
         if self.flushed:  # the gradient is that of the average, and from there it goes on
             self._keep_average()
         unit = self._unit(optimizer)
@@ -235,6 +263,7 @@ class SelSync(SyncMethod):
             "untrained": self._untrained.state_dict(),
             "steps": [self.num_local_steps, self.num_synchronized_steps],
             "traffic": self.transport.traffic.state_dict(),
+            "injection": self.data.injection.state_dict() if self.data.injection else {},
             "settings": self._shape_settings(),
         }
 
@@ -259,6 +288,8 @@ class SelSync(SyncMethod):
         self.flushed = False
         self.num_local_steps, self.num_synchronized_steps = state["steps"]
         self.transport.traffic.load_state_dict(state["traffic"])
+        if self.data.injection and state["injection"]:
+            self.data.injection.load_state_dict(state["injection"])
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and process groups; the weights stay as they are."""

@@ -1,0 +1,156 @@
+"""What training changes about a DataLoader: the order of the data, where it begins, the size of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_pipesync.compat import replace_sampler
+from lightning_pipesync.data.injection import adjusted_batch_size
+from lightning_pipesync.data.resumable import ResumableSampler
+from lightning_pipesync.data.seldp import SelDPSampler
+
+
+def sampler_of(loader: DataLoader) -> Any:
+    """Returns what orders the data: with a batch sampler of the user's own, the loader's is not in use."""
+    if loader.batch_sampler is None:
+        return loader.sampler
+    return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+
+
+def has_default_order(loader: DataLoader) -> bool:
+    """Returns whether ``loader`` has no order of the user's own: it goes through the data set, or shuffles it."""
+    sampler = sampler_of(loader)
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
+
+
+def with_seldp(
+    loader: DataLoader,
+    order: DistributedSampler[Any],
+    *,
+    full_pass: bool,
+    num_samples: int | None = None,
+    limit: int | float = 1.0,
+) -> DataLoader:
+    """Returns a loader of the same data in the order of SelDP (SelSync III-D).
+
+    Args:
+        loader: of a map-style data set.
+        order: what SelDP takes the place of; its data set, ranks, shuffle, seed and ``drop_last`` stay.
+        full_pass: see :class:`SelDPSampler`.
+        num_samples: another number of samples a batch.
+        limit: how much of the loader is used in an epoch: a number of batches, or a fraction.
+    """
+    sampler = SelDPSampler(
+        order.dataset,
+        num_replicas=order.num_replicas,
+        rank=order.rank,
+        shuffle=order.shuffle,
+        seed=order.seed,
+        drop_last=order.drop_last,
+        full_pass=full_pass,
+    )
+    loader = with_seed_of_its_own(with_order(loader, sampler, num_samples))
+    num_batches = len(loader)
+    used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
+    if used * batch_size(loader) < len(sampler):
+        sampler.samples_per_epoch = max(1, used * batch_size(loader))
+    return loader
+
+
+def resumable(order: DistributedSampler[Any]) -> ResumableSampler:
+    """Returns the same order, which can begin within an epoch, see :func:`begin_at`."""
+    return ResumableSampler(order.dataset, order.num_replicas, order.rank, order.shuffle, order.seed, order.drop_last)
+
+
+def begin_at(loader: DataLoader, epoch: int, num_batches: int, on_skip: Callable[[], object] = lambda: None) -> bool:
+    """Has ``loader``, if its order is one that can, begin where a resumed run does.
+
+    Args:
+        loader: as training uses it.
+        epoch: the epoch in which the run goes on.
+        num_batches: how many batches that epoch already had; more than ``loader`` has if it was cycled, or used up.
+        on_skip: called before its first sample is fetched, if it begins within an epoch.
+
+    Returns:
+        Whether it begins within an epoch.
+    """
+    sampler = sampler_of(loader)
+    if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
+        return False
+    sampler.set_epoch(epoch)  # who iterates does so, too, but after worker processes have begun to fetch
+    if num_batches == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False  # with those, the loader itself goes on where it was
+    rounds, batches = divmod(num_batches, len(loader))
+    sampler.start, sampler.on_skip = (epoch, rounds * len(sampler) + batches * batch_size(loader)), on_skip
+    return True
+
+
+def batch_size_before_injection(loader: DataLoader, injection: tuple[float, float], world_size: int) -> int:
+    """Returns the number of samples a batch that leaves room for what data injection adds (SelSync Eq. 3).
+
+    Raises:
+        ValueError: the loader does not make batches, or its batch sampler has no ``batch_size`` or ``sampler``.
+    """
+    if loader.batch_sampler is None:
+        raise ValueError(
+            f"injection={injection} needs a training loader that makes batches, and this one has batch_size=None: "
+            "let it make them, or set injection=None."
+        )
+    if sampler_of(loader) is loader.batch_sampler:
+        raise ValueError(
+            f"injection={injection} changes the size of batches, and the {type(loader.batch_sampler).__name__} of the "
+            "training loader cannot be made anew without an attribute 'sampler': give it one, or set injection=None."
+        )
+    return adjusted_batch_size(batch_size(loader), *injection, world_size)
+
+
+def with_order(loader: DataLoader, sampler: Any, num_samples: int | None = None) -> DataLoader:
+    """Returns a loader of the same data in the order of ``sampler``; the user's stays as it is.
+
+    Args:
+        loader: a DataLoader, a subclass, or with a batch sampler of the user's own that has a ``batch_size``.
+        sampler: the order.
+        num_samples: another number of samples a batch.
+    """
+    loader = replace_sampler(loader, sampler)
+    if num_samples is not None:
+        loader.batch_sampler.batch_size = num_samples  # type: ignore[union-attr]
+    return loader
+
+
+def with_seed_of_its_own(loader: DataLoader) -> DataLoader:
+    """Gives ``loader`` a generator of its own, if it has none, and returns it.
+
+    Without one, every epoch draws a seed from the global generator, and a resumed run draws fewer.
+    """
+    if loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+    return loader
+
+
+def batch_size(loader: DataLoader) -> int:
+    """Returns the number of samples a batch: 1 if the loader leaves it to the data set to make batches.
+
+    Raises:
+        ValueError: the batch sampler has no ``batch_size``.
+    """
+    if loader.batch_sampler is None:
+        return 1
+    num_samples = getattr(loader.batch_sampler, "batch_size", None)
+    if num_samples is None:
+        raise ValueError(
+            f"The training loader's batch sampler ({type(loader.batch_sampler).__name__}) has no batch_size, which "
+            "SelDP and data injection need: give it one, or set partition='defdp' and injection=None."
+        )
+    return int(num_samples)
+
+
+def counts_samples(loader: DataLoader) -> bool:
+    """Returns whether so many batches are so many samples: a batch sampler of the user's own may do as it likes."""
+    return loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler

@@ -1,0 +1,126 @@
+"""What SelSync's settings say about the data of a training: its order, and what ranks share of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from lightning_pipesync.core.agreement import check_same, raise_on_all_ranks
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.data.injection import DataInjection
+from lightning_pipesync.data.loaders import (
+    batch_size_before_injection,
+    has_default_order,
+    resumable,
+    sampler_of,
+    with_order,
+    with_seed_of_its_own,
+    with_seldp,
+)
+from lightning_pipesync.data.seldp import SelDPSampler
+from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.methods.selsync.config import SelSyncConfig
+
+
+class TrainingData:
+    """Follows ``partition``, ``full_pass`` and ``injection``, or knows that nobody does.
+
+    Args:
+        config: the settings.
+        transport: the way to the other ranks.
+
+    Attributes:
+        injection: appends other ranks' rows to a batch; None unless ``config.injection`` is set.
+        followed: whether somebody follows the settings: true from the first batch of a prepared loader on. An adapter
+            to a framework that sees to the data itself sets it.
+    """
+
+    def __init__(self, config: SelSyncConfig, transport: Transport) -> None:
+        self.injection = None if config.injection is None else DataInjection(*config.injection, transport)
+        self.followed = False
+        self._config, self._transport = config, transport
+
+    def prepare(self, loader: DataLoader, seed: int, to_device: Callable[[Any], Any] | None) -> TrainLoader:
+        """See :meth:`SelSync.prepare_train_loader`."""
+        problem: ValueError | None = None
+        try:
+            loader = self._in_order(loader, seed)
+        except ValueError as error:
+            problem = error
+        raise_on_all_ranks(self._transport, problem)
+        check_same(self._transport, [("the number of training batches in an epoch", str(_num_batches(loader)))])
+
+        def finish(batch: Any) -> Any:
+            self.followed = True
+            injected = batch if self.injection is None else self.injection(batch)
+            return injected if to_device is None else to_device(injected)
+
+        return TrainLoader(loader, finish)
+
+    def check_followed(self) -> None:
+        """Checks that no setting is without effect; called when a gradient is complete.
+
+        Raises:
+            ValueError: one is, on every rank.
+        """
+        if self.followed:
+            return
+        defaults = SelSyncConfig()
+        for name in ("injection", "partition", "full_pass"):
+            value, default = getattr(self._config, name), getattr(defaults, name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} has no effect on a loader that SelSync does not know: iterate over train_loader "
+                    f"= sync.prepare_train_loader(train_loader), or set {name}={default!r}."
+                )
+
+    def _in_order(self, loader: DataLoader, seed: int) -> DataLoader:
+        """Returns ``loader`` in this rank's order, with the batch size of Eq. 3."""
+        if not isinstance(loader, DataLoader):
+            raise ValueError(
+                "prepare_train_loader() changes the order and the batches of a DataLoader, and this is a "
+                f"{type(loader).__name__}: give it the DataLoader itself; or set injection=None, and call a "
+                "DataInjection on each batch."
+            )
+        config, world_size = self._config, self._transport.world_size
+        samples = None
+        if config.injection is not None:
+            samples = batch_size_before_injection(loader, config.injection, world_size)
+        order = sampler_of(loader)
+        iterable = isinstance(loader.dataset, IterableDataset)
+        if iterable or not (has_default_order(loader) or type(order) is DistributedSampler):
+            self._leave_order("an iterable data set" if iterable else f"a {type(order).__name__}", order)
+            return loader if samples is None else with_order(loader, order, samples)
+        if type(order) is not DistributedSampler:
+            shuffle = type(order) is not SequentialSampler
+            order = DistributedSampler(loader.dataset, world_size, self._transport.rank, shuffle, seed)
+        if config.partition == "seldp":
+            return with_seldp(loader, order, full_pass=config.full_pass, num_samples=samples)
+        return with_seed_of_its_own(with_order(loader, resumable(order), samples))
+
+    def _leave_order(self, what: str, order: Any) -> None:
+        """Says which settings an order of the user's own leaves without effect."""
+        if isinstance(order, SelDPSampler) and order.full_pass >= self._config.full_pass:
+            return
+        if self._config.full_pass:
+            raise ValueError(
+                f"full_pass=True has no effect on {what}: give the loader a SelDPSampler(full_pass=True) or no "
+                "sampler, or set full_pass=False."
+            )
+        if self._config.partition == "seldp" and self._transport.rank == 0:
+            warnings.warn(
+                f"partition='seldp' has no effect on a loader with {what}, which itself has to give each rank data of "
+                "its own. Set partition='defdp' to say so.",
+                stacklevel=5,
+            )
+
+
+def _num_batches(loader: DataLoader) -> int | None:
+    """Returns the number of batches in an epoch; None if a data set does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
