@@ -436,18 +436,38 @@ def test_a_model_that_no_rank_holds_is_let_go_of() -> None:
             assert seen[1] == seen[2] == seen[3] == seen[5], name
 
 
-def order_of_the_data() -> list[list[int]]:
-    """What the loader of a Fabric hands out in three epochs."""
+def order_of_the_data() -> tuple[list[list[int]], Any, Any]:
+    """What the loader of a Fabric hands out in three epochs, and what it trains on with injection; likewise alone."""
+    injected, environment = {}, dict(os.environ)
+    for name in ("fabric", "alone"):
+        os.environ.update(environment)
+        model = seeded_mlp()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if name == "alone":
+            sync = SelSync(model, optimizer, injection=(0.5, 0.5))
+            injected[name] = [indices.tolist() for indices, *_ in sync.prepare_train_loader(DataLoader(dataset(), 8))]
+            continue
+        fabric = launched("selsync", {"injection": (0.5, 0.5)})
+        model, optimizer = fabric.setup(model, optimizer)
+        loss_of(model, 0, fabric.global_rank).backward()
+        refused = raised(optimizer.step)
+        loader = fabric.strategy.prepare_train_loader(DataLoader(dataset(), 8))
+        injected[name] = [indices.tolist() for indices, *_ in loader]
+        optimizer.step()
     fabric = launched("selsync")
     sampler = SelDPSampler(dataset())
     loader = fabric.setup_dataloaders(DataLoader(dataset(), 4, sampler=sampler))
     assert loader.sampler is sampler
-    return [[int(index) for indices, *_ in loader for index in indices] for _ in range(3)]
+    return [[int(index) for indices, *_ in loader for index in indices] for _ in range(3)], injected, refused
 
 
-def test_seldp() -> None:
-    """Fabric leaves the sampler alone, and tells it the epoch."""
-    for rank, epochs in enumerate(launch(order_of_the_data, 2, init=False)):
+def test_the_training_data_of_selsync() -> None:
+    """Fabric leaves a sampler alone, and tells it the epoch; with ``prepare_train_loader`` it is as in a plain loop."""
+    for rank, (epochs, injected, refused) in enumerate(launch(order_of_the_data, 2, init=False)):
+        assert injected["fabric"] == injected["alone"]
+        assert max(map(len, injected["alone"])) == 5 + 2
+        assert refused is not None
+        assert "injection=(0.5, 0.5) has no effect" in refused[1]
         for epoch, seen in enumerate(epochs):
             sampler = SelDPSampler(dataset(), 2, rank)
             sampler.set_epoch(epoch)
@@ -530,8 +550,6 @@ def test_settings() -> None:
         with pytest.raises(ValueError, match="timeout_s"):
             STRATEGIES[name](timeout_s=0)
     for name, setting, instead in [
-        ("selsync", {"partition": "defdp"}, "SelDPSampler"),
-        ("selsync", {"injection": (0.5, 0.5)}, "DataInjection"),
         ("pipe_sgd", {"drain": True}, r"drain\(\)"),
     ]:
         with pytest.raises(ValueError, match=instead):

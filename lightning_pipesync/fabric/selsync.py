@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import os
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.methods.selsync import SelSync
 
@@ -25,11 +27,6 @@ class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """
 
     name = "selsync"
-    not_in_fabric: ClassVar[Mapping[str, str]] = {
-        "partition": "the order of the data is that of the loader: give it a SelDPSampler, or any other",
-        "full_pass": "give the loader a SelDPSampler(full_pass=...)",
-        "injection": "call a DataInjection on each batch, and give the loader its adjusted_batch_size",
-    }
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -37,3 +34,20 @@ class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SelSync:
         return SelSync(module, optimizers, self.config, backend=self._traffic_backend)
+
+    def prepare_train_loader(self, loader: DataLoader, optimizer: Optimizer | None = None) -> TrainLoader:
+        """Takes the place of ``fabric.setup_dataloaders`` for the training data, after ``fabric.setup``.
+
+        Its batches are as the settings ``partition``, ``full_pass`` and ``injection`` have them, and on the device; its
+        order has the seed of ``fabric.seed_everything``. A collective call.
+
+        Args:
+            loader: as the user has made it.
+            optimizer: that trains on the data; may be left out as in :meth:`method_of`.
+
+        Raises:
+            ValueError: as in :meth:`SelSync.prepare_train_loader` and :meth:`method_of`.
+        """
+        method = cast("SelSync", self.method_of(optimizer))
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return method.prepare_train_loader(loader, seed, self.batch_to_device)
