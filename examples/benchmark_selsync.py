@@ -12,15 +12,13 @@ behind it.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launching import run_on_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -97,24 +95,10 @@ def report(seconds: dict[str, list[float]], num_parameters: int) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs as one rank of those that a launcher started."""
+    """Measures on this rank."""
     dist.init_process_group("gloo")
     measure(args)
     dist.destroy_process_group()
-
-
-def start_rank(rank: int, port: int, args: argparse.Namespace) -> None:
-    """Runs as one rank of those that this script starts itself."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(args.processes))
-    run(args)
-
-
-def free_port() -> int:
-    """Returns a TCP port that is free now."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":
@@ -125,7 +109,4 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=2, help="processes to start, if no launcher did")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads a process")
     arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        run(arguments)
-    else:
-        mp.spawn(start_rank, (free_port(), arguments), nprocs=arguments.processes)
+    run_on_ranks(run, arguments)

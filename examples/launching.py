@@ -1,12 +1,16 @@
-"""What the examples share: options for where a script runs, and a quiet Trainer."""
+"""What the examples share: options for where a script runs, how it starts its ranks, and a quiet Trainer."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import socket
 import warnings
+from collections.abc import Callable
 from typing import Any
+
+import torch.multiprocessing as mp
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +29,31 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         default=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         help="machines (default: 1, or torchrun's --nnodes)",
     )
+
+
+def run_on_ranks(run: Callable[[argparse.Namespace], object], options: argparse.Namespace) -> None:
+    """Calls ``run(options)`` as the rank that ``torchrun`` has launched, or on ``options.processes`` new ones.
+
+    Args:
+        run: a function of the script itself, which initializes ``torch.distributed`` from the environment.
+        options: its argument; ``processes`` is how many ranks to start on this machine.
+    """
+    if "RANK" in os.environ:
+        run(options)
+    else:
+        mp.spawn(_run_rank, (_free_port(), run, options), nprocs=options.processes)
+
+
+def _run_rank(rank: int, port: int, run: Callable[[argparse.Namespace], object], options: argparse.Namespace) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(options.processes))
+    run(options)
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
 
 
 def trainer_options(options: argparse.Namespace) -> dict[str, Any]:

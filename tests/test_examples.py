@@ -126,6 +126,26 @@ def test_pipeline_digits() -> None:
     assert float(first.stdout.partition("test accuracy")[2].split("%")[0]) > 70
 
 
+def test_non_iid_digits() -> None:
+    first, second = run_forked(2, "non_iid_digits.py", "--steps", 150, "--injection", 0.5, 0.5)
+    for result in (first, second):
+        assert result.returncode == 0, result.stderr
+        assert "Warning" not in result.stderr
+    rows = [line.split("│")[1:5] for line in first.stdout.splitlines() if "%" in line]
+    assert [name.strip() for name, *_ in rows] == ["synchronous SGD", "SelSync", "+ injection (0.5, 0.5)"]
+    [synchronous, selsync, injected] = [[float(number.strip().rstrip("%")) for number in row[1:]] for row in rows]
+    assert synchronous[1] == 0
+    assert selsync[0] + 5 < injected[0]  # accuracy
+    assert synchronous[0] - 8 < injected[0]
+    assert min(selsync[1], injected[1]) > 90  # local steps
+    assert max(selsync[2], injected[2]) < synchronous[2] / 3  # MiB
+
+
+def test_help() -> None:
+    [result] = run_forked(1, "non_iid_digits.py", "--help")
+    assert "--injection ALPHA BETA" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("script", "options", "word"),
     [
