@@ -1,4 +1,7 @@
-"""The only place that touches a private name of torch, lightning or accelerate, so that an upgrade breaks one file."""
+"""The only place that touches a private name of torch or lightning, so that an upgrade breaks one file.
+
+Each is checked before it is set, or read with a default: see :mod:`lightning_pipesync.private_names`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import DataLoader
 
+from lightning_pipesync.private_names import missing, require
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torchmetrics import Metric
+
+#: Packages of Lightning's distributions.
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+require(torch, "_foreach_copy_", "_foreach_zero_", "_foreach_norm")
+require(torch.autograd, "_unsafe_preserve_version_counter")
+require(torch.ops.aten.add_.Tensor, "_schema")  # without it, written_by() would find that nothing is written
+require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+require(Tensor, "_version")
+require(torch.UntypedStorage, "_cdata")
+require(Optimizer([torch.zeros(1)], {}), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -53,17 +71,19 @@ def version(tensor: Tensor) -> int:
 
 def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """Has ``scaler``, which has unscaled the gradients of ``optimizer``, skip the update and reduce its scale."""
-    for found_inf in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+    for found_inf in _found_inf(scaler, optimizer):
         found_inf.fill_(1.0)
 
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Returns whether ``scaler`` has unscaled the gradients of ``optimizer`` since its last update."""
-    return scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED"
+    require(scaler, "_per_optimizer_states")
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
 
 
 def control_backward_sync(strategy: Any, control: Any) -> None:
     """Has ``fabric.no_backward_sync`` ask ``control``, in place of that which a strategy of Fabric has itself."""
+    require(strategy, "_backward_sync_control")
     strategy._backward_sync_control = control
 
 
@@ -74,17 +94,36 @@ def run_hooks_before_step(precision: Any, module: Any, optimizer: Optimizer) -> 
 
 def handles_unscaling(optimizer: Optimizer) -> bool:
     """Returns whether ``optimizer`` unscales gradients within its step, as fused ones do."""
+    _check_fused()
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@functools.cache
+def _check_fused() -> None:
+    require(torch.optim.SGD([torch.zeros(1)], fused=True), "_step_supports_amp_scaling")
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tells learning rate schedulers, which warn otherwise, that ``optimizer`` has taken a step."""
+    _check_scheduled()
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _check_scheduled() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    optimizer.step()
+    require(optimizer, "_opt_called")
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer that Lightning has wrapped, or the one given."""
-    return getattr(optimizer, "_optimizer", optimizer)
+    if not any(cls.__module__.partition(".")[0] in LIGHTNING for cls in type(optimizer).__mro__):
+        return optimizer
+    require(optimizer, "_optimizer")
+    wrapped: Optimizer = optimizer._optimizer  # type: ignore[attr-defined]
+    return wrapped
 
 
 def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> Optimizer:
@@ -105,9 +144,24 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
 def replace_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
     """Returns a data loader like ``loader``, a subclass of DataLoader or with a batch sampler too, over ``sampler``."""
     from lightning.pytorch.trainer.states import RunningStage
-    from lightning.pytorch.utilities.data import _update_dataloader
+    from lightning.pytorch.utilities import data
 
-    return _update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+    require(data, "_update_dataloader")
+    return data._update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+
+
+def check_trainer(trainer: Trainer, precision: Any) -> None:
+    """Checks, before a training, that a Trainer and its precision plugin have what is read and set later.
+
+    Raises:
+        RuntimeError: they lack something.
+    """
+    require(trainer, "_logger_connector")
+    require(trainer._logger_connector, "should_update_logs")
+    require(trainer._logger_connector, "_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+    require(trainer.fit_loop, "_combined_loader", "_data_fetcher", "_should_accumulate")
+    require(trainer.lightning_module, "_trainer")
+    require(precision, "_after_closure", "clip_grad_by_norm", "clip_grad_by_value")
 
 
 def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader], DataLoader]) -> None:
@@ -144,8 +198,8 @@ def register_strategy(registry: Any, name: str, strategy: Callable[..., Any]) ->
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` is a ``DTensor``, whose module moved between the versions of torch."""
-    return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
+    """Returns whether ``tensor`` is a ``DTensor``."""
+    return isinstance(tensor, DTensor)
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -198,6 +252,7 @@ def show_metrics(trainer: Trainer, metrics: list[dict[str, Any]]) -> None:
 
 def accumulated(metric: Metric) -> tuple[dict[str, Any], int]:
     """Returns what a metric has accumulated, and from how many updates."""
+    require(metric, "_update_count")
     return metric.metric_state, metric._update_count
 
 
@@ -205,11 +260,13 @@ def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
     """Has a metric be where another one was that :func:`accumulated` describes."""
     for name, value in state.items():
         setattr(metric, name, value)
+    require(metric, "_update_count", "_computed")
     metric._update_count, metric._computed = updates, None
 
 
 def keep_local(metric: Metric) -> None:
     """Has a metric never gather what other ranks have accumulated."""
+    require(metric, "sync_on_compute", "_to_sync")
     metric.sync_on_compute = metric._to_sync = False
 
 
@@ -235,6 +292,8 @@ def written_by(node: Node) -> list[Node]:
 @contextmanager
 def telling_own_gradients(tell: Callable[[str], object]) -> Iterator[None]:
     """Within it ``tell`` is called with what replaces or changes gradients by Python code, which no graph has."""
+    if "apply" not in vars(torch.autograd.Function):
+        raise missing(torch.autograd.Function, "apply")
     function, apply, register_hook = (
         torch.autograd.Function,
         vars(torch.autograd.Function)["apply"],
@@ -261,6 +320,11 @@ def telling_own_gradients(tell: Callable[[str], object]) -> Iterator[None]:
         function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether ``module`` itself, not its submodules, has hooks that are called with it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 def has_backward_hooks(module: nn.Module) -> bool:
     """Returns whether ``module`` itself, not its submodules, has hooks for the backward pass."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
@@ -273,8 +337,13 @@ def memory_of(tensor: Tensor) -> int:
 
 def saves_now(trainer: Trainer) -> bool:
     """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint is about to save."""
-    periods = [getattr(callback, "_every_n_train_steps", 0) for callback in trainer.checkpoint_callbacks]
-    return any(period and trainer.global_step % period == 0 for period in periods)
+    for callback in trainer.checkpoint_callbacks:
+        if any(cls.__name__ == "ModelCheckpoint" for cls in type(callback).__mro__):
+            require(callback, "_every_n_train_steps")
+            period = callback._every_n_train_steps  # type: ignore[attr-defined]
+            if period and trainer.global_step % period == 0:
+                return True
+    return False
 
 
 def without_rank(loader: DataLoader) -> None:
@@ -288,44 +357,16 @@ def without_rank(loader: DataLoader) -> None:
 
 def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Returns, before ``scaler`` is updated, whether it skips the step of ``optimizer``."""
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-    return any(bool(found_inf.item()) for found_inf in found)
+    return any(bool(found_inf.item()) for found_inf in _found_inf(scaler, optimizer))
 
 
-def mark_prepared(prepared: Any) -> None:
-    """Has Accelerate know that ``prepared`` is what it prepares models to be."""
-    prepared._is_accelerate_prepared = True
+def _found_inf(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    require(scaler, "_per_optimizer_states")
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
-def is_prepared(given: Any) -> bool:
-    """Returns whether Accelerate has prepared ``given`` before."""
-    return bool(getattr(given, "_is_accelerate_prepared", False))
-
-
-def prepared_models(accelerator: Any) -> list[torch.nn.Module]:
-    """Returns the models that an Accelerator saves."""
-    return list(accelerator._models)
-
-
-def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer) -> None:
-    """Has an Accelerator use ``new`` where it has prepared ``old``."""
-    optimizers = accelerator._optimizers
-    optimizers[[id(optimizer) for optimizer in optimizers].index(id(old))] = new
-
-
-def add_prepared_loader(accelerator: Any, loader: Any) -> None:
-    """Has an Accelerator know a loader that was prepared in another way than its own."""
-    accelerator._dataloaders.append(loader)
-
-
-@contextmanager
-def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
-    """Within it a Trainer of transformers makes its Accelerator by calling ``make``."""
-    from transformers import trainer
-
-    theirs = trainer.Accelerator
-    trainer.Accelerator = make
-    try:
-        yield
-    finally:
-        trainer.Accelerator = theirs
+def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
+    """Returns the loss scaler of a precision plugin of Lightning's; None if the precision needs none."""
+    if precision.precision == "16-mixed":
+        require(precision, "scaler")
+    return getattr(precision, "scaler", None)

@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_pipesync.accelerate import clipping, loaders
 from lightning_pipesync.accelerate.launched import check_num_processes, check_support
@@ -18,12 +19,14 @@ from lightning_pipesync.accelerate.model import SynchronizedModel
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
-from lightning_pipesync.accelerate.saving import SavingAccelerator
-from lightning_pipesync.compat import (
+from lightning_pipesync.accelerate.private import (
+    check_accelerator,
+    check_marked,
     is_prepared,
     mark_prepared,
     replace_prepared_optimizer,
 )
+from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
@@ -63,6 +66,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not torch.accelerator.is_available():
             accelerator_kwargs.setdefault("cpu", True)  # otherwise Accelerate looks for a GPU in every launched process
         super().__init__(**accelerator_kwargs)
+        check_accelerator(self)
         check_num_processes(self.num_processes)
         if self.pipesync is not None:
             check_support(self)
@@ -73,6 +77,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
+    @override
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepares models, optimizers, loaders and schedulers, as Accelerate does; a collective call.
 
@@ -87,6 +92,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         self._attach()
         return result
 
+    @override
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -102,12 +108,15 @@ class PipeSyncAccelerator(SavingAccelerator):
                 self._attach()
                 return known
         # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
-        wrapper = SynchronizedModel(super().prepare_model(model, device_placement, evaluation_mode=True))
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        check_marked(model)
+        wrapper = SynchronizedModel(model)
         mark_prepared(wrapper)
         self._prepared.add(wrapper)
         self._attach()
         return wrapper
 
+    @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepares an optimizer; the model that it trains has to be prepared, too, before a step."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -124,6 +133,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         self._attach()
         return prepared
 
+    @override
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
@@ -205,6 +215,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         self._prepared.pipelines.append(engine)
         return engine
 
+    @override
     def free_memory(self, *objects: Any) -> Any:
         """Ends the methods, and drops what was prepared; with DeAR the states of optimizers, too.
 
@@ -217,6 +228,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Gives the optimizers their whole state back, before :meth:`free_memory`; a collective call."""
         self._prepared.return_optimizer_states()
 
+    @override
     def end_training(self) -> None:
         """Ends the methods, trackers and process groups."""
         self._prepared.end()
@@ -224,6 +236,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     # --- a training step --------------------------------------------------------------------------------------------
 
+    @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes gradients, as Accelerate does."""
         if not self._loader_checked and self._synchronizes and self.pipesync is not None:
@@ -231,6 +244,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             loaders.check_training(self.pipesync.config)
         super().backward(loss, **kwargs)
 
+    @override
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Waits for the gradients that are about to be applied, and unscales them if there is a loss scaler."""
         if not self._takes_gradients:
@@ -240,6 +254,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         for one in chosen if isinstance(chosen, (tuple, list)) else [chosen]:
             one.take_gradient()
 
+    @override
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
@@ -254,6 +269,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return clipping.clip_norm(parameters, self._prepared.optimizers, max_norm, norm_type)
 
+    @override
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clips every value of the gradient that is about to be applied to ``[-clip_value, clip_value]``.
 
@@ -267,6 +283,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             super().clip_grad_value_(parameters, clip_value)
 
     @contextmanager
+    @override
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Does nothing for models of a method, whose ranks take the same number of steps.
 
@@ -288,6 +305,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Returns what the method did so far on this rank, to be logged: ``selsync/lssr``, ``dear/mib_sent``, ..."""
         return {} if self.pipesync is None else self._prepared.metrics(self.pipesync.method)
 
+    @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Returns the loader without its first batches, to go on within an epoch."""
         if isinstance(dataloader, loaders.InjectedLoader):

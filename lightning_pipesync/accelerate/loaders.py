@@ -12,7 +12,7 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import broadcast_object_list, send_to_device
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_pipesync.compat import add_prepared_loader, mark_prepared
+from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
 from lightning_pipesync.data.loaders import with_order, with_seldp
 from lightning_pipesync.methods.registry import MethodConfig

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
+from typing_extensions import override
 
 from lightning_pipesync.compat import found_overflow, is_unscaled, mark_overflow
 from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.private_names import Overriding
 
 
-class SynchronizedOptimizer(AcceleratedOptimizer):
+class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
     """Accelerate's optimizer, whose step is a method's.
 
     Attributes:
@@ -37,6 +39,7 @@ class SynchronizedOptimizer(AcceleratedOptimizer):
         if method.after_unscaling(self.optimizer, scale) and self.scaler is not None:
             mark_overflow(self.scaler, self.optimizer)
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Takes the method's step, unless gradients are being accumulated.
 
@@ -53,10 +56,12 @@ class SynchronizedOptimizer(AcceleratedOptimizer):
         self._method().step(lambda: self._update(closure), self.optimizer)
 
     @property
+    @override
     def step_was_skipped(self) -> bool:
         """Whether the loss scaler has skipped the last step."""
         return self._skipped
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state; a collective call where each rank has a part of it (DeAR)."""
         if self._state_at_hand is not None:

@@ -9,17 +9,19 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from typing_extensions import override
 
 from lightning_pipesync.accelerate import checkpoint
 from lightning_pipesync.accelerate.model import SynchronizedModel
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
-from lightning_pipesync.compat import prepared_models
+from lightning_pipesync.accelerate.private import prepared_models
 from lightning_pipesync.core.views import without_views
 from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.private_names import Overriding
 
 
-class SavingAccelerator(Accelerator):
+class SavingAccelerator(Overriding, Accelerator):
     """An Accelerator of which others see consolidated weights only.
 
     Attributes:
@@ -40,11 +42,13 @@ class SavingAccelerator(Accelerator):
         """
         self._prepared.consolidate()
 
+    @override
     def wait_for_everyone(self) -> None:
         """Waits for all ranks, and consolidates the weights: what follows may well be saved by one of them."""
         super().wait_for_everyone()
         self.consolidate()
 
+    @override
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
@@ -61,11 +65,13 @@ class SavingAccelerator(Accelerator):
             model = model.module
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
+    @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the consolidated weights under the user's own names; a collective call."""
         self.consolidate()
         return without_views(super().get_state_dict(model, unwrap))
 
+    @override
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
@@ -86,6 +92,7 @@ class SavingAccelerator(Accelerator):
             prepared_models(self),
         )
 
+    @override
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:

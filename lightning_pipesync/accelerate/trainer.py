@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
-from lightning_pipesync.compat import accelerator_of_transformers
+from lightning_pipesync.accelerate.private import accelerator_of_transformers
 from lightning_pipesync.methods.selsync import SelSyncConfig
+from lightning_pipesync.private_names import Overriding
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -18,7 +21,7 @@ else:
     _Base = object
 
 
-class PipeSyncTrainerMixin(_Base):
+class PipeSyncTrainerMixin(Overriding, _Base):
     """Goes before ``transformers.Trainer``, or a subclass of it, in the bases::
 
         class MyTrainer(PipeSyncTrainerMixin, Trainer): ...
@@ -52,26 +55,32 @@ class PipeSyncTrainerMixin(_Base):
             )
         super().__init__(*args, **kwargs)
 
+    @override
     def create_accelerator_and_postprocess(self) -> None:
         with accelerator_of_transformers(partial(PipeSyncAccelerator, self._pipesync)):
             super().create_accelerator_and_postprocess()
 
+    @override
     def get_train_dataloader(self) -> DataLoader:
         with self.accelerator.preparing_train_loader():
             return super().get_train_dataloader()
 
+    @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.consolidate()
         return super().evaluation_loop(*args, **kwargs)
 
+    @override
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         metrics = self.accelerator.metrics() if "loss" in logs else {}
         super().log({**logs, **metrics}, *args, **kwargs)
 
+    @override
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self.accelerator.consolidate()
         super().save_model(*args, **kwargs)
 
+    @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not isinstance(self.optimizer, SynchronizedOptimizer):
             super()._save_optimizer_and_scheduler(output_dir)
@@ -80,16 +89,19 @@ class PipeSyncTrainerMixin(_Base):
             super()._save_optimizer_and_scheduler(output_dir)
         self.accelerator.save_rank_states(output_dir)
 
+    @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.accelerator.load_rank_states(checkpoint)
 
+    @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.consolidate()  # one process alone may save the model, or use it
         self.accelerator.return_optimizer_states()
         return super()._finalize_training(*args, **kwargs)
 
+    @override
     def _load_best_model(self) -> None:
         self.accelerator.consolidate()
         super()._load_best_model()

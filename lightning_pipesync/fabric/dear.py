@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pipesync.core.views import without_views
 from lightning_pipesync.fabric.module import SyncedModule
@@ -32,6 +33,7 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         config = self.config.on_hosts_of(self.num_processes, self.world_size)
         return DeAR(module, optimizers, config, backend=self._traffic_backend)
 
+    @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         state = super().get_module_state_dict(module)
         return without_views(state) if isinstance(module, SyncedModule) else state

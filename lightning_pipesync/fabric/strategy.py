@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.fabric.module import SyncedModule, TrainedModule
@@ -24,6 +25,7 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
 
     checkpoint_replicas = True
 
+    @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank; a collective call."""
         synced = self.owner_of(optimizer)
@@ -31,12 +33,15 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
             return super().get_optimizer_state(optimizer)
         return synced.attached().optimizer_state_dict(optimizer)
 
+    @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return super().get_module_state_dict(module.module if isinstance(module, SyncedModule) else module)
 
+    @override
     def load_module_state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().load_module_state_dict(module.module if isinstance(module, SyncedModule) else module, *args, **kwargs)
 
+    @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Saves consolidated weights, and what each rank needs to go on if model and optimizers are in ``state``.
 
@@ -55,6 +60,7 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
                 state = {**state, CHECKPOINT_KEY: saved}
             super().save_checkpoint(path, state, *args, **kwargs)
 
+    @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads weights and optimizers, and begins anew from them, or goes on where the checkpoint was saved.
 

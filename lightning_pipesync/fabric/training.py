@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pipesync.compat import (
     control_backward_sync,
     is_unscaled,
     mark_overflow,
+    scaler_of,
     unwrapped,
 )
 from lightning_pipesync.core.ending import at_end_of_process
@@ -26,6 +28,7 @@ from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule, 
 from lightning_pipesync.methods.method import AveragingMethod, SyncMethod, parameters_of
 from lightning_pipesync.methods.registry import make_config
 from lightning_pipesync.methods.stepping import check_unscaling
+from lightning_pipesync.private_names import Overriding
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `lightning_fabric`, whose classes differ
     from lightning.fabric.accelerators import Accelerator
@@ -35,7 +38,7 @@ else:
     _Base = object
 
 
-class FabricTrainingMixin(_Base):
+class FabricTrainingMixin(Overriding, _Base):
     """Set-up, steps, clipping, and who may read the weights, whatever the method.
 
     Attributes:
@@ -139,12 +142,14 @@ class FabricTrainingMixin(_Base):
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
+    @override
     def setup_module(self, module: nn.Module) -> SyncedModule:  # type: ignore[override]
         """Gives all ranks the weights of rank 0; optimizers may follow."""
         synced = self._begin(module)
         synced.broadcast()
         return synced.wrapped()
 
+    @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Has the model that was set up before be trained with ``optimizer``.
 
@@ -161,6 +166,7 @@ class FabricTrainingMixin(_Base):
             "fabric.setup_module(model) first, with one model for all that an optimizer trains."
         )
 
+    @override
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
         """Attaches the method. Only newer versions of Fabric hand over a scheduler, which stays as it is."""
         synced = self._begin(module)
@@ -170,6 +176,7 @@ class FabricTrainingMixin(_Base):
         synced.attached()
         return (synced.wrapped(), optimizers, *scheduler)
 
+    @override
     def teardown(self) -> None:
         """Ends the training: models are plain ones again. Happens by itself when the process ends."""
         self._detach()
@@ -177,6 +184,7 @@ class FabricTrainingMixin(_Base):
 
     # --- a training step --------------------------------------------------------------------------------------------
 
+    @override
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
         method = self.method_of(optimizer)
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
@@ -208,6 +216,7 @@ class FabricTrainingMixin(_Base):
         if overflow and scaler is not None:
             mark_overflow(scaler, optimizer)
 
+    @override
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -239,6 +248,7 @@ class FabricTrainingMixin(_Base):
             )
         return norm
 
+    @override
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clips every value of the gradient that is about to be applied."""
         method = self.method_of(optimizer)
@@ -253,7 +263,7 @@ class FabricTrainingMixin(_Base):
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of 16-mixed precision."""
-        return getattr(self.precision, "scaler", None)
+        return scaler_of(self.precision)
 
     @property
     def _traffic_backend(self) -> str | None:

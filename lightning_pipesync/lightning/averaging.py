@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_pipesync.compat import unwrapped
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
@@ -28,6 +29,7 @@ class AveragingStrategyMixin(PipeSyncStrategyMixin):
         assert self.method is not None
         self.method.before_unscaling(optimizer, None if self._scaler is None else self._scaler.get_scale())
 
+    @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if self.method is not None:
@@ -35,11 +37,13 @@ class AveragingStrategyMixin(PipeSyncStrategyMixin):
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
             self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
 
+    @override
     def teardown(self) -> None:
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         super().teardown()
 
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -54,6 +58,7 @@ class AveragingStrategyMixin(PipeSyncStrategyMixin):
 
         return super().optimizer_step(optimizer, compute_and_hand_over, model, **kwargs)
 
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         """Has the training loader of a resumed run go on where the run was interrupted, also within an epoch."""
         dataloader = super().process_dataloader(dataloader)
@@ -62,6 +67,7 @@ class AveragingStrategyMixin(PipeSyncStrategyMixin):
         return self.begin_where_stopped(dataloader)
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Within it gradients are accumulated, and nothing is communicated."""
         with nullcontext() if self.method is None else self.method.no_sync():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pipesync.compat import logs_this_batch, saves_now
+from lightning_pipesync.private_names import Overriding
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -18,12 +20,13 @@ else:
     _Base = object
 
 
-class PipeSyncCallbackMixin(_Base):
+class PipeSyncCallbackMixin(Overriding, _Base):
     """Consolidates the weights before any other callback reads them, and logs what the method did.
 
     The strategies add it themselves, as the first of the Trainer's callbacks.
     """
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that all ranks will take the same number of steps.
 
@@ -39,12 +42,15 @@ class PipeSyncCallbackMixin(_Base):
                 "many samples, or set Trainer(limit_train_batches=...) to the smallest number."
             )
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         _strategy(trainer).resume()
 
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         _strategy(trainer).after_backward(optimizer)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -59,12 +65,15 @@ class PipeSyncCallbackMixin(_Base):
             chosen = {name: value for name, value in metrics.items() if (name in shown) == shows}
             pl_module.log_dict(chosen, prog_bar=shows, batch_size=1)
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).flush()
 
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).flush()
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).end_training()
 
@@ -72,6 +81,7 @@ class PipeSyncCallbackMixin(_Base):
 class PipelineCallbackMixin(PipeSyncCallbackMixin):
     """Has all ranks find what rank 0 has logged, before any other callback looks."""
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -80,15 +90,19 @@ class PipelineCallbackMixin(PipeSyncCallbackMixin):
         if saves_now(trainer):
             _strategy(trainer).flush()
 
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _pipeline(trainer).share_metrics()
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _pipeline(trainer).share_metrics()
 
+    @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _pipeline(trainer).share_metrics()
 
+    @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _pipeline(trainer).share_metrics()
 

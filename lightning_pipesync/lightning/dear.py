@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pipesync.compat import unwrapped
 from lightning_pipesync.core.codecs import Codec
@@ -124,16 +125,19 @@ class DeARStrategyMixin(AveragingStrategyMixin):
         config = self.config.on_hosts_of(self.num_processes, self.world_size)
         return DeAR(module, optimizers, config, backend=self._traffic_backend)
 
+    @override
     def on_train_end(self) -> None:
         """Has the optimizers keep their state, for a checkpoint that is saved after the training."""
         super().on_train_end()
         if self.method is not None and not self._interrupted:
             self.method.return_optimizer_states()
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
         return state if self.method is None else without_views(state)
 
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank."""
         if self.method is None:

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_pipesync import compat
 from lightning_pipesync.lightning.pipelined import (
@@ -135,11 +136,13 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         assert self.accelerator is not None
         assert self.model is not None
+        compat.check_trainer(trainer, self.precision_plugin)
         self._begin_to_attach(trainer)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
@@ -175,6 +178,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         return replace(self.config, clip_norm=(trainer.gradient_clip_val or None) if by_norm else None)
 
+    @override
     def model_to_device(self) -> None:
         """Moves all but the layers, of which only those of this rank's stage will follow."""
         assert self.model is not None
@@ -193,15 +197,18 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
                 if self.global_rank == 0:
                     compat.unwrapped(optimizer).load_state_dict(state)
 
+    @override
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """All ranks see all samples, in the same order."""
         return {"num_replicas": 1, "rank": 0}
 
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         if not isinstance(dataloader, DataLoader):
@@ -212,6 +219,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     # --- a training step --------------------------------------------------------------------------------------------
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Within it mini-batches are accumulated."""
         self._completes = False
@@ -220,6 +228,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         finally:
             self._completes = True
 
+    @override
     def training_step(self, batch: Any, *args: Any) -> Any:
         assert self.method is not None
         assert self.lightning_module is not None
@@ -242,6 +251,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
             rank_zero_info(self.method.describe())
         return results[0] if results else torch.zeros(())
 
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Makes the backward pass of the mini-batch whose turn it is, and its update if there is one."""
         assert self.method is not None
@@ -253,6 +263,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
             self._update(stage)
         return closure_loss
 
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -291,12 +302,15 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     # --- evaluation and metrics -------------------------------------------------------------------------------------
 
+    @override
     def validation_step(self, *args: Any) -> Any:
         return self._evaluate("validation_step", *args)
 
+    @override
     def test_step(self, *args: Any) -> Any:
         return self._evaluate("test_step", *args)
 
+    @override
     def predict_step(self, *args: Any) -> Any:
         return self._evaluate("predict_step", *args)
 
@@ -323,14 +337,17 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
             return
         adopt_metrics(self.lightning_module.trainer, self.broadcast)
 
+    @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Returns what is logged as it is: only rank 0 logs."""
         return tensor
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Returns ``tensor`` as the only one of its kind: steps are run on rank 0 only."""
         return tensor.unsqueeze(0)
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         decisions: list[bool] = [False] * self.world_size
         dist.all_gather_object(decisions, bool(decision))
@@ -338,6 +355,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole master model, after the other stages' layers have come; not after an error."""
         if self.method is not None and not self._interrupted:
@@ -345,6 +363,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
             self.method.gather()
         return super().lightning_module_state_dict()
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves, but after an error, when the layers of the other stages may never come."""
         if self.method is None or not self._interrupted:
@@ -355,6 +374,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
                 "from the last checkpoint before."
             )
 
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state for the whole model: of each parameter the mean over its replicas."""
         merged: dict[str, Any] = compat.unwrapped(optimizer).state_dict()

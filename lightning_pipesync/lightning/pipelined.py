@@ -44,7 +44,7 @@ def check_training(trainer: Trainer, precision: Precision) -> None:
             "strategy='ea_pipe' runs training_step on two stages for each batch, and cannot for one that takes the "
             "loader's iterator: have it take a batch."
         )
-    if getattr(precision, "scaler", None) is not None:
+    if compat.scaler_of(precision) is not None:
         raise ValueError(
             "precision='16-mixed' scales the loss, and mini-batches in flight would have different scales: set "
             "precision='bf16-mixed' or '32-true'."

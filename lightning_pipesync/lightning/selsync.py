@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.data.loaders import batch_size_before_injection, sampler_of, with_order, with_seldp
@@ -121,11 +122,13 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         method.data.followed = True  # by process_dataloader and batch_to_device
         return method
 
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self.method is not None and self.method.data.injection is not None and self._training:
             batch = self.method.data.injection(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         """Gives the training loader SelDP's order and, with data injection, the batch size of Eq. 3.
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
-from lightning_pipesync.compat import change_train_loaders, mark_overflow
+from lightning_pipesync.compat import change_train_loaders, check_trainer, mark_overflow, scaler_of
 from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.data.loaders import begin_at
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
@@ -22,6 +23,7 @@ from lightning_pipesync.lightning.loaders import no_warning_about_resuming, with
 from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
 from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.stepping import check_unscaling
+from lightning_pipesync.private_names import Overriding
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
     from lightning.pytorch import LightningModule, Trainer
@@ -31,7 +33,7 @@ else:
     _Base = object
 
 
-class PipeSyncStrategyMixin(_Base):
+class PipeSyncStrategyMixin(Overriding, _Base):
     """What the strategies of all methods have in common; goes before ``DDPStrategy`` in the bases.
 
     The module is not wrapped: ``training_step`` runs on it directly, and the method sees to its gradients and weights.
@@ -63,14 +65,17 @@ class PipeSyncStrategyMixin(_Base):
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
+    @override
     def configure_ddp(self) -> None:
         """Leaves the module as it is: there is nothing to wrap."""
 
+    @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
         assert self.lightning_module is not None
+        check_trainer(trainer, self.precision_plugin)
         self._begin_to_attach(trainer)
         for optimizer in self.optimizers if self._scaler is not None else ():
             check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
@@ -102,6 +107,7 @@ class PipeSyncStrategyMixin(_Base):
                 f"{found[other]}. Keep the checkpoints in a folder that all machines see, and resume from there."
             )
 
+    @override
     def teardown(self) -> None:
         self._checkpoint_step = None
         if self.method is not None:
@@ -111,6 +117,7 @@ class PipeSyncStrategyMixin(_Base):
         self._until_teardown.close()
         super().teardown()
 
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks; not after an error, when saving a checkpoint would wait for a rank that is gone."""
         if not self._interrupted:
@@ -118,6 +125,7 @@ class PipeSyncStrategyMixin(_Base):
 
     # --- a training step --------------------------------------------------------------------------------------------
 
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -168,12 +176,14 @@ class PipeSyncStrategyMixin(_Base):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.method is not None and not self.method.flushed:
             self.flush()
             self._flushed_to_save = True  # training may be in the midst of a step: after saving it goes on
         return super().lightning_module_state_dict()
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         weights_only = "optimizer_states" not in checkpoint
         if self.method is not None and not weights_only and not self._interrupted:
@@ -187,6 +197,7 @@ class PipeSyncStrategyMixin(_Base):
             self.method.resume()
             self._flushed_to_save = False
 
+    @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._checkpoint_step = checkpoint.get("global_step")
@@ -195,6 +206,7 @@ class PipeSyncStrategyMixin(_Base):
             del ranks[rank]  # a whole replica each
         return checkpoint
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizer, and what this rank needs besides.
 
@@ -250,7 +262,7 @@ class PipeSyncStrategyMixin(_Base):
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
-        return getattr(self.precision_plugin, "scaler", None)
+        return scaler_of(self.precision_plugin)
 
     @property
     def _fitting(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipesync.compat import tensors_in
+from lightning_pipesync.compat import has_hooks, tensors_in
 from lightning_pipesync.core.channel import LocalChannel
 from lightning_pipesync.methods.ea_pipe.entry import Entry
 from lightning_pipesync.methods.method import device_of
@@ -25,8 +25,7 @@ def flattened(layers: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Mod
     """Returns the layers by name, those of plain ``nn.Sequential`` within one, too."""
     found = []
     for name, layer in layers.named_children():
-        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-        if type(layer) is nn.Sequential and len(layer) and not hooks:
+        if type(layer) is nn.Sequential and len(layer) and not has_hooks(layer):
             found += flattened(layer, f"{prefix}{name}.")
         else:
             found.append((prefix + name, layer))

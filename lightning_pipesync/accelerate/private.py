@@ -1,0 +1,76 @@
+"""The only place that touches a private name of Accelerate or transformers, so that an upgrade breaks one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.private_names import missing, require
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Checks, before anything is prepared, that an Accelerator keeps what it prepares where it did."""
+    require(accelerator, "_models", "_optimizers", "_dataloaders")
+
+
+def check_marked(model: nn.Module) -> None:
+    """Checks that Accelerate, which has prepared ``model``, marks models as :func:`mark_prepared` does."""
+    if not hasattr(model, "_is_accelerate_prepared"):
+        raise missing(Accelerator, "_is_accelerate_prepared")
+
+
+def mark_prepared(prepared: Any) -> None:
+    """Has Accelerate know that ``prepared`` is what it prepares models to be."""
+    prepared._is_accelerate_prepared = True
+
+
+def is_prepared(given: Any) -> bool:
+    """Returns whether Accelerate has prepared ``given`` before."""
+    return bool(getattr(given, "_is_accelerate_prepared", False))
+
+
+def prepared_models(accelerator: Any) -> list[nn.Module]:
+    """Returns the models that an Accelerator saves."""
+    return list(accelerator._models)
+
+
+def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer) -> None:
+    """Has an Accelerator use ``new`` where it has prepared ``old``."""
+    optimizers = accelerator._optimizers
+    optimizers[[id(optimizer) for optimizer in optimizers].index(id(old))] = new
+
+
+def add_prepared_loader(accelerator: Any, loader: Any) -> None:
+    """Has an Accelerator know a loader that was prepared in another way than its own."""
+    accelerator._dataloaders.append(loader)
+
+
+@contextmanager
+def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
+    """Within it a Trainer of transformers makes its Accelerator by calling ``make``.
+
+    Raises:
+        RuntimeError: it has made one in another way.
+    """
+    from transformers import trainer
+
+    made = []
+
+    def made_here(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    require(trainer, "Accelerator")
+    theirs = trainer.Accelerator
+    trainer.Accelerator = made_here
+    try:
+        yield
+    finally:
+        trainer.Accelerator = theirs
+    if not made:
+        raise missing(trainer, "Accelerator")

@@ -1,0 +1,81 @@
+"""Names of other libraries that nobody promises to keep: one that is gone is an error, at once and by name."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+#: Libraries whose names are relied on.
+LIBRARIES = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "accelerate",
+    "transformers",
+    "torchmetrics",
+    "pyroute2",
+)
+
+
+def require(owner: Any, *names: str) -> None:
+    """Checks that ``owner``, an object, class or module of a library, has the attributes that are about to be used.
+
+    To set one that was renamed would have no effect, and no error either.
+
+    Raises:
+        RuntimeError: it lacks one.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise missing(owner, name)
+
+
+def missing(owner: Any, name: str) -> RuntimeError:
+    """Returns the error that says which library lacks what."""
+    origin = next(origin for origin in _origins(owner) if _library(origin) is not None)
+    library = str(_library(origin))
+    return RuntimeError(
+        f"{library} {sys.modules[library].__version__} has no {origin.__name__}.{name}, on which lightning-pipesync "
+        f"relies, or does not use it: install a version of {library} that is tested, see 'Versions' in README.md."
+    )
+
+
+class Overriding:
+    """A base of classes that override methods of a library's class, marked with ``@override``.
+
+    A method that was renamed there would never be called again, and nobody would notice: what is saved then are wrong
+    weights, say. So each of them must be there, when the class is made that has both in its bases.
+
+    Raises:
+        RuntimeError: one is not.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        theirs = [base for base in cls.__mro__ if _library(base) is not None]
+        if not theirs:  # a mixin, to which the library's class is added later
+            return
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] != __package__:
+                continue
+            for name, member in vars(base).items():
+                function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                overrides = getattr(function, "__override__", False)
+                if overrides and not any(name in vars(other) for other in theirs):
+                    raise missing(theirs[0], name)
+
+
+def _origins(owner: Any) -> tuple[Any, ...]:
+    """Returns a module itself, or the classes of a class or an object, the most derived one first."""
+    if isinstance(owner, ModuleType):
+        return (owner,)
+    return owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+
+
+def _library(origin: Any) -> str | None:
+    """Returns the library of a class or module; None if it is none of those that are relied on."""
+    name = origin.__name__ if isinstance(origin, ModuleType) else origin.__module__
+    root = str(name.partition(".")[0])
+    return root if root in LIBRARIES else None
