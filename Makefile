@@ -1,14 +1,31 @@
-PYTHON ?= python3
+# A Python of one's own choice has a virtual environment of its own: `make test PYTHON=python3.13` makes .venv-3.13.
+ifeq ($(origin PYTHON), undefined)
+PYTHON := python3
 VENV := .venv
+endif
+OLDEST_PYTHON ?= python3.10
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV ?= .venv-$(PYTHON_VERSION)
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(PYTHON_VERSION)
 
-.PHONY: demo test test-kernels lint clean
+# A file for each method, framework and library.
+CORE_TESTS := tests/test_private_names.py tests/test_registration.py tests/test_transport.py tests/test_dear.py \
+    tests/test_selsync.py tests/test_pipe_sgd.py tests/test_ea_pipe_stages.py tests/test_ea_pipe_traced.py \
+    tests/test_lightning_dear.py tests/test_lightning_selsync.py tests/test_lightning_pipe_sgd.py \
+    tests/test_lightning_ea_pipe.py tests/test_lightning_resume.py tests/test_lightning_cli.py tests/test_fabric.py \
+    tests/test_accelerate.py tests/test_accelerate_transformers.py tests/test_dear_search.py \
+    tests/test_bench_stages.py tests/test_netlab.py
 
-# One virtual environment for everything, built once and again when what is to be installed changes.
-$(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,examples,bench]'
+.PHONY: demo test test-kernels test-core test-oldest lint clean
+
+# Built once, and again when what is to be installed changes; another Python's is never used.
+$(READY): pyproject.toml $(CONSTRAINTS)
+	test -n "$(PYTHON_VERSION)" # otherwise PYTHON=$(PYTHON) does not run
+	test "`$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'`" = $(PYTHON_VERSION) \
+	    || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test,examples,bench]'
 	touch $@
 
 demo: $(READY)
@@ -33,5 +50,12 @@ test-kernels: $(READY)
 	    || exit 1; \
 	done
 
+test-core: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(CORE_TESTS)
+
+# The lower bounds in pyproject.toml are what this proves.
+test-oldest:
+	$(MAKE) PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt test-core
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf .venv .venv-* outputs

@@ -12,6 +12,7 @@ import torch
 import torchmetrics
 import transformers
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Callback, Trainer
@@ -186,11 +187,12 @@ def _attached(trainer: Trainer) -> Classifier:
 
 def test_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = PipeSyncAccelerator(PipeSyncPlugin("dear"), cpu=True)
-    monkeypatch.setattr(PipeSyncAccelerator, "_synchronizes", True)
-    unmarked = nn.Linear(1, 1)
-    monkeypatch.setattr(Accelerator, "prepare_model", lambda *_, **__: unmarked)
-    with pytest.raises(RuntimeError, match=r"accelerate \S+ has no Accelerator\._is_accelerate_prepared"):
-        accelerator.prepare(nn.Linear(1, 1))
+    model = nn.Linear(1, 1)
+    accelerator.prepare(model, SGD(model.parameters()))
+    unmarked = AcceleratedOptimizer(SGD(model.parameters()))
+    monkeypatch.setattr(Accelerator, "prepare", lambda *_, **__: (model, unmarked))
+    with pytest.raises(RuntimeError, match=r"accelerate \S+ has no AcceleratedOptimizer\._is_accelerate_prepared"):
+        accelerator.prepare(model, SGD(model.parameters()))
     make = Accelerator.__init__
 
     def make_without(self: Accelerator, **kwargs: Any) -> None:

@@ -89,6 +89,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             result = super().prepare(*args, device_placement=device_placement)
         finally:
             self._preparing = False
+        check_marked(result)
         self._attach()
         return result
 
@@ -108,9 +109,7 @@ class PipeSyncAccelerator(SavingAccelerator):
                 self._attach()
                 return known
         # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
-        model = super().prepare_model(model, device_placement, evaluation_mode=True)
-        check_marked(model)
-        wrapper = SynchronizedModel(model)
+        wrapper = SynchronizedModel(super().prepare_model(model, device_placement, evaluation_mode=True))
         mark_prepared(wrapper)
         self._prepared.add(wrapper)
         self._attach()

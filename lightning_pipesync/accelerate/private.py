@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,10 +19,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
     require(accelerator, "_models", "_optimizers", "_dataloaders")
 
 
-def check_marked(model: nn.Module) -> None:
-    """Checks that Accelerate, which has prepared ``model``, marks models as :func:`mark_prepared` does."""
-    if not hasattr(model, "_is_accelerate_prepared"):
-        raise missing(Accelerator, "_is_accelerate_prepared")
+def check_marked(prepared: Any) -> None:
+    """Checks that Accelerate marks what it has prepared, of which optimizers are a part, as we do the rest."""
+    for one in prepared if isinstance(prepared, tuple) else (prepared,):
+        if isinstance(one, AcceleratedOptimizer):
+            require(one, "_is_accelerate_prepared")
 
 
 def mark_prepared(prepared: Any) -> None:

@@ -168,7 +168,7 @@ class FabricTrainingMixin(Overriding, _Base):
 
     @override
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
-        """Attaches the method. Only newer versions of Fabric hand over a scheduler, which stays as it is."""
+        """Attaches the method; a scheduler stays as it is."""
         synced = self._begin(module)
         for optimizer in optimizers:
             self._check(optimizer)

@@ -22,7 +22,7 @@ def drawing(seed: int, number: int, place: int | None, device: torch.device) -> 
         device: the stage's.
     """
     text = f"{seed}, {number}, {place}"
-    own = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    own = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(own)  # torch.manual_seed also formats stack traces for absent devices
         if device.type == "cuda":
