@@ -16,9 +16,11 @@ import pyroute2
 from pyroute2 import netns
 
 from lightning_pipesync.netlab.processes import NAMESPACES, kill
+from lightning_pipesync.private_names import require
 
 _NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
 # pyroute2 creates a namespace in a process of its own; 2 seconds are too few for that on a machine that is busy.
+require(pyroute2.config, "default_communicate_timeout")
 pyroute2.config.default_communicate_timeout = 30
 
 
