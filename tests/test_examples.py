@@ -127,7 +127,7 @@ def test_pipeline_digits() -> None:
 
 
 def test_non_iid_digits() -> None:
-    first, second = run_forked(2, "non_iid_digits.py", "--steps", 150, "--injection", 0.5, 0.5)
+    first, second = run_forked(2, "non_iid_digits.py", "--steps", 80, "--injection", 0.5, 0.5)
     for result in (first, second):
         assert result.returncode == 0, result.stderr
         assert "Warning" not in result.stderr
