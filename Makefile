@@ -11,11 +11,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(PYTHON_VERSION)
 
 # A file for each method, framework and library.
-CORE_TESTS := tests/test_private_names.py tests/test_registration.py tests/test_transport.py tests/test_dear.py \
-    tests/test_selsync.py tests/test_pipe_sgd.py tests/test_ea_pipe_stages.py tests/test_ea_pipe_traced.py \
-    tests/test_lightning_dear.py tests/test_lightning_selsync.py tests/test_lightning_pipe_sgd.py \
-    tests/test_lightning_ea_pipe.py tests/test_lightning_resume.py tests/test_lightning_cli.py tests/test_fabric.py \
-    tests/test_accelerate.py tests/test_accelerate_transformers.py tests/test_dear_search.py \
+CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/test_accelerate.py tests/test_fabric.py \
+    tests/test_lightning_ea_pipe.py tests/test_lightning_dear.py tests/test_accelerate_transformers.py \
+    tests/test_lightning_resume.py tests/test_lightning_cli.py tests/test_registration.py tests/test_ea_pipe_stages.py \
+    tests/test_dear.py tests/test_selsync.py tests/test_pipe_sgd.py tests/test_dear_search.py \
     tests/test_bench_stages.py tests/test_netlab.py
 
 .PHONY: demo test test-kernels test-core test-oldest lint clean
