@@ -33,13 +33,18 @@ if TYPE_CHECKING:
 #: Packages of Lightning's distributions.
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
+
+class Probe(torch.optim.SGD):
+    """Tried in the place of SGD: if one is made, torch wraps SGD's ``step``, and subclasses' hooks are called twice."""
+
+
 require(torch, "_foreach_copy_", "_foreach_zero_", "_foreach_norm")
 require(torch.autograd, "_unsafe_preserve_version_counter")
 require(torch.ops.aten.add_.Tensor, "_schema")  # without it, written_by() would find that nothing is written
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 require(Tensor, "_version")
 require(torch.UntypedStorage, "_cdata")
-require(Optimizer([torch.zeros(1)], {}), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+require(Probe([torch.zeros(1)]), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -100,7 +105,7 @@ def handles_unscaling(optimizer: Optimizer) -> bool:
 
 @functools.cache
 def _check_fused() -> None:
-    require(torch.optim.SGD([torch.zeros(1)], fused=True), "_step_supports_amp_scaling")
+    require(Probe([torch.zeros(1)], fused=True), "_step_supports_amp_scaling")
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
@@ -111,7 +116,7 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 @functools.cache
 def _check_scheduled() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer = Probe([torch.zeros(1)])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     optimizer.step()
     require(optimizer, "_opt_called")

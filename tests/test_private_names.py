@@ -108,16 +108,16 @@ def test_what_is_set_on_metrics() -> None:
 
 def test_what_optimizers_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that torch sets on some optimizers only: whether it does is tried once."""
-    parameter, unfused = nn.Parameter(torch.zeros(1)), SGD
+    parameter = nn.Parameter(torch.zeros(1))
     for check in (compat._check_fused, compat._check_scheduled):
         check.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.optim, "SGD", lambda parameters, fused=None: unfused(parameters))
+        patch.setattr(compat, "Probe", lambda parameters, fused=None: SGD(parameters))
         with pytest.raises(RuntimeError, match=r"torch \S+ has no SGD\._step_supports_amp_scaling"):
-            compat.handles_unscaling(unfused([parameter]))
+            compat.handles_unscaling(SGD([parameter]))
         patch.setattr(torch.optim.lr_scheduler, "LambdaLR", lambda *_: None)
         with pytest.raises(RuntimeError, match=r"torch \S+ has no SGD\._opt_called"):
-            compat.mark_stepped(unfused([parameter]))
+            compat.mark_stepped(SGD([parameter]))
     assert not compat.handles_unscaling(SGD([parameter]))
     assert compat.handles_unscaling(SGD([parameter], fused=True))
     compat.mark_stepped(SGD([parameter]))
