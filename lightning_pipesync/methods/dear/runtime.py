@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import mark_stepped
+from lightning_pipesync.compat import foreach_norm, mark_stepped
 from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, Fusion, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
@@ -179,7 +179,7 @@ class DeAR(AveragingMethod):
         """Clips the averaged gradient by its L2 norm, to which each rank contributes one number, that of its shard."""
         self.after_backward(optimizer)
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
-        squares = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32).square() for flat in gradients])
+        squares = torch.stack(foreach_norm(gradients)).square_()  # of one type on all ranks, as the buckets are
         self._lane.drain()  # another optimizer's weights may be on their way
         norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -71,7 +71,9 @@ class MicroBatchedStage(Stage):
         if completes:
             squared_norm = None
             if self._config.clip_norm is not None:
-                squared_norm = self._transport.all_reduce(self._squared_norm(None).reshape(1)).wait()[0]
+                own = self._squared_norm(None)
+                # The parameters of other stages may have other types.
+                squared_norm = self._transport.all_reduce(own.double().reshape(1)).wait()[0].to(own.dtype)
             self._complete = made, squared_norm
         self._partial = self._gradients()
         self._set_gradients(None)  # a framework may set them to zero now
