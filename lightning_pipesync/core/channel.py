@@ -205,7 +205,7 @@ class MessageReceiver(Receiver):
 
 
 def narrow(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Returns a floating-point tensor in ``dtype``, if that has fewer bits; any other, and a single number, as it is."""
+    """Returns a floating-point tensor in ``dtype``, if that has fewer bits; any other as it is, and a single number."""
     single = tensor.dim() == 0  # a squared norm, say: nothing would be saved, and fp16 may not hold it
     if dtype is None or single or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
         return tensor
