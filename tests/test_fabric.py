@@ -210,6 +210,7 @@ def train_in_all_precisions() -> dict[tuple[str, str], tuple[dict[str, Tensor], 
     for name in ["ddp", *NAMES]:
         settings = SYNCHRONOUS.get(name)
         for precision, arguments in {
+            "64-true": {"precision": "64-true"},
             "bf16-mixed": {"precision": "bf16-mixed"},
             "16-mixed": {"plugins": [scaling(2.0**10)]},
             "overflow": {"plugins": [scaling(2.0**24)]},
