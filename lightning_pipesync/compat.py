@@ -15,8 +15,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
@@ -375,3 +377,15 @@ def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
     if precision.precision == "16-mixed":
         require(precision, "scaler")
     return getattr(precision, "scaler", None)
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Returns the store over which ``group`` was formed, whose keys are the group's own, on a connection of its own."""
+    return distributed_c10d._world.pg_map[group][1].clone()
+
+
+def address_of(store: dist.Store) -> str | None:
+    """Returns ``host:port`` of the process that keeps what is in ``store``; None if that is no process."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else None

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
-
-from tests.harness import DIED, kill_stopped_siblings, launch, raised
 
 
 def seeded_mlp(seed: int = 0, batch_norm: bool = False) -> nn.Module:
@@ -58,38 +52,6 @@ def train_ddp(optimizer_name: str, num_steps: int) -> dict[str, Tensor]:
         loss(wrapped, i, dist.get_rank()).backward()
         optimizer.step()
     return state(model)
-
-
-def lose_a_peer(method: Callable[..., Any], how: str) -> tuple[tuple[str, str] | None, list[str]]:
-    """Trains until rank 1 dies or hangs; returns what the other raised, and the method's threads that are left."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = method(model, optimizer)
-
-    def train_on() -> None:
-        for i in range(100):
-            if i == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
-            optimizer.zero_grad()
-            loss(model, i, dist.get_rank()).backward()
-            sync.step()
-
-    outcome = raised(train_on)
-    sync.detach()
-    if how == "hangs":
-        kill_stopped_siblings()
-    return outcome, [thread.name for thread in threading.enumerate() if "pipesync" in thread.name]
-
-
-def assert_loss_is_noticed(method: Callable[..., Any], how: str) -> None:
-    """Asserts that a rank whose peer dies or hangs raises, names it, and leaves no thread behind."""
-    survived, died = launch(lose_a_peer, 2, method, how, may_die=(1,), timeout_s=60)
-    assert died == DIED
-    outcome, threads = survived
-    assert outcome is not None
-    assert outcome[0] == "RuntimeError"
-    assert "rank 1" in outcome[1]
-    assert threads == []
 
 
 def average_gradients(model: nn.Module, scale: float = 1.0) -> None:

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe import split as splits
 from tests.harness import assert_refused, launch, raised
-from tests.models import assert_loss_is_noticed, batch
+from tests.models import batch
 from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
 
 ASYNCHRONOUS = ("ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain")
@@ -372,23 +372,3 @@ def test_weights_shared_by_two_stages_are_refused() -> None:
     engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=2, split=(8,))
     with pytest.raises(ValueError, match="share a parameter"):
         engine.train_batch(batch(0, 0))
-
-
-class Pipelined:
-    """The engine as the loop that loses a peer drives a method."""
-
-    def __init__(self, model: nn.Sequential, _: Any) -> None:
-        self.model = model
-        self.engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], timeout_s=4)
-
-    def step(self) -> None:
-        self.model.zero_grad()  # the loop has made a gradient of its own
-        self.engine.train_batch(batch(0, 0))
-
-    def detach(self) -> None:
-        self.engine.detach()
-
-
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_lost_stage_is_noticed(how: str) -> None:
-    assert_loss_is_noticed(Pipelined, how)

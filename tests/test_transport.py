@@ -370,5 +370,6 @@ def test_a_lost_peer_raises_on_the_others(how: str, operation: str) -> None:
         assert outcome is not None
         kind, message, seconds = outcome
         assert kind == "RuntimeError"
+        assert message.startswith("Rank 1 (host ")
         assert "timeout_s=3" in message
         assert seconds < 30, "the timeout of 3 s, and what a busy machine adds"

@@ -169,7 +169,8 @@ class MessageReceiver(Receiver):
     def receive(self) -> Any:
         if not self._expected:
             self.expect()
-        message = self._expected.popleft().wait()
+        with self._messages.awaiting(self._peer):
+            message = self._expected.popleft().wait()
         for tensor in tensors_in(message):
             if tensor.is_cuda:  # allocated on the lane's stream, used on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))

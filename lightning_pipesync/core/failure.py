@@ -1,21 +1,244 @@
-"""What a user reads when a peer is gone."""
+"""What a user reads when a peer is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch.distributed as dist
 
-@contextmanager
-def naming_lost_peer(rank: int, what: str, timeout: timedelta) -> Iterator[None]:
-    """Raises a RuntimeError that says what ``rank`` waited for, instead of the backend's own."""
-    try:
-        yield
-    except RuntimeError as error:
+from lightning_pipesync.compat import address_of, store_of
+from lightning_pipesync.core.ending import at_end_of_process, error_at_end
+from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait
+from lightning_pipesync.core.verdict import SENTENCES, chain, find_fault, has_raised
+
+#: Seconds between two beats, at most; a fraction of the timeout if that is short.
+INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
+
+#: Beats that a rank may miss before it counts as silent.
+PATIENCE = 3
+
+UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
+
+#: What Gloo's errors begin with: a place in its source, or, on a connection that has timed out before, only this.
+GLOO_WORDS = ("gloo", "Application timeout caused pair closure")
+
+#: Seconds in which the store has to answer.
+STORE_S = 5.0
+
+#: Seconds that the end of a process waits to tell the others of it.
+GOODBYE_S = 1.0
+
+
+class PeerWatch:
+    """Knows for what this rank waits, tells the others, and says which rank is at fault when one waits in vain.
+
+    Attributes:
+        timeout: after which a peer that does not answer counts as lost.
+
+    Args:
+        group: of all ranks; creating the watch begins its clock, and is a collective call therefore.
+        timeout: as above.
+        exchanges: returns how many operations this rank has begun.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, exchanges: Callable[[], int]) -> None:
+        self.timeout = timeout
+        self._rank, self._exchanges = dist.get_rank(), exchanges
+        self._begin = time.monotonic()
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._error: BaseException | None = None
+        self._left = False
+        self._judging = threading.Lock()
+        self._verdict: tuple[str, str] | None = None
+        self._heartbeat: Heartbeat | None = None
+        if dist.get_world_size() > 1:
+            store = store_of(group)
+            self._address = address_of(store)
+            interval = min(INTERVAL, timeout.total_seconds() * FRACTION_OF_TIMEOUT)
+            self._heartbeat = Heartbeat(store, self._rank, dist.get_world_size(), interval, self._describe)
+            self._at_end = at_end_of_process(lambda _: self.close(error_at_end()), first=True)
+
+    @contextmanager
+    def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Iterator[None]:
+        """Within it this rank waits for ``peer``; a connection's error is raised as one that says who is at fault.
+
+        Args:
+            what: for what it waits, in words.
+            peer: who has to act; None: any other rank.
+            ahead: a thread waits, before this rank needs it.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        thread = threading.get_ident()
+        if not ahead:
+            self._waits[thread] = Wait(what, peer, self._now())
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_connection_error(error):
+                raise
+            self._waits.setdefault(thread, Wait(what, peer, self._now()))
+            raise RuntimeError(self._accusation(what, error)) from error
+        finally:
+            self._waits.pop(thread, None)
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the other ranks that this one leaves with an exception.
+
+        If a connection's error has come from a library that does not know who is at fault, its message gets a last
+        line that says so.
+        """
+        if self._heartbeat is not None and is_connection_error(error):
+            what = "an operation of the default process group"
+            self._waits[threading.get_ident()] = Wait(what, None, self._now())
+            error.args = (f"{error}\n{self._accusation(what, error)}",)
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tells the other ranks that this one has left, and ends the thread.
+
+        Args:
+            error: the exception with which it leaves; None: that which is being handled, if there is one.
+        """
+        if self._heartbeat is None or self._left:
+            return
+        self._left, self._error = True, error or sys.exc_info()[1]
+        last = self._describe(0)
+        if has_raised(last) and self._fault is None:
+            self._heartbeat.tell(Fault("raised", self._rank, self._host, self._pid, last.left or "", last.at))
+            if self._rank == 0:
+                self._see_all_told({0})
+        self._heartbeat.close(GOODBYE_S)
+        self._at_end.cancel()
+
+    def _accusation(self, what: str, error: BaseException) -> str:
+        """Returns one line that says who is at fault for that this rank has waited in vain for ``what``."""
+        seconds = f"timeout_s={self.timeout.total_seconds():g}"
         # Without the place in the backend's source, and without its advice.
-        cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
-        raise RuntimeError(
-            f"Rank {rank} waited in vain for {what}. That process has died, hangs, or was slower than "
-            f"timeout_s={timeout.total_seconds():g} seconds ({cause})."
-        ) from error
+        cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0].strip()
+        with self._judging:  # each thread that waits fails; one verdict is enough
+            if self._verdict is None:
+                self._verdict = self._judge()
+            who, way = self._verdict
+        return f"{who}; rank {self._rank} waited in vain for {what}{way} ({seconds}; {cause})."
+
+    def _judge(self) -> tuple[str, str]:
+        """Returns who is at fault, and through whom this rank has waited for him; tells the others."""
+        assert self._heartbeat is not None
+        heartbeat = self._heartbeat
+        try:
+            beats = heartbeat.read(STORE_S)
+        except RuntimeError:
+            if heartbeat.fault is not None:
+                return self._accuse(heartbeat.fault), ""
+            return (UNKNOWN if self._left else self._accuse_store()), ""
+        silent: set[int] = set()
+        if heartbeat.fault is None:
+            beats, silent = self._listen(beats)
+        told = heartbeat.fault
+        fault = told or find_fault(beats, silent, self._rank, heartbeat.interval)
+        if fault is None:
+            return UNKNOWN, ""
+        if told is None:
+            heartbeat.tell(fault)
+        if self._rank == 0:
+            self._see_all_told(silent | {fault.rank})
+        way = chain(beats, self._rank, fault.rank)
+        through = "".join(_because(beats[waiting]) for waiting in way[1:-1])
+        return self._accuse(fault), through
+
+    def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
+        """Waits until all ranks have been heard of since ``first``, or have had the time for it.
+
+        Returns:
+            The last beats, and the ranks that are silent.
+        """
+        for beats in self._later_beats():
+            pairs = enumerate(zip(first, beats, strict=True))
+            silent = {rank for rank, (before, now) in pairs if now.number == before.number and now.left is None}
+            if not silent or self._fault is not None:
+                break
+        return beats, silent
+
+    def _see_all_told(self, lost: Collection[int]) -> None:
+        """Waits until all ranks but those know who is at fault: this process may have the store, and will end."""
+        for beats in self._later_beats():
+            live = (beat for rank, beat in enumerate(beats) if rank not in lost)
+            if all(beat.blames is not None or beat.left is not None for beat in live):
+                break
+
+    def _later_beats(self) -> Iterator[list[Beat]]:
+        """Yields the ranks' last beats, several times in the time in which a rank that lives will be heard of."""
+        assert self._heartbeat is not None
+        deadline = time.monotonic() + PATIENCE * self._heartbeat.interval
+        while True:
+            time.sleep(self._heartbeat.interval / 10)
+            try:
+                beats = self._heartbeat.read(STORE_S)
+            except RuntimeError:
+                return
+            yield beats
+            if time.monotonic() > deadline:
+                return
+
+    def _accuse(self, fault: Fault) -> str:
+        sentence = SENTENCES[fault.kind].format(detail=fault.detail, ago=max(0.0, self._now() - fault.at))
+        return f"Rank {fault.rank} (host {fault.host}, pid {fault.pid}) is at fault: {sentence}"
+
+    def _accuse_store(self) -> str:
+        where = "" if self._address is None else f" at {self._address}"
+        return (
+            f"The store of the job{where} does not answer: look first at that machine, where rank 0 runs; its process "
+            "has died or is frozen, or the network is down"
+        )
+
+    def _describe(self, number: int) -> Beat:
+        error = self._error
+        left = None if not self._left else "" if error is None else _in_short(error)
+        return Beat(
+            number,
+            self._now(),
+            self._host,
+            self._pid,
+            self._exchanges(),
+            list(self._waits.values()),
+            None if self._fault is None else self._fault.rank,
+            left,
+            lost_peer=error is not None and is_connection_error(error),
+        )
+
+    @property
+    def _fault(self) -> Fault | None:
+        """What this rank or another one has found."""
+        return None if self._heartbeat is None else self._heartbeat.fault
+
+    def _now(self) -> float:
+        return time.monotonic() - self._begin
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Returns whether ``error`` is one of a connection to another process, as PyTorch raises it."""
+    first_line = str(error).partition("\n")[0]
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in first_line for words in GLOO_WORDS)
+    )
+
+
+def _because(beat: Beat) -> str:
+    """Returns why a rank has let another one wait, to go on with in a sentence."""
+    if beat.waits:
+        return f", which waited for {beat.waits[0].what}"
+    return f", which has given up because of rank {beat.blames}"
+
+
+def _in_short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.handle import Promise, Worker
 from lightning_pipesync.core.messages import Messages
@@ -30,11 +30,11 @@ class GlooExchange:
 
     Args:
         group: a Gloo process group that nothing else uses.
-        timeout: how long to wait for one message.
+        watch: knows how long to wait for one message, and who is at fault if it does not come.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
+    def __init__(self, group: dist.ProcessGroup, watch: PeerWatch) -> None:
+        self._group, self._watch = group, watch
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._pool = BufferPool()
         self._tag = self._small_tag = 0
@@ -224,7 +224,7 @@ class GlooExchange:
         return PairwiseExchange(self._messages(tag), filled, incoming)
 
     def _messages(self, tag: int) -> Messages:
-        return Messages(self._group, tag, self._timeout)
+        return Messages(self._group, tag, self._watch)
 
     @property
     def _peers(self) -> list[int]:

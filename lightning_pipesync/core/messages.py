@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.failure import naming_lost_peer
+from lightning_pipesync.core.failure import PeerWatch
 
 
 class Messages:
     """Sends to and receives from peers, by rank in the group. Between two ranks messages keep their order.
 
-    Every method raises RuntimeError, with the peer's rank, if that process has died or does not answer in time.
+    Every method raises RuntimeError, with the rank at fault, if a process has died or does not answer in time.
 
     Attributes:
         rank: of this process in the group.
@@ -24,11 +23,12 @@ class Messages:
     Args:
         group: the process group.
         tag: tells these messages from others in flight.
-        timeout: how long to wait for one message.
+        watch: knows how long to wait for one message, and who is at fault if it does not come.
+        ahead: whether a thread receives what this rank may not need yet; see :meth:`awaiting`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tag: int, timeout: timedelta) -> None:
-        self._group, self._tag, self._timeout = group, tag, timeout
+    def __init__(self, group: dist.ProcessGroup, tag: int, watch: PeerWatch, *, ahead: bool = False) -> None:
+        self._group, self._tag, self._watch, self._ahead = group, tag, watch, ahead
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def start_receiving(self, tensor: Tensor, peer: int) -> dist.Work:
@@ -44,20 +44,25 @@ class Messages:
     def wait_received(self, work: dist.Work, peer: int) -> None:
         """Blocks until what :meth:`start_receiving` has posted is there."""
         with self._receiving(peer):
-            work.wait(self._timeout)
+            work.wait(self._watch.timeout)
 
     def wait_sent(self, work: dist.Work, peer: int) -> None:
         """Blocks until what :meth:`start_sending` has posted may be changed again."""
         with self._sending(peer):
-            work.wait(self._timeout)
+            work.wait(self._watch.timeout)
+
+    def awaiting(self, peer: int) -> AbstractContextManager[None]:
+        """Within it this rank needs what a thread receives from ``peer``."""
+        rank = self._global(peer)
+        return self._watch.waiting(f"a message from rank {rank}", rank)
 
     def _receiving(self, peer: int) -> AbstractContextManager[None]:
-        return naming_lost_peer(dist.get_rank(), f"a message from rank {self._global(peer)}", self._timeout)
+        rank = self._global(peer)
+        return self._watch.waiting(f"a message from rank {rank}", rank, ahead=self._ahead)
 
     def _sending(self, peer: int) -> AbstractContextManager[None]:
-        return naming_lost_peer(
-            dist.get_rank(), f"the delivery of a message to rank {self._global(peer)}", self._timeout
-        )
+        rank = self._global(peer)
+        return self._watch.waiting(f"the delivery of a message to rank {rank}", rank)
 
     def _global(self, peer: int) -> int:
         return dist.get_global_rank(self._group, peer)

@@ -47,6 +47,11 @@ class Traffic:
             self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + time.perf_counter() - start
 
     @property
+    def num_operations(self) -> int:
+        """How many operations were issued, of all kinds together; may be asked by another thread."""
+        return sum(list(self.operations.values()))
+
+    @property
     def total_bytes_sent(self) -> int:
         """Bytes sent, all kinds together."""
         return sum(self.bytes_sent.values())

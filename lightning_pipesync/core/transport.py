@@ -19,7 +19,7 @@ from torch import Tensor, serialization
 
 from lightning_pipesync.core.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.core.failure import naming_lost_peer
+from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.gloo import NUM_TAGS, GlooExchange
 from lightning_pipesync.core.handle import Handle
@@ -43,7 +43,7 @@ class Transport:
         world_size: number of processes.
         device: where the tensors of the collectives are.
         traffic: bytes sent and seconds waited, per kind of operation.
-        timeout: after which a peer that does not answer counts as lost.
+        watch: says which rank is at fault when one waits in vain.
 
     Args:
         device: where the tensors of the collectives are.
@@ -81,10 +81,11 @@ class Transport:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self._groups: list[dist.ProcessGroup] = []
-        self.timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout_s)
         # Flags, objects and single messages go through the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
-        self._gloo = GlooExchange(self._control, self.timeout)
+        self.watch = PeerWatch(self._control, self._timeout, lambda: self.traffic.num_operations)
+        self._gloo = GlooExchange(self._control, self.watch)
         self._nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
         self._exchange: GlooExchange | NcclExchange | TorusExchange = self._nccl or self._gloo
         try:
@@ -96,7 +97,7 @@ class Transport:
             row, column = self._exchange_within(self._torus.row_of), self._exchange_within(self._torus.column_of)
             self._exchange = TorusExchange(self._torus, self.rank, row, column)
         # A rank that is done early, and closes, must not break the connections that a slower one is still making.
-        with naming_lost_peer(self.rank, "all ranks to connect", self.timeout):
+        with self.watch.waiting("all ranks to connect"):
             dist.barrier(self._control)
 
     def reduce_scatter(
@@ -145,7 +146,9 @@ class Transport:
         """Tells for each of some ``flags``, as many on every rank, whether it is true on any rank.
 
         This and :meth:`exchange_flags` wait for nothing else that is on its way, and may be called on another thread
-        than the collectives, though always on the same.
+        than the collectives. Messages are numbered in the order of these calls, which has to be the same on all ranks,
+        so that two threads may take turns only where one waits for the other in between: DeAR's main thread calls when
+        its lane, which has called before, is drained.
         """
         return self._exchange_bytes("union", flags, lambda of_ranks: of_ranks.bool().any(dim=0).tolist())
 
@@ -153,13 +156,13 @@ class Transport:
         """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
         self._issue("send", tensor.numel() * tensor.element_size())
         work = dist.isend(tensor, dst, self._control)
-        return self._handle("send", lambda: self._finish(work, f"rank {dst} to receive a message"))
+        return self._handle("send", lambda: self._finish(work, f"rank {dst} to receive a message", dst))
 
     def recv(self, tensor: Tensor, src: int) -> Handle[None]:
         """Receives into a contiguous CPU tensor what rank ``src`` sent with :meth:`send`."""
         self._issue("recv", 0)
         work = dist.irecv(tensor, src, self._control)
-        return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}"))
+        return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}", src))
 
     def channel_to(
         self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1
@@ -176,7 +179,8 @@ class Transport:
 
     def channel_from(self, src: int, series: int) -> MessageReceiver:
         """Returns the far end of a channel from rank ``src``."""
-        return MessageReceiver(self._series(series), src, self.device, f"pipesync-channel-{series}", self.traffic)
+        messages = self._series(series, ahead=True)
+        return MessageReceiver(messages, src, self.device, f"pipesync-channel-{series}", self.traffic)
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
@@ -195,7 +199,7 @@ class Transport:
     def gather_objects(self, obj: Any) -> list[Any]:
         """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Its bytes do not count."""
         objects: list[Any] = [None] * self.world_size
-        with self.traffic.waiting("objects"):
+        with self.traffic.waiting("objects"), self.watch.waiting("what all ranks have to tell"):
             dist.all_gather_object(objects, obj, group=self._control)
         return objects
 
@@ -244,7 +248,11 @@ class Transport:
         self._exchange.release_memory()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for what is in flight."""
+        """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for what is in flight.
+
+        While an exception is handled, the other ranks are told of it.
+        """
+        self.watch.close()
         self._exchange.close(timeout_s)
         if self._exchange is not self._gloo:
             self._gloo.close(timeout_s)
@@ -253,13 +261,13 @@ class Transport:
                 dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _series(self, number: int) -> Messages:
+    def _series(self, number: int, *, ahead: bool = False) -> Messages:
         """Returns messages that are numbered apart from the collectives, which go through the same group."""
-        return Messages(self._control, 2 * NUM_TAGS + number, self.timeout)
+        return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """Returns a group of some ranks, all if None; a collective call of all."""
-        group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
+        group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
         if ranks is None or self.rank in ranks:
             self._groups.append(group)
         return group
@@ -276,7 +284,7 @@ class Transport:
         divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
         groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
         own = groups[tuple(ranks_of(self.rank))]
-        return GlooExchange(own, self.timeout) if self._nccl is None else NcclExchange(own, self.device)
+        return GlooExchange(own, self.watch) if self._nccl is None else NcclExchange(own, self.device)
 
     def _exchange_bytes(self, kind: str, own: Sequence[int], read: Callable[[Tensor], T]) -> Handle[T]:
         """Tells all ranks some bytes of this rank; ``read`` gets those of all, shape ``[world_size, len(own)]``."""
@@ -346,7 +354,7 @@ class Transport:
 
         return Handle(counted)
 
-    def _finish(self, work: dist.Work | None, what: str) -> None:
+    def _finish(self, work: dist.Work | None, what: str, peer: int | None = None) -> None:
         assert work is not None
-        with naming_lost_peer(self.rank, what, self.timeout):
-            work.wait(self.timeout)
+        with self.watch.waiting(what, peer):
+            work.wait(self._timeout)

@@ -108,6 +108,13 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             )
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks; one of the default process group gets a last line that says who is at fault."""
+        super().on_exception(exception)
+        if self.method is not None and self.method.transport is not None:
+            self.method.transport.watch.leave(exception)
+
+    @override
     def teardown(self) -> None:
         self._checkpoint_step = None
         if self.method is not None:

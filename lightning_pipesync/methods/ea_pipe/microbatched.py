@@ -10,7 +10,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lightning_pipesync.compat import map_tensors, tensors_in
-from lightning_pipesync.core.failure import naming_lost_peer
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe.entry import Entry
 from lightning_pipesync.methods.ea_pipe.links import rank_of
@@ -62,7 +61,7 @@ class MicroBatchedStage(Stage):
         pipeline = self._pipeline_for(arguments)
         self._restore_partial()
         losses: list[Tensor] = []
-        with self._drawing(self._schedule.stage), self._naming_lost_peer():
+        with self._drawing(self._schedule.stage), self._transport.watch.waiting("another stage"):
             if self.is_last:
                 pipeline.step(*arguments, target=torch.arange(self._parts), losses=losses, return_outputs=False)
             else:
@@ -129,9 +128,6 @@ class MicroBatchedStage(Stage):
     def _loss_of_part(self, output: Any, number: Tensor) -> Tensor:
         with self._drawing(None):
             return self._loss(output, int(number), self._parts) / self._parts
-
-    def _naming_lost_peer(self) -> Any:
-        return naming_lost_peer(self._transport.rank, "another stage", self._transport.timeout)
 
 
 class _Tupled(nn.Module):

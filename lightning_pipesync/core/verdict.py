@@ -1,0 +1,95 @@
+"""Which rank is at fault when one waits in vain, from what all ranks tell of themselves.
+
+[Note: the first fault]
+A rank that is lost takes the others with it: whoever waits for it gives up, and is then lost to who waits for him. So
+what counts is who was the first to raise an exception of his own, or to fall silent; a silent rank may have lived on
+for one more beat. If nobody has, it is the rank at the end of the chain of those who wait, who waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from lightning_pipesync.core.heartbeat import Beat, Fault
+
+#: What each kind of fault is in words; ``ago`` is seconds since then.
+SENTENCES = {
+    "raised": "it raised {detail}, {ago:.0f} s ago",
+    "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
+    "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
+    "absent": "it is alive, and has not joined for {ago:.0f} s, after {detail}: it computes, hangs or is too slow",
+    "unconnected": "it is alive, and waits, too, for {ago:.0f} s, after {detail}: their connection is lost, or they "
+    "exchange different things",
+}
+
+
+def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interval: float) -> Fault | None:
+    """Returns which rank is at fault, see [Note: the first fault]; None if nothing tells.
+
+    Args:
+        beats: the last one of each rank, by rank.
+        silent: ranks whose beats have stopped.
+        rank: who waits in vain, as its beat says.
+        interval: seconds between two beats.
+    """
+    suspects = [(beats[peer].at + interval, "silent", peer) for peer in silent if beats[peer].blames is None]
+    suspects += [(beat.at, "raised", peer) for peer, beat in enumerate(beats) if has_raised(beat) and peer != rank]
+    if suspects:
+        _, kind, peer = min(suspects)
+        return _fault(kind, peer, beats[peer], beats[peer].at)
+    own_waits = beats[rank].waits
+    if not own_waits:
+        return None
+    since = min(wait.since for wait in own_waits)
+    reached = [peer for peer in _reached(beats, rank) if peer != rank]
+    absent = [peer for peer in reached if beats[peer].left is None and next(_awaited(beats, peer), None) is None]
+    if absent:
+        peer = min(absent, key=lambda peer: (beats[peer].exchanges, peer))
+        return _fault("absent", peer, beats[peer], since)
+    ended = [(beats[peer].at, peer) for peer in reached if beats[peer].left == "" and beats[peer].blames is None]
+    if ended:
+        peer = min(ended)[1]
+        return _fault("ended", peer, beats[peer], beats[peer].at)
+    peers = [wait.peer for wait in own_waits if wait.peer is not None]
+    return _fault("unconnected", peers[0], beats[peers[0]], since) if peers else None
+
+
+def has_raised(beat: Beat) -> bool:
+    """Returns whether a rank has left with an exception of which no other rank is the reason."""
+    return bool(beat.left) and not beat.lost_peer and beat.blames is None
+
+
+def chain(beats: Sequence[Beat], rank: int, end: int) -> list[int]:
+    """Returns the ranks from ``rank`` to ``end``, of which each waits for the next one; none if that cannot be told."""
+    before = _reached(beats, rank)
+    if end not in before:
+        return []
+    way = [end]
+    while way[-1] != rank:
+        way.append(before[way[-1]])
+    return way[::-1]
+
+
+def _reached(beats: Sequence[Beat], rank: int) -> dict[int, int]:
+    """Returns for each rank on which ``rank`` waits, itself or through others, the one that waits for it."""
+    before, to_follow = {rank: rank}, [rank]
+    for waiting in to_follow:
+        for peer in _awaited(beats, waiting):
+            if peer not in before:
+                before[peer] = waiting
+                to_follow.append(peer)
+    return before
+
+
+def _awaited(beats: Sequence[Beat], rank: int) -> Iterator[int]:
+    """Yields the ranks for which ``rank`` waits, or because of which it has given up."""
+    beat = beats[rank]
+    for wait in beat.waits:
+        yield from [wait.peer] if wait.peer is not None else (peer for peer in range(len(beats)) if peer != rank)
+    if not beat.waits and beat.blames is not None:
+        yield beat.blames
+
+
+def _fault(kind: str, rank: int, beat: Beat, at: float) -> Fault:
+    detail = (beat.left or "") if kind == "raised" else f"{beat.exchanges} exchanges"
+    return Fault(kind, rank, beat.host, beat.pid, detail, at)

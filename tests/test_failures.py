@@ -1,0 +1,237 @@
+"""When a rank is lost, all others name it on the last line of their error, whoever each of them has waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync
+from lightning_pipesync.core.heartbeat import Beat, Wait
+from lightning_pipesync.core.verdict import chain, find_fault
+from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
+from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
+from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
+
+TIMEOUT_S = 4
+RANKS = 3
+VICTIM = 1
+NAMES = ["dear", "ea_pipe", "pipe_sgd", "selsync"]
+
+
+class Pipelined:
+    """The engine of a pipeline as a loop drives a method."""
+
+    def __init__(self, model: nn.Sequential, _: Any) -> None:
+        self.model = model
+        self.engine = EAPipe(
+            model, nn.functional.cross_entropy, lambda parameters: torch.optim.SGD(parameters, 0.1), timeout_s=TIMEOUT_S
+        )
+
+    def step(self) -> None:
+        self.model.zero_grad()  # the loop has made a gradient of its own
+        self.engine.train_batch(batch(0, 0))
+
+    def detach(self) -> None:
+        self.engine.detach()
+
+
+METHODS: dict[str, Callable[[Any, Any], Any]] = {
+    "dear": lambda model, optimizer: DeAR(model, optimizer, timeout_s=TIMEOUT_S, bucket_mb=1e-4),
+    "ea_pipe": Pipelined,
+    "pipe_sgd": lambda model, optimizer: PipeSGD(model, optimizer, timeout_s=TIMEOUT_S),
+    "selsync": lambda model, optimizer: SelSync(model, optimizer, timeout_s=TIMEOUT_S, delta=0.0),
+}
+
+
+def befall(how: str) -> None:
+    """What a rank suffers, or does."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "hangs":
+        time.sleep(2.5 * TIMEOUT_S)
+    else:
+        raise KeyError("a bug in the loop")
+
+
+def form_group(jobs: dict[Any, int], timeout_s: float = 60) -> tuple[Any, int]:
+    """Divides the launched ranks into jobs of RANKS each; returns this rank's job and its rank there.
+
+    Rank 0 of a job has its store, as in most jobs.
+    """
+    job, rank = divmod(int(os.environ["RANK"]), RANKS)
+    name, port = list(jobs.items())[job]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), MASTER_PORT=str(port))
+    return name, rank
+
+
+def train_until_lost(jobs: dict[tuple[str, int], int], how: str) -> dict[str, Any]:
+    (name, victim), rank = form_group(jobs)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = METHODS[name](model, optimizer)
+    steps = 0
+
+    def train() -> None:
+        nonlocal steps
+        try:
+            for i in range(100):
+                if i == 3 and rank == victim:
+                    befall(how)
+                optimizer.zero_grad()
+                loss(model, i, rank).backward()
+                sync.step()
+                steps = i + 1
+        finally:
+            sync.detach()
+
+    start = time.monotonic()
+    outcome = raised(train)
+    return {
+        "job": (name, victim),
+        "rank": rank,
+        "pid": os.getpid(),
+        "outcome": outcome,
+        "seconds": time.monotonic() - start,
+        "steps": steps,
+        "threads": [thread.name for thread in threading.enumerate() if "pipesync" in thread.name],
+    }
+
+
+HOW = {
+    "killed": "has died",
+    "frozen": "is frozen",
+    "hangs": "is alive, and has not joined",
+    "raises": "raised KeyError: 'a bug in the loop'",
+}
+
+
+def assert_names(message: str, rank: int, how: str) -> None:
+    last = message.splitlines()[-1]
+    assert last.startswith(f"Rank {rank} (host "), message
+    assert "is at fault: it " in last
+    assert HOW[how] in last, last
+    assert f"timeout_s={TIMEOUT_S}" in last
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_all_others_name_the_rank_that_is_lost(how: str) -> None:
+    """Also those that wait for another one, or for whom the store is gone when it is their turn to ask."""
+    jobs = {(name, VICTIM): free_port() for name in NAMES}
+    if how in ("killed", "frozen"):
+        jobs["selsync", 0] = free_port()
+    ranks = range(len(jobs) * RANKS)
+    victims = [RANKS * job + victim for job, (_, victim) in enumerate(jobs)]
+    may_die = tuple(victims) if how in ("killed", "frozen") else ()
+    outcomes = launch(reap if how == "frozen" else train_until_lost, len(ranks), jobs, how, init=False, may_die=may_die)
+    for rank in ranks:
+        outcome, (name, victim) = outcomes[rank], list(jobs)[rank // RANKS]
+        if rank in victims:
+            if may_die:
+                assert outcome == DIED
+            elif how == "raises":
+                assert outcome["outcome"][0] == "KeyError"
+            continue
+        assert outcome["steps"] < 100
+        assert outcome["outcome"] is not None, outcome
+        kind, message = outcome["outcome"]
+        assert kind == "RuntimeError"
+        if victim == 0 and how == "frozen":  # a call to its store never returns
+            assert set(outcome["threads"]) <= {"pipesync-heartbeat"}
+        else:
+            assert outcome["threads"] == []
+        if victim == 0:
+            assert message.splitlines()[-1].startswith(
+                f"The store of the job at 127.0.0.1:{jobs[name, victim]} does not answer: look first at that machine"
+            )
+        else:
+            assert_names(message, victim, how)
+        assert outcome["seconds"] < 30, "the timeout, the verdict, and what a busy machine adds"
+
+
+def reap(jobs: Any, how: str) -> dict[str, Any]:
+    result = train_until_lost(jobs, how)
+    if result["job"][1] == 0:  # that takes longest
+        kill_stopped_siblings()
+    return result
+
+
+class Barrier(pl.Callback):
+    """Has all ranks meet in the default process group before each step; rank 1 is killed before the fifth."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 4 and os.environ["RANK"] == str(VICTIM):
+            befall("killed")
+        trainer.strategy.barrier()
+
+
+def fit_until_lost(directory: Path, jobs: dict[str, int]) -> tuple[str, str] | None:
+    name, _ = form_group(jobs)
+    run = trainer(make_strategy({"name": name, "timeout_s": TIMEOUT_S}), RANKS, directory, callbacks=[Barrier()])
+    return raised(lambda: run.fit(Classifier(), train_loader()))
+
+
+def test_an_error_of_lightnings_own_group_ends_with_the_rank_that_is_lost(tmp_path: Path) -> None:
+    jobs = {name: free_port() for name in NAMES}
+    victims = [RANKS * job + VICTIM for job in range(len(jobs))]
+    outcomes = launch(fit_until_lost, len(jobs) * RANKS, tmp_path, jobs, init=False, may_die=tuple(victims))
+    for rank, outcome in enumerate(outcomes):
+        if rank in victims:
+            assert outcome == DIED
+            continue
+        assert outcome is not None
+        assert "gloo" in outcome[1].splitlines()[0], "Gloo's own message, not that of a method"
+        assert_names(outcome[1], VICTIM, "killed")
+        assert "waited in vain for an operation of the default process group" in outcome[1]
+
+
+ANY = Wait("all ranks", None, 5.0)
+
+
+def waiting_for(peer: int, **of_beat: Any) -> Beat:
+    return Beat(number=9, at=9.0, waits=[Wait(f"rank {peer}", peer, 5.0)], **of_beat)
+
+
+@pytest.mark.parametrize(
+    ("beats", "silent", "fault"),
+    [
+        # 0 waits for 2, that for 1, and that for nobody
+        ([waiting_for(2), waiting_for(0), waiting_for(1)], {1}, ("silent", 1)),
+        ([waiting_for(2), Beat(9, 9.0), waiting_for(1)], set(), ("absent", 1)),
+        ([waiting_for(2), Beat(9, 8.0, left=""), waiting_for(1)], set(), ("ended", 1)),
+        ([waiting_for(2), Beat(9, 8.0, left="KeyError: 0"), waiting_for(1)], set(), ("raised", 1)),
+        # the first one counts, and who has given up is not at fault
+        ([waiting_for(2), Beat(9, 3.0), Beat(9, 7.0, waits=[ANY])], {1, 2}, ("silent", 1)),
+        ([waiting_for(2), Beat(9, 3.0), Beat(9, 7.0, left="KeyError: 0")], {1}, ("silent", 1)),
+        ([waiting_for(2), Beat(9, 7.0), Beat(9, 7.0, left="KeyError: 0")], {1}, ("raised", 2)),
+        ([waiting_for(2), Beat(9, 7.0), Beat(9, 3.0, left="gloo", lost_peer=True)], {1}, ("silent", 1)),
+        ([waiting_for(2), Beat(9, 7.0), Beat(9, 3.0, blames=1)], {1, 2}, ("silent", 1)),
+        ([waiting_for(2), Beat(9, 7.0), Beat(9, 3.0, blames=1)], set(), ("absent", 1)),
+        # who waits for any rank does not wait for one that waits for him
+        ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0, waits=[ANY])], set(), ("absent", 1)),
+        ([waiting_for(1), waiting_for(0), Beat(9, 9.0)], set(), ("unconnected", 1)),
+    ],
+)
+def test_who_is_at_fault(beats: list[Beat], silent: set[int], fault: tuple[str, int]) -> None:
+    found = find_fault(beats, silent, 0, interval=1.0)
+    assert found is not None
+    assert (found.kind, found.rank) == fault
+
+
+def test_the_chain_of_those_who_wait() -> None:
+    assert chain([waiting_for(2), Beat(), waiting_for(1)], 0, 1) == [0, 2, 1]
+    assert chain([waiting_for(2), Beat(), Beat()], 0, 1) == []
