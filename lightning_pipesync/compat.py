@@ -381,7 +381,7 @@ def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Returns the store over which ``group`` was formed, whose keys are the group's own, on a connection of its own."""
-    return distributed_c10d._world.pg_map[group][1].clone()
+    return distributed_c10d._world.pg_map[group][1].clone()  # type: ignore[attr-defined]
 
 
 def address_of(store: dist.Store) -> str | None:
