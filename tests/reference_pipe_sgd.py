@@ -50,6 +50,12 @@ def fused(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([nn.functional.pad(tensor.detach().reshape(-1), (0, -tensor.numel() % 16)) for tensor in tensors])
 
 
+def divided(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a flat tensor that :func:`fused` has made of tensors of these shapes."""
+    parts = flat.split([fused([tensor]).numel() for tensor in tensors])
+    return [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def simulate(
     model: nn.Module,
     optimizer: Optimizer,
@@ -89,9 +95,8 @@ def simulate(
     def apply_oldest() -> None:
         nonlocal updates
         gradient, rate, updates_then, weights_then = in_flight.pop(0)  # lines 3 and 4
-        for p in parameters:
-            p.grad = gradient[: p.numel()].view_as(p).clone()
-            gradient = gradient[fused([p]).numel() :]
+        for p, values in zip(parameters, divided(gradient, parameters), strict=True):
+            p.grad = values.clone()
         clip(model)
         distance = float((flat() - weights_then).square().sum())
         optimizer.param_groups[0]["lr"] = learning_rate(rate, updates - updates_then, distance)

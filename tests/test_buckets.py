@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -104,8 +105,18 @@ def test_every_place_is_aligned(dtype: torch.dtype) -> None:
     tensors = [torch.ones(numel, dtype=dtype) for numel in (1, 3, 0, 64, 65, 7)]
     bucket = Bucket(tensors)
     assert all(view.data_ptr() % ALIGNMENT == 0 for view in bucket.views if view.numel())
+    num_values = sum(tensor.numel() for tensor in tensors)
     bucket.pack(tensors)
-    assert bucket.flat.sum() == sum(tensor.numel() for tensor in tensors), "the gaps hold zeros"
+    assert bucket.flat.sum() == num_values, "the gaps hold zeros"
+    if dtype.is_floating_point:
+        bucket.flat.fill_(math.nan)
+        bucket.pack(tensors)
+        assert bucket.flat.sum() == num_values, "also after what was not finite"
+        bucket.flat.fill_(math.nan)
+        for tensor in tensors:
+            tensor.grad = tensor.clone()
+        bucket.pack_gradients(tensors)
+        assert bucket.flat.sum() == num_values
 
 
 def test_buffers_that_the_module_replaces() -> None:

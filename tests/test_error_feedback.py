@@ -20,7 +20,7 @@ from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import launch
 from tests.models import loss, seeded_mlp
-from tests.reference_pipe_sgd import all_reduce, through
+from tests.reference_pipe_sgd import all_reduce, divided, fused, through
 
 STEPS, RANKS = 8, 2
 METHODS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -41,10 +41,6 @@ def in_order(model: nn.Module, names: Sequence[str]) -> list[Tensor]:
     return [by_name[name] for name in names]
 
 
-def flat(tensors: Sequence[Tensor | None]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
 def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tensor]]:
     """Returns in which order the parameters travel, and the weights after each step, in that order."""
     kind, settings = METHODS[method]
@@ -62,7 +58,7 @@ def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tens
             sync.synchronize()
             [bucket] = sync._buckets
             names = [member.name for member in bucket.members]
-        weights.append(flat(in_order(model, names)))
+        weights.append(fused(in_order(model, names)))
     sync.detach()
     return names, weights
 
@@ -77,17 +73,17 @@ def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str])
     codec, models = get_codec(codec_name), [seeded_mlp() for _ in range(RANKS)]
     parameters = [in_order(model, names) for model in models]
     optimizers = [sgd(own) for own in parameters]
-    common = flat(parameters[0])
+    common = fused(parameters[0])
     dropped = residuals(common.numel()) if feedback else None
     not_sent = torch.zeros_like(common)  # of the updated weights
     weights = []
 
     def write(own: Sequence[Tensor], values: Tensor, gradients: bool = False) -> None:
-        for tensor, part in zip(own, values.split([p.numel() for p in own]), strict=True):
+        for tensor, part in zip(own, divided(values, own), strict=True):
             if gradients:
-                tensor.grad = part.view_as(tensor).clone()
+                tensor.grad = part.clone()
             else:
-                tensor.data.copy_(part.view_as(tensor))
+                tensor.data.copy_(part)
 
     for step in range(STEPS):
         for rank, model in enumerate(models):
@@ -96,21 +92,21 @@ def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str])
         if method == "selsync, parameters":
             for optimizer in optimizers:
                 optimizer.step()
-            common = common + all_reduce([flat(own) - common for own in parameters], codec, dropped)
+            common = common + all_reduce([fused(own) - common for own in parameters], codec, dropped)
         elif method == "dear, sharded":
-            gradients = [flat([p.grad for p in own]) for own in parameters]
+            gradients = [fused([p.grad for p in own]) for own in parameters]
             write(parameters[0], reduce_scatter(gradients, codec_name, dropped), gradients=True)
             write(parameters[0], common + not_sent)
             optimizers[0].step()
-            updated = flat(parameters[0])
+            updated = fused(parameters[0])
             moved = [shard_of(updated - common, owner, RANKS) for owner in range(RANKS)]
             common = common + torch.cat([through(codec, shard, None) for shard in moved])
             not_sent = updated - common if feedback else not_sent
         else:
-            average = all_reduce([flat([p.grad for p in own]) for own in parameters], codec, dropped)
+            average = all_reduce([fused([p.grad for p in own]) for own in parameters], codec, dropped)
             write(parameters[0], average, gradients=True)
             optimizers[0].step()
-            common = flat(parameters[0])
+            common = fused(parameters[0])
         for own in parameters:
             write(own, common)
         weights.append(common.clone())

@@ -38,7 +38,6 @@ IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
     ("selsync", {"window": 5, "smoothing": 1.0}, {"window"}),
     ("selsync", {"window": 5, "smoothing": 0.5}, set()),
     ("selsync", {"delta": math.inf, "aggregation": "gradients", "compression": "int8"}, {"aggregation", "compression"}),
-    ("selsync", {"partition": "defdp", "full_pass": True}, {"full_pass"}),
     ("ea_pipe", {"algorithm": "naive", "elastic_force": 0.3, "sync_period": 2}, {"elastic_force", "sync_period"}),
     ("ea_pipe", {"algorithm": "spectrain", "prediction_smoothing": 0.5, "micro_batches": 2}, {"micro_batches"}),
     ("ea_pipe", {"algorithm": "gpipe", "micro_batches": 2, "replicas": 3}, {"replicas"}),

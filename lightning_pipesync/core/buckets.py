@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.compat import foreach_copy_
+from lightning_pipesync.compat import foreach_copy_, foreach_zero_
 from lightning_pipesync.core.parameters import NamedParameter
 
 MIB = 2**20
@@ -116,8 +116,8 @@ def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:
 class Bucket:
     """A flat buffer with a place for each of some tensors of one dtype on one device.
 
-    Every place begins at a multiple of :data:`ALIGNMENT` bytes. The gaps between them hold zeros, which stay zeros in
-    sums, codecs and element-wise updates.
+    Every place begins at a multiple of :data:`ALIGNMENT` bytes. Whenever tensors are packed, the gaps between them hold
+    zeros: what is not finite in one step may have spread to them, by way of a factor or of a codec's scale.
 
     Args:
         tensors: what the places are for.
@@ -133,6 +133,9 @@ class Bucket:
         self.places, end = _places(tensors)
         self.flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
         self.views = [self.flat[place].view(t.shape) for place, t in zip(self.places, tensors, strict=True)]
+        ends = [place.start for place in self.places[1:]] + [end]
+        gaps = [self.flat[place.stop : next_start] for place, next_start in zip(self.places, ends, strict=True)]
+        self._gaps = [gap for gap in gaps if gap.numel()]
         if strided:
             strides = [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]
             self.views = [view.as_strided(view.shape, s) for view, s in zip(self.views, strides, strict=True)]
@@ -141,6 +144,7 @@ class Bucket:
     def pack(self, tensors: Sequence[Tensor]) -> None:
         """Copies ``tensors`` into the buffer."""
         foreach_copy_(self.views, list(tensors))
+        foreach_zero_(self._gaps)
 
     @torch.no_grad()
     def pack_gradients(self, parameters: Sequence[Tensor]) -> list[bool]:
@@ -148,6 +152,8 @@ class Bucket:
         pairs = [(v, p.grad) for v, p in zip(self.views, parameters, strict=True) if p.grad is not None]
         if len(pairs) < len(parameters):
             self.flat.zero_()
+        else:
+            foreach_zero_(self._gaps)
         foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return [parameter.grad is not None for parameter in parameters]
 

@@ -108,8 +108,6 @@ class SelSyncConfig:
         ignored = {}
         if self.smoothing == 1:
             ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
-        if self.partition != "seldp":
-            ignored["full_pass"] = f"with partition={self.partition!r}: set partition='seldp'"
         if math.isinf(self.delta):
             for name in ("aggregation", "compression"):
                 ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"
