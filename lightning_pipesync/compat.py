@@ -9,6 +9,7 @@ import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from importlib import import_module
 from operator import attrgetter
 from types import ModuleType
@@ -24,7 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_pipesync.private_names import missing, require
 
@@ -149,12 +150,28 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
 
 
 def replace_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
-    """Returns a data loader like ``loader``, a subclass of DataLoader or with a batch sampler too, over ``sampler``."""
+    """Returns a data loader like ``loader``, a subclass of DataLoader or with a batch sampler too, over ``sampler``.
+
+    Raises:
+        ValueError: its class or that of its batch sampler cannot be made anew.
+    """
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities import data
 
     require(data, "_update_dataloader")
-    return data._update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+    given = loader.batch_sampler
+    if type(given) is BatchSampler and loader.batch_size is None:  # of the user's own: Lightning would make no batches
+        loader = copy(loader)
+        vars(loader).update(batch_size=given.batch_size, drop_last=given.drop_last)
+    try:
+        return data._update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
+    except (MisconfigurationException, TypeError) as error:
+        raise ValueError(
+            f"The {type(loader).__name__} cannot be made anew with another order of the data: its class, or that of "
+            "its batch sampler, has to keep the arguments of __init__ as attributes of the same names. "
+            f"({' '.join(str(error).split())})"
+        ) from error
 
 
 def check_trainer(trainer: Trainer, precision: Any) -> None:
@@ -345,7 +362,8 @@ def memory_of(tensor: Tensor) -> int:
 def saves_now(trainer: Trainer) -> bool:
     """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint is about to save."""
     for callback in trainer.checkpoint_callbacks:
-        if any(cls.__name__ == "ModelCheckpoint" for cls in type(callback).__mro__):
+        of_lightning = (cls for cls in type(callback).__mro__ if cls.__module__.partition(".")[0] in LIGHTNING)
+        if any(cls.__name__ == "ModelCheckpoint" for cls in of_lightning):
             require(callback, "_every_n_train_steps")
             period = callback._every_n_train_steps  # type: ignore[attr-defined]
             if period and trainer.global_step % period == 0:

@@ -82,6 +82,7 @@ def connect_without_a_trainer(package: ModuleType, name: str, directory: Path) -
     trainer.validate(model, loader(), verbose=False)
     trainer.fit(model, loader(), loader())
     trainer.fit_loop.max_epochs = 2
+    trainer.callbacks.insert(0, package.Callback())  # as a Trainer itself puts those that tune first
     trainer.fit(model, loader())
     found["after fitting"] = own_callbacks(package, trainer)
     found["steps"] = trainer.global_step

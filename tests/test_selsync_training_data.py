@@ -14,7 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 from lightning_pipesync import LabelSkewedSampler, SelDPSampler, SelSync
 from tests.harness import assert_refused, launch, raised
@@ -178,7 +186,7 @@ def test_resumes_within_an_epoch() -> None:
 def not_followed() -> dict[str, Any]:
     """What the first step raises, by the setting and its value."""
     outcomes = {}
-    settings = [("injection", (0.5, 0.5), None), ("partition", "defdp", "seldp"), ("full_pass", True, False)]
+    settings = [("injection", (0.5, 0.5), None), ("full_pass", True, False)]
     for name, value, default in settings:
         model = Classifier()
         optimizer = model.configure_optimizers()
@@ -190,7 +198,7 @@ def not_followed() -> dict[str, Any]:
         [(_, x, y), *_] = loader
         nn.functional.cross_entropy(model.model(x), y).backward()
         outcomes[f"{name}={value!r} has no effect"] = raised(lambda sync=sync: sync.clip(1.0))
-        outcomes[f"or set {name}={default!r}."] = raised(sync.step)
+        outcomes[f"or set {name}={default!r}"] = raised(sync.step)
         assert torch.equal(model.weights(), before)
         sync.detach()
     return outcomes
@@ -204,6 +212,7 @@ def test_a_setting_that_nobody_follows_is_refused_at_the_first_step() -> None:
 
 def own_orders() -> dict[str, Any]:
     data, told = dataset(), {}
+    batches = BatchSampler(RandomSampler(data), BATCH_SIZE, drop_last=True)
     orders: dict[str, tuple[dict[str, Any], Any]] = {
         "seldp": ({}, SelDPSampler(data)),
         "distributed": ({}, DistributedSampler(data, seed=3)),
@@ -217,15 +226,25 @@ def own_orders() -> dict[str, Any]:
             if name == "seldp":  # the loop that sees to its order by itself
                 for batch in loop.given:
                     loop.train_on(batch)
+            state = torch.get_rng_state()
             loop.train()
+            drawn = not torch.equal(torch.get_rng_state(), state)
             loop.sync.detach()
-        told[name] = (loop.seen, [str(one.message) for one in caught])
+        told[name] = (loop.seen, [str(one.message) for one in caught], drawn)
+    loop = Loop(DataLoader(data, batch_sampler=batches))
+    loop.train()
+    loop.sync.detach()
+    told["batches"] = (loop.seen, [], False)
     return told
 
 
 def test_an_order_of_the_users_own_stays() -> None:
     for rank, told in enumerate(launch(own_orders, 2)):
-        assert [told[name][1] for name in ("seldp", "distributed", "skewed")] == [[], [], []]
+        for name in ("seldp", "distributed", "skewed"):
+            _, warned, drawn = told[name]
+            assert not warned
+            assert not drawn, "an epoch draws global random numbers, and a resumed run draws fewer"
+        assert {len(indices) for indices in told["batches"][0]} == {BATCH_SIZE}
         [*warned] = told["weighted"][1]
         assert len(warned) == (rank == 0)
         assert all("partition='seldp' has no effect" in one and "WeightedRandomSampler" in one for one in warned)
@@ -242,6 +261,11 @@ def test_an_order_of_the_users_own_stays() -> None:
             assert [index for indices in seen for index in indices] == expected
         labels = dataset().tensors[2]
         assert {int(labels[index]) for indices in told["skewed"][0] for index in indices} == {rank}
+
+
+class DataLoaderOf(DataLoader):
+    def __init__(self, what: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
 
 def refusals() -> dict[str, Any]:
@@ -263,6 +287,7 @@ def refusals() -> dict[str, Any]:
         "full_pass=True has no effect on a SelDPSampler": refused(
             passing, DataLoader(data, 8, sampler=SelDPSampler(data))
         ),
+        "DataLoaderOf cannot be made anew": refused(passing, DataLoaderOf("rows", data, batch_size=8)),
         "1 samples are too few": refused(passing, DataLoader(Subset(data, [0]))),
         "training batches in an epoch: rank 0 has 8, rank 1 has 9": refused(
             sharing, DataLoader(data, 6, sampler=range(32 + rank))

@@ -84,7 +84,7 @@ def begin_at(loader: DataLoader, epoch: int, num_batches: int, on_skip: Callable
     if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
         return False
     sampler.set_epoch(epoch)  # who iterates does so, too, but after worker processes have begun to fetch
-    if num_batches == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+    if num_batches == 0 or len(loader) == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return False  # with those, the loader itself goes on where it was
     rounds, batches = divmod(num_batches, len(loader))
     sampler.start, sampler.on_skip = (epoch, rounds * len(sampler) + batches * batch_size(loader)), on_skip

@@ -23,6 +23,7 @@ class TrainLoader:
             loader.set_epoch(epoch)
             for batch in loader: ...                # at first the batches that are left of that epoch
 
+    There is one iterator at a time. What else is asked of it is the DataLoader's: ``loader.dataset`` and so on.
     An order that this package does not know fetches the batches that it skips, and has to be that of the epoch alone.
 
     Args:
@@ -57,6 +58,11 @@ class TrainLoader:
     def __len__(self) -> int:
         """Returns the number of batches in a whole epoch."""
         return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # asked for by who copies this, before it is there
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Has the next iteration be that of ``epoch``, from its first batch, or where a resumed run is within it."""

@@ -262,10 +262,13 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _add_callback(self, trainer: Trainer, first: bool) -> None:
-        """Adds the callback to the Trainer's, first or last of them, if it is not there."""
+        """Adds the callback to the Trainer's, if it is not there; ``first``: has it be the first of them."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, PipeSyncCallbackMixin) for callback in callbacks):
-            callbacks.insert(0 if first else len(callbacks), self.callback_class())
+        own = next((callback for callback in callbacks if isinstance(callback, PipeSyncCallbackMixin)), None)
+        if own is not None and first:
+            callbacks.remove(own)
+        if own is None or first:
+            callbacks.insert(0 if first else len(callbacks), own or self.callback_class())
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:

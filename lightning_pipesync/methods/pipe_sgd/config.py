@@ -108,7 +108,7 @@ class PipeSGDConfig:
             ignored["distance_constant"] = (
                 f"with delay_compensation={self.delay_compensation!r}: set delay_compensation='distance'"
             )
-        if self.delay_compensation == "staleness" and self.staleness <= 1:
+        if self.delay_compensation == "staleness" and self.staleness == 1:
             ignored["delay_compensation"] = (
                 f"{chosen}: a gradient is at most one update late, and the learning rate is divided by 1. Set "
                 "staleness to at least 2, or delay_compensation='distance' or 'none'"
@@ -116,6 +116,6 @@ class PipeSGDConfig:
         if self.staleness == 0:
             for name in ("warmup_steps", "drain"):
                 ignored[name] = f"{chosen}, which is synchronous: set staleness to at least 1"
-            if self.delay_compensation == "distance":
+            if self.delay_compensation != "none":
                 ignored["delay_compensation"] = f"{chosen}: no gradient is late. Set staleness to at least 1"
         return ignored

@@ -109,6 +109,6 @@ class SelSyncConfig:
         if self.smoothing == 1:
             ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
         if math.isinf(self.delta):
-            for name in ("aggregation", "compression"):
+            for name in ("aggregation", "compression", "error_feedback"):
                 ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"
         return ignored

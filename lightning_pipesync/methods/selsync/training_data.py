@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
@@ -61,20 +62,22 @@ class TrainingData:
         return TrainLoader(loader, finish)
 
     def check_followed(self) -> None:
-        """Checks that no setting is without effect; called when a gradient is complete.
+        """Checks that no setting asks for what nobody does; called when a gradient is complete.
 
         Raises:
-            ValueError: one is, on every rank.
+            ValueError: one does, on every rank.
         """
         if self.followed:
             return
-        defaults = SelSyncConfig()
-        for name in ("injection", "partition", "full_pass"):
-            value, default = getattr(self._config, name), getattr(defaults, name)
-            if value != default:
+        ways_out = {
+            "injection": "set injection=None",
+            "full_pass": "set full_pass=False, also with a SelDPSampler(full_pass=True) of your own",
+        }
+        for name, way_out in ways_out.items():
+            if value := getattr(self._config, name):
                 raise ValueError(
                     f"{name}={value!r} has no effect on a loader that SelSync does not know: iterate over train_loader "
-                    f"= sync.prepare_train_loader(train_loader), or set {name}={default!r}."
+                    f"= sync.prepare_train_loader(train_loader), or {way_out}."
                 )
 
     def _in_order(self, loader: DataLoader, seed: int) -> DataLoader:
@@ -93,7 +96,8 @@ class TrainingData:
         iterable = isinstance(loader.dataset, IterableDataset)
         if iterable or not (has_default_order(loader) or type(order) is DistributedSampler):
             self._leave_order("an iterable data set" if iterable else f"a {type(order).__name__}", order)
-            return loader if samples is None else with_order(loader, order, samples)
+            loader = copy(loader) if samples is None else with_order(loader, order, samples)
+            return with_seed_of_its_own(loader)
         if type(order) is not DistributedSampler:
             shuffle = type(order) is not SequentialSampler
             order = DistributedSampler(loader.dataset, world_size, self._transport.rank, shuffle, seed)
