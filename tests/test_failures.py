@@ -18,13 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync
+from lightning_pipesync.core.failure import FRACTION_OF_TIMEOUT, PeerWatch
 from lightning_pipesync.core.heartbeat import Beat, Wait
+from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.core.verdict import chain, find_fault
 from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
 from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
 
 TIMEOUT_S = 4
+#: Of the default process group, where it is not to be a minute: ranks have to start within it.
+GROUP_TIMEOUT_S = 10
 RANKS = 3
 VICTIM = 1
 NAMES = ["dear", "ea_pipe", "pipe_sgd", "selsync"]
@@ -63,6 +67,8 @@ def befall(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "hangs":
         time.sleep(2.5 * TIMEOUT_S)
+    elif how == "hangs longer":
+        time.sleep(1.5 * GROUP_TIMEOUT_S)
     else:
         raise KeyError("a bug in the loop")
 
@@ -116,6 +122,7 @@ HOW = {
     "killed": "has died",
     "frozen": "is frozen",
     "hangs": "is alive, and has not joined",
+    "hangs longer": "is alive, and has not joined",
     "raises": "raised KeyError: 'a bug in the loop'",
 }
 
@@ -128,7 +135,7 @@ def assert_names(message: str, rank: int, how: str) -> None:
     assert f"timeout_s={TIMEOUT_S}" in last
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["killed", "frozen", "hangs", "raises"])
 def test_all_others_name_the_rank_that_is_lost(how: str) -> None:
     """Also those that wait for another one, or for whom the store is gone when it is their turn to ask."""
     jobs = {(name, VICTIM): free_port() for name in NAMES}
@@ -171,32 +178,92 @@ def reap(jobs: Any, how: str) -> dict[str, Any]:
 
 
 class Barrier(pl.Callback):
-    """Has all ranks meet in the default process group before each step; rank 1 is killed before the fifth."""
+    """Has all ranks meet in the default process group before each step; before the fifth a rank does not come.
+
+    Args:
+        how: what befalls it.
+        victim: which one.
+        by_strategy: whether the strategy is asked to have them meet, as Lightning does, or torch.
+    """
+
+    def __init__(self, how: str, victim: int, by_strategy: bool) -> None:
+        self.how, self.victim, self.by_strategy = how, victim, by_strategy
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 4 and os.environ["RANK"] == str(VICTIM):
-            befall("killed")
-        trainer.strategy.barrier()
+        if trainer.global_step == 4:
+            if trainer.global_rank == self.victim:
+                befall(self.how)
+            if trainer.global_rank == 1:
+                time.sleep(2)  # who is late is not at fault
+        trainer.strategy.barrier() if self.by_strategy else dist.barrier()
 
 
-def fit_until_lost(directory: Path, jobs: dict[str, int]) -> tuple[str, str] | None:
-    name, _ = form_group(jobs)
-    run = trainer(make_strategy({"name": name, "timeout_s": TIMEOUT_S}), RANKS, directory, callbacks=[Barrier()])
+def fit_until_lost(directory: Path, jobs: dict[tuple[str, str], int]) -> tuple[str, str] | None:
+    (name, how), _ = form_group(jobs)
+    strategy = make_strategy({"name": name, "timeout_s": TIMEOUT_S})
+    if how == "hangs longer":
+        strategy._timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    barrier = Barrier(how, VICTIM if how == "killed" else 2, name != "dear")
+    run = trainer(strategy, RANKS, directory, callbacks=[barrier])
     return raised(lambda: run.fit(Classifier(), train_loader()))
 
 
-def test_an_error_of_lightnings_own_group_ends_with_the_rank_that_is_lost(tmp_path: Path) -> None:
-    jobs = {name: free_port() for name in NAMES}
-    victims = [RANKS * job + VICTIM for job in range(len(jobs))]
-    outcomes = launch(fit_until_lost, len(jobs) * RANKS, tmp_path, jobs, init=False, may_die=tuple(victims))
+@pytest.mark.parametrize(("how", "names", "victim"), [("killed", NAMES, VICTIM), ("hangs longer", ["selsync"], 2)])
+def test_an_error_of_the_default_group_ends_with_the_rank_that_is_lost(
+    how: str, names: list[str], victim: int, tmp_path: Path
+) -> None:
+    jobs = {(name, how): free_port() for name in names}
+    may_die = tuple(RANKS * job + victim for job in range(len(jobs))) if how == "killed" else ()
+    outcomes = launch(fit_until_lost, len(jobs) * RANKS, tmp_path, jobs, init=False, may_die=may_die)
     for rank, outcome in enumerate(outcomes):
-        if rank in victims:
+        name, _ = list(jobs)[rank // RANKS]
+        if rank in may_die:
             assert outcome == DIED
-            continue
-        assert outcome is not None
-        assert "gloo" in outcome[1].splitlines()[0], "Gloo's own message, not that of a method"
-        assert_names(outcome[1], VICTIM, "killed")
-        assert "waited in vain for an operation of the default process group" in outcome[1]
+        elif rank % RANKS != victim:
+            assert outcome is not None
+            assert_names(outcome[1], victim, how)
+            assert "the default process group" in outcome[1].splitlines()[-1]
+            if name == "dear":
+                assert "gloo" in outcome[1].splitlines()[0], "Gloo's own message, not that of a method"
+
+
+def leave_in_turns() -> dict[str, Any]:
+    """What rank 1 reads when rank 0 is no longer there, or late, and the faults that later watches begin with."""
+    found: dict[str, Any] = {}
+    rank, group, timeout = dist.get_rank(), dist.new_group(backend="gloo"), timedelta(seconds=TIMEOUT_S)
+    for run in ("ends", "raises", "is late"):
+        watch = PeerWatch(group, timeout, lambda: 0)  # as under an agent that keeps the store for the next run
+        transport = Transport(timeout_s=TIMEOUT_S)
+        transport.exchange_flags(1).wait()
+        time.sleep(3 * TIMEOUT_S * FRACTION_OF_TIMEOUT)
+        found[f"before it {run}"] = watch._fault
+        if rank == 0:
+            if run == "is late":
+                time.sleep(1.5 * TIMEOUT_S)
+            for one in (watch, transport.watch):
+                one.close({"ends": SystemExit(0), "raises": KeyError("a bug")}.get(run))
+        else:
+            found[run] = raised(transport.broadcast(torch.zeros(9)).wait)
+        dist.barrier()
+        watch.close()
+        transport.close()
+    return found
+
+
+def test_a_fault_is_that_of_its_own_run() -> None:
+    """And an exit that is none is no fault; and a broadcast that does not come names who does not send it."""
+    for found in (outcomes := launch(leave_in_turns, 2)):
+        assert [found[f"before it {run}"] for run in ("ends", "raises", "is late")] == [None] * 3
+    found = outcomes[1]
+    for run, words in (
+        ("ends", "has ended without an error"),
+        ("raises", "it raised KeyError: 'a bug'"),
+        ("is late", "is alive, and has not joined"),
+    ):
+        kind, message = found[run]
+        assert kind == "RuntimeError"
+        assert message.startswith("Rank 0 (host "), message
+        assert words in message, message
 
 
 ANY = Wait("all ranks", None, 5.0)
@@ -224,12 +291,14 @@ def waiting_for(peer: int, **of_beat: Any) -> Beat:
         # who waits for any rank does not wait for one that waits for him
         ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0, waits=[ANY])], set(), ("absent", 1)),
         ([waiting_for(1), waiting_for(0), Beat(9, 9.0)], set(), ("unconnected", 1)),
+        # of those that wait for nobody, who has done least; two that have done as much do not tell who it is
+        ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0, exchanges=5), Beat(9, 9.0, exchanges=4)], set(), ("absent", 2)),
+        ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0)], set(), None),
     ],
 )
-def test_who_is_at_fault(beats: list[Beat], silent: set[int], fault: tuple[str, int]) -> None:
+def test_who_is_at_fault(beats: list[Beat], silent: set[int], fault: tuple[str, int] | None) -> None:
     found = find_fault(beats, silent, 0, interval=1.0)
-    assert found is not None
-    assert (found.kind, found.rank) == fault
+    assert (found and (found.kind, found.rank)) == fault
 
 
 def test_the_chain_of_those_who_wait() -> None:

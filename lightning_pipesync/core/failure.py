@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from lightning_pipesync.compat import address_of, store_of
 from lightning_pipesync.core.ending import at_end_of_process, error_at_end
 from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait
-from lightning_pipesync.core.verdict import SENTENCES, chain, find_fault, has_raised
+from lightning_pipesync.core.verdict import SENTENCES, absent_ranks, chain, find_fault, has_raised
 
 #: Seconds between two beats, at most; a fraction of the timeout if that is short.
 INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
@@ -26,8 +27,9 @@ PATIENCE = 3
 
 UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
 
-#: What Gloo's errors begin with: a place in its source, or, on a connection that has timed out before, only this.
-GLOO_WORDS = ("gloo", "Application timeout caused pair closure")
+#: How errors of a connection begin: with a place in Gloo's source, or, where a call has a timeout of its own or the
+#: connection has timed out before, without one.
+CONNECTION_ERROR = re.compile(r"\[\S*/gloo/|Application timeout caused pair closure|Operation timed out!")
 
 #: Seconds in which the store has to answer.
 STORE_S = 5.0
@@ -62,8 +64,11 @@ class PeerWatch:
         if dist.get_world_size() > 1:
             store = store_of(group)
             self._address = address_of(store)
+            world_size = dist.get_world_size()
+            # A later group of the same process may find the keys of an earlier one, if an agent keeps the store.
+            store = dist.PrefixStore(f"pipesync/{(store.add('pipesync/watches', 1) - 1) // world_size}", store)
             interval = min(INTERVAL, timeout.total_seconds() * FRACTION_OF_TIMEOUT)
-            self._heartbeat = Heartbeat(store, self._rank, dist.get_world_size(), interval, self._describe)
+            self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe)
             self._at_end = at_end_of_process(lambda _: self.close(error_at_end()), first=True)
 
     @contextmanager
@@ -79,6 +84,7 @@ class PeerWatch:
             RuntimeError: a peer is lost.
         """
         thread = threading.get_ident()
+        outer = self._waits.get(thread)
         if not ahead:
             self._waits[thread] = Wait(what, peer, self._now())
         try:
@@ -90,6 +96,8 @@ class PeerWatch:
             raise RuntimeError(self._accusation(what, error)) from error
         finally:
             self._waits.pop(thread, None)
+            if outer is not None:
+                self._waits[thread] = outer
 
     def leave(self, error: BaseException) -> None:
         """Tells the other ranks that this one leaves with an exception.
@@ -111,7 +119,8 @@ class PeerWatch:
         """
         if self._heartbeat is None or self._left:
             return
-        self._left, self._error = True, error or sys.exc_info()[1]
+        error = error or sys.exc_info()[1]
+        self._left, self._error = True, None if _is_normal_end(error) else error
         last = self._describe(0)
         if has_raised(last) and self._fault is None:
             self._heartbeat.tell(Fault("raised", self._rank, self._host, self._pid, last.left or "", last.at))
@@ -135,19 +144,20 @@ class PeerWatch:
         """Returns who is at fault, and through whom this rank has waited for him; tells the others."""
         assert self._heartbeat is not None
         heartbeat = self._heartbeat
+        silent: set[int] = set()
         try:
             beats = heartbeat.read(STORE_S)
+            if heartbeat.fault is None:
+                beats, silent = self._listen(beats)
         except RuntimeError:
             if heartbeat.fault is not None:
                 return self._accuse(heartbeat.fault), ""
             return (UNKNOWN if self._left else self._accuse_store()), ""
-        silent: set[int] = set()
-        if heartbeat.fault is None:
-            beats, silent = self._listen(beats)
         told = heartbeat.fault
         fault = told or find_fault(beats, silent, self._rank, heartbeat.interval)
         if fault is None:
-            return UNKNOWN, ""
+            absent = ", ".join(str(peer) for peer in absent_ranks(beats, self._rank))
+            return UNKNOWN + (f" (alive, and waiting for nobody: ranks {absent})" if absent else ""), ""
         if told is None:
             heartbeat.tell(fault)
         if self._rank == 0:
@@ -171,22 +181,23 @@ class PeerWatch:
 
     def _see_all_told(self, lost: Collection[int]) -> None:
         """Waits until all ranks but those know who is at fault: this process may have the store, and will end."""
-        for beats in self._later_beats():
-            live = (beat for rank, beat in enumerate(beats) if rank not in lost)
-            if all(beat.blames is not None or beat.left is not None for beat in live):
-                break
+        with suppress(RuntimeError):  # the store does not answer: nobody can be told any more
+            for beats in self._later_beats():
+                live = (beat for rank, beat in enumerate(beats) if rank not in lost)
+                if all(beat.blames is not None or beat.left is not None for beat in live):
+                    break
 
     def _later_beats(self) -> Iterator[list[Beat]]:
-        """Yields the ranks' last beats, several times in the time in which a rank that lives will be heard of."""
+        """Yields the ranks' last beats, several times in the time in which a rank that lives will be heard of.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
         assert self._heartbeat is not None
         deadline = time.monotonic() + PATIENCE * self._heartbeat.interval
         while True:
             time.sleep(self._heartbeat.interval / 10)
-            try:
-                beats = self._heartbeat.read(STORE_S)
-            except RuntimeError:
-                return
-            yield beats
+            yield self._heartbeat.read(STORE_S)
             if time.monotonic() > deadline:
                 return
 
@@ -198,7 +209,7 @@ class PeerWatch:
         where = "" if self._address is None else f" at {self._address}"
         return (
             f"The store of the job{where} does not answer: look first at that machine, where rank 0 runs; its process "
-            "has died or is frozen, or the network is down"
+            "has ended, has died or is frozen, or the network is down"
         )
 
     def _describe(self, number: int) -> Beat:
@@ -213,7 +224,7 @@ class PeerWatch:
             list(self._waits.values()),
             None if self._fault is None else self._fault.rank,
             left,
-            lost_peer=error is not None and is_connection_error(error),
+            lost_peer=error is not None and (is_connection_error(error) or is_connection_error(error.__cause__)),
         )
 
     @property
@@ -225,12 +236,18 @@ class PeerWatch:
         return time.monotonic() - self._begin
 
 
-def is_connection_error(error: BaseException) -> bool:
+def is_connection_error(error: BaseException | None) -> bool:
     """Returns whether ``error`` is one of a connection to another process, as PyTorch raises it."""
-    first_line = str(error).partition("\n")[0]
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(words in first_line for words in GLOO_WORDS)
-    )
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and CONNECTION_ERROR.match(str(error)) is not None
+
+
+def _is_normal_end(error: BaseException | None) -> bool:
+    """Returns whether a process that leaves with ``error`` has done what it was to do."""
+    if isinstance(error, SystemExit):
+        return error.code in (0, None)
+    return isinstance(error, (GeneratorExit, StopIteration))
 
 
 def _because(beat: Beat) -> str:
@@ -241,4 +258,5 @@ def _because(beat: Beat) -> str:
 
 
 def _in_short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()[:200]}" if lines else type(error).__name__

@@ -191,7 +191,7 @@ class Transport:
         work = dist.broadcast(host.view(torch.uint8), src, self._control, async_op=True)
 
         def wait() -> Tensor:
-            self._finish(work, f"the broadcast of rank {src}")
+            self._finish(work, f"the broadcast of rank {src}", None if self.rank == src else src)
             return flat if host is flat else flat.copy_(host)
 
         return self._handle("broadcast", wait)

@@ -17,8 +17,8 @@ SENTENCES = {
     "raised": "it raised {detail}, {ago:.0f} s ago",
     "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
     "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
-    "absent": "it is alive, and has not joined for {ago:.0f} s, after {detail}: it computes, hangs or is too slow",
-    "unconnected": "it is alive, and waits, too, for {ago:.0f} s, after {detail}: their connection is lost, or they "
+    "absent": "it is alive, and has not joined, after {detail}: it computes, hangs or is too slow",
+    "unconnected": "it is alive, and waits, too, after {detail}: their connection is lost, or they "
     "exchange different things",
 }
 
@@ -42,10 +42,11 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
         return None
     since = min(wait.since for wait in own_waits)
     reached = [peer for peer in _reached(beats, rank) if peer != rank]
-    absent = [peer for peer in reached if beats[peer].left is None and next(_awaited(beats, peer), None) is None]
-    if absent:
-        peer = min(absent, key=lambda peer: (beats[peer].exchanges, peer))
-        return _fault("absent", peer, beats[peer], since)
+    if absent := absent_ranks(beats, rank):
+        peer = min(absent, key=lambda peer: beats[peer].exchanges)
+        behind = [one for one in absent if beats[one].exchanges == beats[peer].exchanges]
+        # Who is in an operation of another library's does not tell that he waits.
+        return _fault("absent", peer, beats[peer], since) if len(behind) == 1 else None
     ended = [(beats[peer].at, peer) for peer in reached if beats[peer].left == "" and beats[peer].blames is None]
     if ended:
         peer = min(ended)[1]
@@ -57,6 +58,12 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
 def has_raised(beat: Beat) -> bool:
     """Returns whether a rank has left with an exception of which no other rank is the reason."""
     return bool(beat.left) and not beat.lost_peer and beat.blames is None
+
+
+def absent_ranks(beats: Sequence[Beat], rank: int) -> list[int]:
+    """Returns the ranks on which ``rank`` waits, itself or through others, that live and wait for nobody."""
+    reached = sorted(peer for peer in _reached(beats, rank) if peer != rank)
+    return [peer for peer in reached if beats[peer].left is None and next(_awaited(beats, peer), None) is None]
 
 
 def chain(beats: Sequence[Beat], rank: int, end: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -128,7 +128,29 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks; not after an error, when saving a checkpoint would wait for a rank that is gone."""
         if not self._interrupted:
-            super().barrier(*args, **kwargs)
+            with self._waiting_for_all():
+                super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().broadcast(*args, **kwargs)
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().reduce(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        with self._waiting_for_all():
+            return super().all_gather(*args, **kwargs)
+
+    def _waiting_for_all(self) -> AbstractContextManager[None]:
+        """Within it the other ranks know that this one waits for them, in the default process group."""
+        if self.method is None or self.method.transport is None:
+            return nullcontext()
+        return self.method.transport.watch.waiting("all ranks, in the default process group")
 
     # --- a training step --------------------------------------------------------------------------------------------
 
