@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
-from lightning_pipesync.data.loaders import with_order, with_seldp
+from lightning_pipesync.data.loaders import LoaderInPlace, with_order, with_seldp
 from lightning_pipesync.methods.registry import MethodConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
 
 
-class InjectedLoader:
+class InjectedLoader(LoaderInPlace):
     """A prepared loader that appends rows of other ranks' batches to each batch (SelSync III-E).
 
     Args:
@@ -35,14 +35,6 @@ class InjectedLoader:
         for batch in self.loader:
             injected = self.find_injection()(batch)
             yield injected if self.device is None else send_to_device(injected, self.device)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # asked for by who copies this, before it is there
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
     def skip_first_batches(self, num_batches: int) -> InjectedLoader:
         """Returns the same without its first batches."""

@@ -14,6 +14,25 @@ from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
 
 
+class LoaderInPlace:
+    """What stands in the place of a loader: it is as long, and what else is asked of it is the loader's.
+
+    Attributes:
+        loader: the loader.
+    """
+
+    loader: Any
+
+    def __len__(self) -> int:
+        """Returns the number of batches in an epoch."""
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # asked for by who copies this, before it is there
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
 def sampler_of(loader: DataLoader) -> Any:
     """Returns what orders the data: with a batch sampler of the user's own, the loader's is not in use."""
     if loader.batch_sampler is None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.data.loaders import begin_at, sampler_of
+from lightning_pipesync.data.loaders import LoaderInPlace, begin_at, sampler_of
 
 
-class TrainLoader:
+class TrainLoader(LoaderInPlace):
     """A rank's batches of the training data, in the place of the DataLoader that they come from.
 
     Each iteration begins the next epoch, unless :meth:`set_epoch` says which one, and tells it to whatever orders the
@@ -54,15 +54,6 @@ class TrainLoader:
             self._num_batches += 1
             yield self._finish(batch)
         self.set_epoch(self.epoch + 1)
-
-    def __len__(self) -> int:
-        """Returns the number of batches in a whole epoch."""
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # asked for by who copies this, before it is there
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Has the next iteration be that of ``epoch``, from its first batch, or where a resumed run is within it."""
