@@ -398,8 +398,12 @@ def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Returns the store over which ``group`` was formed, whose keys are the group's own, on a connection of its own."""
-    return distributed_c10d._world.pg_map[group][1].clone()  # type: ignore[attr-defined]
+    """Returns the store over which ``group`` was formed, whose keys are the group's own.
+
+    It shares its connection with the process. A ``clone()`` would not, but while it connects, a connection of Gloo's in
+    the same process may go silent.
+    """
+    return distributed_c10d._world.pg_map[group][1]
 
 
 def address_of(store: dist.Store) -> str | None:

@@ -44,13 +44,14 @@ class PeerWatch:
     Attributes:
         timeout: after which a peer that does not answer counts as lost.
 
+    Before :meth:`start` it names nobody.
+
     Args:
-        group: of all ranks; creating the watch begins its clock, and is a collective call therefore.
         timeout: as above.
         exchanges: returns how many operations this rank has begun.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, exchanges: Callable[[], int]) -> None:
+    def __init__(self, timeout: timedelta, exchanges: Callable[[], int]) -> None:
         self.timeout = timeout
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
@@ -61,13 +62,24 @@ class PeerWatch:
         self._judging = threading.Lock()
         self._verdict: tuple[str, str] | None = None
         self._heartbeat: Heartbeat | None = None
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Begins to tell the others of this rank; a collective call, since it begins the clock.
+
+        Gloo must have connected all ranks of ``group``: where another socket is opened meanwhile, a connection of its
+        may never carry anything.
+
+        Args:
+            group: of all ranks.
+        """
+        self._begin = time.monotonic()
         if dist.get_world_size() > 1:
             store = store_of(group)
             self._address = address_of(store)
             world_size = dist.get_world_size()
             # A later group of the same process may find the keys of an earlier one, if an agent keeps the store.
             store = dist.PrefixStore(f"pipesync/{(store.add('pipesync/watches', 1) - 1) // world_size}", store)
-            interval = min(INTERVAL, timeout.total_seconds() * FRACTION_OF_TIMEOUT)
+            interval = min(INTERVAL, self.timeout.total_seconds() * FRACTION_OF_TIMEOUT)
             self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe)
             self._at_end = at_end_of_process(lambda _: self.close(error_at_end()), first=True)
 
@@ -142,7 +154,8 @@ class PeerWatch:
 
     def _judge(self) -> tuple[str, str]:
         """Returns who is at fault, and through whom this rank has waited for him; tells the others."""
-        assert self._heartbeat is not None
+        if self._heartbeat is None:
+            return UNKNOWN, ""
         heartbeat = self._heartbeat
         silent: set[int] = set()
         try:

@@ -84,7 +84,7 @@ class Transport:
         self._timeout = timedelta(seconds=timeout_s)
         # Flags, objects and single messages go through the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
-        self.watch = PeerWatch(self._control, self._timeout, lambda: self.traffic.num_operations)
+        self.watch = PeerWatch(self._timeout, lambda: self.traffic.num_operations)
         self._gloo = GlooExchange(self._control, self.watch)
         self._nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
         self._exchange: GlooExchange | NcclExchange | TorusExchange = self._nccl or self._gloo
@@ -96,6 +96,10 @@ class Transport:
         if self._torus is not None:
             row, column = self._exchange_within(self._torus.row_of), self._exchange_within(self._torus.column_of)
             self._exchange = TorusExchange(self._torus, self.rank, row, column)
+        for group in self._groups:
+            if dist.get_backend(group) == "gloo":
+                dist.barrier(group)  # its connections have carried something, before another socket is opened
+        self.watch.start(self._control)
         # A rank that is done early, and closes, must not break the connections that a slower one is still making.
         with self.watch.waiting("all ranks to connect"):
             dist.barrier(self._control)
