@@ -66,8 +66,7 @@ class PeerWatch:
     def start(self, group: dist.ProcessGroup) -> None:
         """Begins to tell the others of this rank; a collective call, since it begins the clock.
 
-        Gloo must have connected all ranks of ``group``: where another socket is opened meanwhile, a connection of its
-        may never carry anything.
+        All ranks must be connected.
 
         Args:
             group: of all ranks.

@@ -2,7 +2,7 @@
 
 [Note: nobody waits for the store]
 A call to a store whose server is frozen may never return, whatever its timeout. All calls are made by the thread of the
-heartbeat, on a connection of its own; who wants something of it waits for the thread, and only so long.
+heartbeat; who wants something of it waits for the thread, and only so long.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Heartbeat:
         fault: the last fault that a rank has told of.
 
     Args:
-        store: whose keys nobody else uses, on a connection that nobody else uses.
+        store: whose keys nobody else uses.
         rank: of this process.
         world_size: number of ranks.
         interval: seconds.
