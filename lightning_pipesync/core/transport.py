@@ -98,7 +98,7 @@ class Transport:
             self._exchange = TorusExchange(self._torus, self.rank, row, column)
         for group in self._groups:
             if dist.get_backend(group) == "gloo":
-                dist.barrier(group)  # its connections have carried something, before another socket is opened
+                dist.barrier(group)  # its connections have carried something, before the store is used beside them
         self.watch.start(self._control)
         # A rank that is done early, and closes, must not break the connections that a slower one is still making.
         with self.watch.waiting("all ranks to connect"):
