@@ -19,6 +19,7 @@ from torch import Tensor, serialization
 
 from lightning_pipesync.core.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.ending import destroy_process_groups_at_end
 from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.gloo import NUM_TAGS, GlooExchange
@@ -82,6 +83,7 @@ class Transport:
         self.traffic = Traffic()
         self._groups: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=timeout_s)
+        destroy_process_groups_at_end()
         # Flags, objects and single messages go through the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
         self.watch = PeerWatch(self._timeout, lambda: self.traffic.num_operations)
