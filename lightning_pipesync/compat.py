@@ -41,7 +41,7 @@ class Probe(torch.optim.SGD):
     """Tried in the place of SGD: if one is made, torch wraps SGD's ``step``, and subclasses' hooks are called twice."""
 
 
-require(torch, "_foreach_copy_", "_foreach_zero_", "_foreach_norm")
+require(torch, "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_norm")
 require(torch.autograd, "_unsafe_preserve_version_counter")
 require(torch.ops.aten.add_.Tensor, "_schema")  # without it, written_by() would find that nothing is written
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,6 +60,12 @@ def foreach_zero_(tensors: list[Tensor]) -> None:
     """Has all values of all tensors be zero, in one call."""
     if tensors:
         torch._foreach_zero_(tensors)
+
+
+def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
+    """Multiplies all values of all tensors, in one call."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
 
 
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@ All workers hold the same weights, so one model serves for all.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,6 +57,23 @@ def divided(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def predicted(
+    model: nn.Module,
+    optimizer: Optimizer,
+    in_flight: Sequence[tuple[list[Tensor], float]],
+    clip: Callable[[nn.Module], object],
+) -> nn.Module:
+    """A copy of the model, after an update by each of some gradients, with the learning rate of its step."""
+    trial, trial_optimizer = copy.deepcopy((model, optimizer))
+    for gradients, rate in in_flight:
+        for p, gradient in zip(trial.parameters(), gradients, strict=True):
+            p.grad = gradient.clone()
+        clip(trial)
+        trial_optimizer.param_groups[0]["lr"] = rate
+        trial_optimizer.step()
+    return trial
+
+
 def simulate(
     model: nn.Module,
     optimizer: Optimizer,
@@ -72,6 +90,7 @@ def simulate(
     clip: Callable[[nn.Module], object] = lambda model: None,
     learning_rate: Callable[[float, int, float], float] = lambda rate, late, distance: rate,
     drain: bool = False,
+    delay_compensation: str = "none",
 ) -> list[Tensor]:
     """Returns the weights after each step, and, if asked, after the pipeline is drained.
 
@@ -79,6 +98,8 @@ def simulate(
         schedule: learning rate of each step; the optimizer's own if None.
         learning_rate: of an update, from that of the gradient's step, by how many updates it is late, and the squared
             distance that the weights have moved since.
+        delay_compensation: a rank computes its gradients at the weights predicted with its own gradients in flight
+            ("prediction"), with zeros ("momentum"), or at the true weights ("none").
     """
     parameters = list(model.parameters())[::-1]  # as gradients become ready
     codec = get_codec(compression)
@@ -86,6 +107,7 @@ def simulate(
     shards = [shard_of(empty.clone(), rank, world_size) for rank in range(world_size)]
     dropped = [[empty.clone() for _ in shards], shards] if error_feedback else None
     in_flight: list[tuple[Tensor, float, int, Tensor]] = []
+    own: list[list[list[Tensor]]] = [[] for _ in range(world_size)]  # of each gradient in flight this rank's part
     updates = 0
     weights = []
 
@@ -95,6 +117,8 @@ def simulate(
     def apply_oldest() -> None:
         nonlocal updates
         gradient, rate, updates_then, weights_then = in_flight.pop(0)  # lines 3 and 4
+        for of_rank in own:
+            of_rank.pop(0)
         for p, values in zip(parameters, divided(gradient, parameters), strict=True):
             p.grad = values.clone()
         clip(model)
@@ -107,10 +131,18 @@ def simulate(
         rate = optimizer.defaults["lr"] if schedule is None else schedule(t)
         local = []
         for rank in range(world_size):
-            optimizer.zero_grad()
+            replica = model
+            if delay_compensation != "none":
+                rates = [rate_then for _, rate_then, *_ in in_flight]
+                replica = predicted(model, optimizer, list(zip(own[rank], rates, strict=True)), clip)
+            replica.zero_grad()
             for micro in range(accumulate):
-                loss(model, t * accumulate + micro, rank).backward()  # lines 6 to 8
-            local.append(fused([p.grad for p in parameters]))
+                loss(replica, t * accumulate + micro, rank).backward()  # lines 6 to 8
+            gradients = [p.grad for p in replica.parameters()]
+            local.append(fused(gradients[::-1]))
+            own[rank].append(
+                [torch.zeros_like(g) if delay_compensation == "momentum" else g.clone() for g in gradients]
+            )
         in_flight.append((all_reduce(local, codec, dropped), rate, updates, flat()))  # lines 9 and 10
         if len(in_flight) > (0 if t < warmup_steps else staleness):
             apply_oldest()

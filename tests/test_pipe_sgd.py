@@ -30,6 +30,10 @@ def decaying(step: int) -> float:
 #: The optimizer, the settings, and what else the loop does.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{f"k={k}": ("sgd", {"staleness": k}, {}) for k in range(4)},
+    **{f"as in the paper, k={k}": ("sgd", {"staleness": k, "delay_compensation": "none"}, {}) for k in range(1, 4)},
+    "as in the paper, level 2": ("adamw", {"pipeline_level": 2, "delay_compensation": "none"}, {}),
+    "by momentum": ("sgd", {"delay_compensation": "momentum"}, {}),
+    "by momentum, adamw, k=2": ("adamw", {"staleness": 2, "delay_compensation": "momentum"}, {"clip": "norm"}),
     "adamw": ("adamw", {}, {}),
     "adamw, k=2": ("adamw", {"staleness": 2}, {}),
     **{f"level 2, k={k}": ("sgd", {"staleness": k, "pipeline_level": 2}, {}) for k in range(3)},
@@ -98,7 +102,7 @@ def outcomes(world_size: int) -> list[dict[str, list[Tensor]]]:
 def expected(case: str, world_size: int) -> list[Tensor]:
     optimizer_name, settings, loop = CASES[case]
     known = {name: settings[name] for name in settings if name in ("compression", "error_feedback", "drain")}
-    compensation, constant = settings.get("delay_compensation"), settings.get("distance_constant", 1.0)
+    compensation, constant = settings.get("delay_compensation", "prediction"), settings.get("distance_constant", 1.0)
 
     def learning_rate(rate: float, late: int, distance: float) -> float:
         if compensation == "staleness":
@@ -118,6 +122,7 @@ def expected(case: str, world_size: int) -> list[Tensor]:
         schedule=decaying if "schedule" in loop else None,
         clip=CLIPS.get(loop.get("clip", ""), lambda model: None),
         learning_rate=learning_rate,
+        delay_compensation=compensation if compensation in ("prediction", "momentum") else "none",
         **known,
     )
 
@@ -172,7 +177,15 @@ def test_pieces_of_a_large_buffer() -> None:
 def test_one_process() -> None:
     [outcome] = launch(train, 1, "adamw", {"staleness": 2}, {})
     model = seeded_mlp()
-    reference = simulate(model, OPTIMIZERS["adamw"](model), loss, world_size=1, num_steps=STEPS, staleness=2)
+    reference = simulate(
+        model,
+        OPTIMIZERS["adamw"](model),
+        loss,
+        world_size=1,
+        num_steps=STEPS,
+        staleness=2,
+        delay_compensation="prediction",
+    )
     assert all(map(torch.equal, outcome, reference))
 
 

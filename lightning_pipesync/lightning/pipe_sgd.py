@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pipesync.compat import run_hooks_before_step
 from lightning_pipesync.core.codecs import Codec
@@ -40,9 +41,11 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
         bucket_mb: MiB that travel in one piece at level 1; None: the whole gradient.
         drain: whether the last ``staleness`` gradients are applied when the training ends, before the ``on_train_end``
             of callbacks and after the last validation; otherwise they are dropped.
-        delay_compensation: ``"staleness"``: the learning rate is divided by the number of updates that the gradient is
-            late, by 1 with ``staleness=1``; ``"distance"``: it is at most ``distance_constant`` over the squared
-            distance that the weights have moved since.
+        delay_compensation: ``"prediction"``: a gradient is computed at the weights that the updates on their way would
+            lead to, were the averages in them this rank's own gradients; ``"momentum"``: the same with gradients of
+            zero; ``"none"``: at the weights as they are, as in the paper; ``"staleness"``: so, and the learning rate is
+            divided by the number of updates that the gradient is late, by 1 with ``staleness=1``; ``"distance"``: it is
+            at most ``distance_constant`` over the squared distance that the weights have moved since.
         distance_constant: C of ``delay_compensation="distance"``.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         accelerator: as in DDPStrategy.
@@ -72,7 +75,7 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
         warmup_steps: int = 0,
         bucket_mb: float | None = None,
         drain: bool = False,
-        delay_compensation: DelayCompensation = "none",
+        delay_compensation: DelayCompensation = "prediction",
         distance_constant: float = 1.0,
         timeout_s: float = 1800.0,
         accelerator: Accelerator | None = None,
@@ -109,6 +112,17 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
 
     def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> PipeSGD:
         return PipeSGD(module, optimizers, self.config, backend=self._traffic_backend)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step with the predicted weights, which it may read outside of any module's forward pass, too."""
+        assert self.method is not None
+        assert self.lightning_module is not None
+        self.method.use_predicted_weights()
+        result = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self.method.use_true_weights()  # its optimizers have stepped, and callbacks look
+        return result
 
     def end_training(self) -> None:
         if self.method is not None and self.config.drain and not self._interrupted:

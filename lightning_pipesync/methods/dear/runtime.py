@@ -19,7 +19,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused import FusedBuckets
-from lightning_pipesync.methods.dear.hook import ModuleHook
+from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner

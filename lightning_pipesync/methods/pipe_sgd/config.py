@@ -9,7 +9,9 @@ from typing import Literal, get_args
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 
-DelayCompensation = Literal["none", "staleness", "distance"]
+DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
+#: What has gradients computed at predicted weights.
+_PREDICTING = ("prediction", "momentum")
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,13 @@ class PipeSGDConfig:
     drain: bool = False
     """Whether the last ``staleness`` gradients are applied when the training ends. The paper drops them."""
 
-    delay_compensation: DelayCompensation = "none"
-    """What becomes of the learning rate of a stale gradient (lecture, "Staleness Dependent Learning Rate"):
+    delay_compensation: DelayCompensation = "prediction"
+    """What makes up for the delay. ``prediction``: a gradient is computed at the weights that the updates on their way
+    would lead to, were the averages in them this rank's own gradients; ``momentum``: the same with gradients of zero
+    (SpecTrain). Or less learning rate for a stale gradient (lecture, "Staleness Dependent Learning Rate"):
     ``staleness``: it is divided by the number of updates that the gradient is late, which is 1 with ``staleness=1``, so
     that this needs a larger one; ``distance``: it is at most ``distance_constant`` over the squared distance that the
-    weights have moved since."""
+    weights have moved since. ``none``: nothing, as in the paper."""
 
     distance_constant: float = 1.0
     """C of ``delay_compensation="distance"``."""
@@ -86,6 +90,21 @@ class PipeSGDConfig:
     def feeds_back(self) -> bool:
         """Whether the codec drops something that is added to what is sent next."""
         return self.error_feedback and not get_codec(self.compression).lossless
+
+    @property
+    def reduces_learning_rate(self) -> bool:
+        """Whether a stale gradient may have less of it."""
+        return self.delay_compensation in ("staleness", "distance")
+
+    @property
+    def predicts(self) -> bool:
+        """Whether gradients are computed at predicted weights."""
+        return self.staleness > 0 and self.delay_compensation in _PREDICTING
+
+    @property
+    def keeps_own_gradients(self) -> bool:
+        """Whether a rank keeps its own part of the gradients that are on their way."""
+        return self.predicts and self.delay_compensation == "prediction"
 
     @property
     def needs_as_many_ranks(self) -> bool:

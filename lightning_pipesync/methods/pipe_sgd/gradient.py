@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_norm
+from lightning_pipesync.compat import foreach_mul_, foreach_norm
 from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
@@ -39,6 +39,7 @@ class GradientPlan:
         feedback: for each piece of each bucket what its codec dropped, if that is sent later.
         codec: what travels.
         keeps_weights: whether gradients need to know the weights that they were computed with.
+        keeps_own: whether they keep this rank's own part.
 
     Args:
         parameters: in the order of registration.
@@ -64,6 +65,7 @@ class GradientPlan:
             for bucket in self._free[0]
         ]
         self.keeps_weights = config.delay_compensation == "distance"
+        self.keeps_own = config.keeps_own_gradients
 
     def pieces(self, bucket: Bucket) -> Sequence[Tensor]:
         """Returns what of a bucket is exchanged at a time: views."""
@@ -89,6 +91,7 @@ class GradientInFlight:
         hyperparameters: learning rate and so on of the optimizer when it was computed.
         loss_scale: by which it is too large.
         num_updates: how many updates had been made when it was computed.
+        own: this rank's part of it, not scaled, by the id of the parameter; empty if that is not kept, or not finite.
 
     Args:
         plan: how it is packed.
@@ -111,6 +114,7 @@ class GradientInFlight:
         self._own_present: list[bool] = []
         self._presence: Presence | None = None
         self._present: list[bool] = []
+        self.own: dict[int, Tensor] = {}
 
     def is_ready(self, parameter: Tensor) -> None:
         """Sends the segments that are complete (Fig. 7), now that this parameter's gradient is.
@@ -130,11 +134,20 @@ class GradientInFlight:
             self._send_next()
 
     @torch.no_grad()
-    def hand_over(self, optimizer: Optimizer, loss_scale: float, num_updates: int) -> None:
-        """Sends what has not been sent yet (Algorithm 1, computation thread, lines 9 and 10)."""
+    def hand_over(self, optimizer: Optimizer, loss_scale: float, num_updates: int, shared: bool) -> None:
+        """Sends what has not been sent yet (Algorithm 1, computation thread, lines 9 and 10).
+
+        Args:
+            optimizer: whose gradient it is.
+            loss_scale: by which it is too large.
+            num_updates: that have been made so far.
+            shared: whether others will write to where ``p.grad`` is.
+        """
         self.send_all()
         self._presence = Presence(self._own_present, self._plan.compared, self._transport)
         self.hyperparameters, self.loss_scale, self.num_updates = current(optimizer), loss_scale, num_updates
+        if self._plan.keeps_own:
+            self._keep_own(shared)
         if self._plan.keeps_weights:
             self._weights = self._plan.take_buffers()
             for bucket, members in zip(self._weights, self._plan.buckets, strict=True):
@@ -172,6 +185,13 @@ class GradientInFlight:
         for member, view, present in zip(self._plan.members, _views(self._buffers), self._present, strict=True):
             member.tensor.grad = view if present else None
 
+    def clip_own(self, clip: Callable[[list[Tensor]], object]) -> None:
+        """Clips this rank's own part as ``clip`` does the gradients of the parameters that it is given."""
+        holders = [gradient.detach() for gradient in self.own.values()]
+        for holder, gradient in zip(holders, self.own.values(), strict=True):
+            holder.grad = gradient
+        clip(holders)
+
     def is_shown(self) -> bool:
         """Returns whether some ``p.grad`` is still a view of its buffers, since :meth:`install`."""
         pairs = zip([member.tensor.grad for member in self._plan.members], _views(self._buffers), strict=True)
@@ -191,6 +211,7 @@ class GradientInFlight:
 
     def release(self) -> None:
         """Has the buffers used again."""
+        self.own = {}
         self._plan.give_buffers(self._buffers)
         if self._weights is not None:
             self._plan.give_buffers(self._weights)
@@ -205,6 +226,7 @@ class GradientInFlight:
             "present": dict(zip([member.name for member in self._plan.members], self._present, strict=True)),
             "gradients": self._by_name(self._buffers),
             "weights": self._by_name(self._weights),
+            "own": {m.name: self.own[id(m.tensor)].cpu() for m in self._plan.members if id(m.tensor) in self.own},
         }
 
     @torch.no_grad()
@@ -215,9 +237,23 @@ class GradientInFlight:
         self.num_updates = state["num_updates"]
         self._present = [state["present"].get(name, False) for name in names]
         self._load(self._buffers, state["gradients"])
+        device = self._transport.device
+        own = {id(m.tensor): state["own"][m.name] for m in self._plan.members if m.name in state["own"]}
+        self.own = {key: gradient.to(device, copy=True) for key, gradient in own.items()}
         if self._plan.keeps_weights:
             self._weights = self._plan.take_buffers()
             self._load(self._weights, state["weights"])
+
+    def _keep_own(self, shared: bool) -> None:
+        """Keeps the gradients that autograd has made, which nobody else needs when they are packed."""
+        gradients = {id(m.tensor): m.tensor.grad for m in self._plan.members if m.tensor.grad is not None}
+        if shared:
+            gradients = {key: gradient.clone() for key, gradient in gradients.items()}
+        if self.loss_scale != 1.0 and gradients:
+            foreach_mul_(list(gradients.values()), 1 / self.loss_scale)
+            if not bool(torch.stack(foreach_norm(list(gradients.values()))).isfinite().all()):
+                return  # the average is not finite either, and makes no update
+        self.own = gradients
 
     @torch.no_grad()
     def _send_next(self) -> None:

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_zero_, mark_stepped
+from lightning_pipesync.compat import mark_stepped
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
@@ -25,6 +26,7 @@ from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight, GradientPlan
+from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 from lightning_pipesync.methods.stepping import StepGuard, replaced_step
 
 T = TypeVar("T")
@@ -68,6 +70,38 @@ class GradientPipe:
         self._due: GradientInFlight | None = None  # about to be applied
         self._shown: GradientInFlight | None = None  # p.grad are views of its buffers
         self._plan = GradientPlan(parameters, config, transport)
+        self._predicted = PredictedWeights(optimizer) if config.predicts else None
+
+    def use_predicted_weights(self) -> None:
+        """Has the parameters be the weights that the updates on their way lead to, as far as this rank knows."""
+        if self._predicted is not None:
+            own = self._config.keeps_own_gradients
+            self._predicted.use([TrialStep(g.own if own else None, g.hyperparameters) for g in self._in_flight])
+
+    def use_true_weights(self) -> None:
+        """Has the parameters be the weights after the last update, which are the same on all ranks."""
+        if self._predicted is not None:
+            self._predicted.put_back()
+
+    def forget_prediction(self) -> None:
+        """Goes on with the true weights, which are about to change, or the updates on their way are."""
+        if self._predicted is not None:
+            self._predicted.forget()
+
+    @property
+    def uses_predicted_weights(self) -> bool:
+        """Whether the parameters are the predicted weights."""
+        return self._predicted is not None and self._predicted.in_use
+
+    def clip(self, clip: Callable[[list[Tensor]], T]) -> T:
+        """Clips the gradient that is about to be applied, and this rank's part of the one that was handed over.
+
+        Args:
+            clip: called with parameters, whose gradients it clips.
+        """
+        if self._in_flight:
+            self._in_flight[-1].clip_own(clip)
+        return clip(parameters_of(self.optimizer))
 
     def begin_anew(self, parameters: Sequence[NamedParameter]) -> None:
         """Takes ``parameters`` into the gradients from now on; those in flight stay as they are. A collective call."""
@@ -102,14 +136,18 @@ class GradientPipe:
         self._check()
         gradient = self._started or self._begin()
         self._started = None
-        gradient.hand_over(self.optimizer, loss_scale, self.num_updates)
+        self.forget_prediction()
+        shared = self._shown is not None  # p.grad has been added to, and is where gradients travel
+        gradient.hand_over(self.optimizer, loss_scale, self.num_updates, shared)
         self._in_flight.append(gradient)
         self.handed_over = True
         may_be_in_flight = 0 if self.num_steps < self._config.warmup_steps else self._config.staleness
         if len(self._in_flight) > may_be_in_flight:
             self._show_next(loss_scale)
         else:
-            foreach_zero_([parameter.grad for parameter in parameters_of(self.optimizer) if parameter.grad is not None])
+            for parameter in parameters_of(self.optimizer):
+                if parameter.grad is not None:
+                    parameter.grad = torch.zeros_like(parameter.grad)
 
     def run(self, update: Callable[[], T] | None, hand_over: Callable[[], object]) -> T | None:
         """Runs ``update``; the ``optimizer.step()`` within it applies the gradient that is due, if there is one.
@@ -149,6 +187,7 @@ class GradientPipe:
 
     def drain(self, before_update: Callable[[Optimizer], object]) -> None:
         """Applies all gradients in flight, in order; a collective call."""
+        self.forget_prediction()
         self.handed_over = True
         try:
             while self._in_flight:
@@ -170,6 +209,7 @@ class GradientPipe:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what :meth:`state_dict` returned; a collective call."""
+        self.forget_prediction()
         self.num_steps, self.num_updates, self.staleness = state["steps"]
         self._in_flight.clear()
         for saved in state["in_flight"]:
@@ -222,7 +262,7 @@ class GradientPipe:
 
     def _compensated(self, gradient: GradientInFlight) -> Hyperparameters:
         """Returns the hyper-parameters of the gradient's step, with what its delay makes of the learning rate."""
-        if self._config.delay_compensation == "none":
+        if not self._config.reduces_learning_rate:
             return gradient.hyperparameters
         if self._config.delay_compensation == "staleness":
             late = max(1, self.staleness)

@@ -21,10 +21,10 @@ from lightning_pipesync.methods.method import (
     group_members,
     index_of,
     one_config,
-    parameters_of,
     warn_of_ignored,
 )
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
+from lightning_pipesync.methods.pipe_sgd.look_ahead import LookAhead
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 
 T = TypeVar("T")
@@ -105,6 +105,27 @@ class PipeSGD(AveragingMethod):
             for optimizer, of_optimizer in zip(self._optimizers, self._by_optimizer(parameters), strict=True)
         ]
         self._begin_to_watch(parameters)
+        self._look_ahead: LookAhead | None = None
+        if self.config.predicts:
+            # Flushed weights may be trained on without a word, but not in eval mode.
+            self._look_ahead = LookAhead(module, self._pipes, lambda: self.flushed and not module.training)
+
+    def use_predicted_weights(self) -> None:
+        """Has the parameters be the weights that the updates on their way lead to, as far as this rank knows.
+
+        Every forward pass of the module, or of one within it, begins with this if gradients are enabled; it is for
+        those that read parameters elsewhere, before. Does nothing if there are no such weights.
+        """
+        if self._look_ahead is not None:
+            self._look_ahead.use_predicted_weights()
+
+    def use_true_weights(self) -> None:
+        """Has the parameters be the weights after the last update, which are the same on all ranks.
+
+        A step ends with this for its own optimizer; it is for those that read weights between the steps of several.
+        """
+        if self._look_ahead is not None:
+            self._look_ahead.use_true_weights()
 
     def after_backward(self, optimizer: Optimizer | None = None, loss_scale: float = 1.0) -> bool:
         """Hands over this step's gradient, and has ``p.grad`` be the one that is about to be applied, not yet clipped.
@@ -135,12 +156,12 @@ class PipeSGD(AveragingMethod):
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its L2 norm."""
         self.after_backward(optimizer)
-        return torch.nn.utils.clip_grad_norm_(self._trained(optimizer), max_norm)
+        return self._pipe(optimizer).clip(lambda trained: torch.nn.utils.clip_grad_norm_(trained, max_norm))
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
         self.after_backward(optimizer)
-        torch.nn.utils.clip_grad_value_(self._trained(optimizer), max_value)
+        self._pipe(optimizer).clip(lambda trained: torch.nn.utils.clip_grad_value_(trained, max_value))
 
     def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step.
@@ -162,7 +183,8 @@ class PipeSGD(AveragingMethod):
         self.flushed = False
 
     def flush(self) -> None:
-        """Gives all ranks the buffers of rank 0; the weights are the same already. A collective call."""
+        """Gives all ranks the buffers of rank 0; the true weights are the same already. A collective call."""
+        self.use_true_weights()
         self._lane.drain()  # broadcasts and all-reduces have one order on all ranks
         exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
         self.flushed = True
@@ -207,6 +229,8 @@ class PipeSGD(AveragingMethod):
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups. The weights stay as they are; gradients in flight are dropped."""
+        if self._look_ahead is not None:
+            self._look_ahead.close()
         for hook in self._hooks.values():
             hook.remove()
         for pipe in self._pipes:
@@ -233,9 +257,6 @@ class PipeSGD(AveragingMethod):
             for index in range(len(self._optimizers))
         ]
 
-    def _trained(self, optimizer: Optimizer | None) -> list[Tensor]:
-        return parameters_of(self._pipe(optimizer).optimizer)
-
     def _pipe(self, optimizer: Optimizer | None) -> GradientPipe:
         return self._pipes[index_of(optimizer, self._optimizers, "PipeSGD")]
 
@@ -260,7 +281,7 @@ class PipeSGD(AveragingMethod):
                 "it cannot know whose step follows: use pipeline_level=1."
             )
         for optimizer in self._optimizers:
-            if config.delay_compensation != "none" and not all("lr" in group for group in optimizer.param_groups):
+            if config.reduces_learning_rate and not all("lr" in group for group in optimizer.param_groups):
                 return ValueError(
                     f"delay_compensation={config.delay_compensation!r} changes the learning rate, and "
                     f"{type(optimizer).__name__} has none: use delay_compensation='none'."
