@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterable
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,24 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from tests.harness import launch
-from tests.lightning_models import Classifier, fit, fit_on, make_strategy, scaling, train_loader, trainer, val_loader
+from tests.lightning_models import (
+    Classifier,
+    dataset,
+    fit,
+    fit_on,
+    make_strategy,
+    scaling,
+    train_loader,
+    trainer,
+    val_loader,
+)
 from tests.test_lightning_dear import assert_same, fine_tune, fit_averaged
 
 PIPE_SGD = {"name": "pipe_sgd"}
+#: As in the paper.
+DELAYED = {**PIPE_SGD, "delay_compensation": "none"}
 
 
 class Delay(pl.Callback):
@@ -61,7 +77,7 @@ class Delay(pl.Callback):
 def test_is_ddp_delayed(settings: dict[str, Any], module: dict[str, Any], arguments: dict[str, Any], tmp_path: Path):
     delay = Delay(settings.get("staleness", 1), settings.get("drain", False))
     expected = fit_on(2, tmp_path, "ddp", module, callbacks=[delay], **arguments)
-    actual = fit_on(2, tmp_path, {**PIPE_SGD, **settings}, module, **arguments)
+    actual = fit_on(2, tmp_path, {**DELAYED, **settings}, module, **arguments)
     assert_same(actual, expected)
     metrics, steps = actual[0]["metrics"], actual[0]["steps"]
     assert metrics["pipe_sgd/updates"] == steps - settings.get("staleness", 1)
@@ -70,17 +86,105 @@ def test_is_ddp_delayed(settings: dict[str, Any], module: dict[str, Any], argume
 
 
 def test_by_its_name(tmp_path: Path) -> None:
-    assert_same(fit_on(3, tmp_path, "pipe_sgd"), fit_on(3, tmp_path, "ddp", callbacks=[Delay(1)]), exact=False)
+    assert_same(fit_on(3, tmp_path, "pipe_sgd"), fit_on(3, tmp_path, PIPE_SGD))
+
+
+def fit_and_replay(settings: dict[str, Any], arguments: dict[str, Any], directory: Path) -> tuple[Tensor, Tensor]:
+    """Returns the weights of a Trainer, and of a loop over the same batches."""
+    model = Classifier(optimizer="adamw", batch_norm=True)
+    copy = deepcopy(model)
+    trainer(make_strategy({**PIPE_SGD, **settings}), 2, directory, **arguments).fit(model, train_loader(), val_loader())
+    optimizer = copy.configure_optimizers()
+    sync = PipeSGD(copy, optimizer, **settings)
+    accumulate = arguments.get("accumulate_grad_batches", 1)
+    for index, indices in enumerate(model.seen):
+        _, x, y = dataset()[indices]
+        with sync.no_sync() if (index + 1) % accumulate else nullcontext():
+            (nn.functional.cross_entropy(copy.model(x), y) / accumulate).backward()
+        if (index + 1) % accumulate == 0:
+            if "gradient_clip_val" in arguments:
+                sync.clip(arguments["gradient_clip_val"])
+            sync.step()
+            optimizer.zero_grad()
+    sync.flush()
+    sync.detach()
+    return model.weights(), copy.weights()
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {"val_check_interval": 0.5}),
+        ({"staleness": 2, "compression": "int8"}, {"gradient_clip_val": 0.1}),
+        ({"pipeline_level": 2}, {"accumulate_grad_batches": 2, "val_check_interval": 3}),
+    ],
+    ids=["k=1", "k=2, int8, clipped", "accumulation, validation in between"],
+)
+def test_prediction_is_that_of_a_loop(settings: dict[str, Any], arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Which a simulation is compared to."""
+    outcomes = launch(fit_and_replay, 2, settings, arguments, tmp_path, init=False)
+    for weights, replayed in outcomes:
+        assert torch.equal(weights, replayed)
+        assert torch.equal(weights, outcomes[0][0])
+
+
+class Differing(pl.Callback):
+    """Counts where the ranks hold different weights."""
+
+    def __init__(self) -> None:
+        self.differing = 0
+
+    def look(self, trainer: Any, parameters: Iterable[Tensor]) -> None:
+        weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        of_ranks = trainer.strategy.method.transport.gather_objects(weights)
+        self.differing += not torch.equal(of_ranks[0], of_ranks[1])
+
+    def on_train_batch_start(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
+        self.look(trainer, module.parameters())
+
+    def on_before_optimizer_step(self, trainer: Any, module: pl.LightningModule, optimizer: Any) -> None:
+        self.look(trainer, optimizer.param_groups[0]["params"])
+
+    def on_train_batch_end(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
+        self.look(trainer, module.parameters())
+
+    def on_validation_batch_start(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
+        self.look(trainer, module.parameters())
+
+
+def fit_and_compare(manual: bool, directory: Path) -> tuple[int, int]:
+    """Returns how often callbacks found other weights on the other rank, and how often a training step did."""
+    model, callback, within = TwoOptimizers() if manual else Classifier(), Differing(), []
+    forward = model.model[0].forward
+
+    def look(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            of_ranks = run.strategy.method.transport.gather_objects(model.model[0][0].weight.detach())
+            within.append(not torch.equal(of_ranks[0], of_ranks[1]))
+        return forward(x)
+
+    model.model[0].forward = look
+    run = trainer(make_strategy(PIPE_SGD), 2, directory, callbacks=[callback], val_check_interval=0.5)
+    run.fit(model, train_loader(), val_loader())
+    return callback.differing, sum(within)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_who_finds_predicted_weights(manual: bool, tmp_path: Path) -> None:
+    """A forward pass of the training does. Callbacks find the same weights on all ranks, at any time."""
+    for in_callbacks, in_forward in launch(fit_and_compare, 2, manual, tmp_path, init=False):
+        assert in_callbacks == 0
+        assert in_forward > 10
 
 
 def test_running_average_of_the_weights(tmp_path: Path) -> None:
     expected = launch(partial(fit_averaged, "ddp", tmp_path, Delay(1)), 2, init=False)
-    assert_same(launch(partial(fit_averaged, PIPE_SGD, tmp_path), 2, init=False), expected)
+    assert_same(launch(partial(fit_averaged, DELAYED, tmp_path), 2, init=False), expected)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_fine_tuning(level: int, tmp_path: Path) -> None:
-    ddp, strategy = "ddp_find_unused_parameters_true", {**PIPE_SGD, "pipeline_level": level}
+    ddp, strategy = "ddp_find_unused_parameters_true", {**DELAYED, "pipeline_level": level}
     expected = launch(partial(fine_tune, ddp, tmp_path, Delay(1)), 2, init=False)
     for actual, reference in zip(launch(partial(fine_tune, strategy, tmp_path), 2, init=False), expected, strict=True):
         assert torch.equal(actual[0], reference[0])
@@ -129,8 +233,10 @@ def fit_scaled(strategy: Any, directory: Path, scale: float) -> dict[str, Any]:
 
 def test_loss_scaling(tmp_path: Path) -> None:
     expected = launch(partial(fit_scaled, "ddp", tmp_path, 2.0**10), 2, init=False)
-    actual = launch(partial(fit_scaled, PIPE_SGD, tmp_path, 2.0**10), 2, init=False)
+    actual = launch(partial(fit_scaled, DELAYED, tmp_path, 2.0**10), 2, init=False)
     assert_same(actual, expected, exact=False)
+    unscaled, scaled = (launch(partial(fit_scaled, PIPE_SGD, tmp_path, scale), 2, init=False) for scale in (1, 2.0**10))
+    assert_same(scaled, unscaled, exact=False)
 
 
 def test_an_overflow_is_one_for_all(tmp_path: Path) -> None:

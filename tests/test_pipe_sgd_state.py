@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -20,20 +22,43 @@ STEPS = 10
 
 
 class Delayed:
-    """The delayed loop on real processes: averages gradients as DDP would, and applies those of k steps before."""
+    """The delayed loop on real processes: averages gradients as DDP would, and applies those of k steps before.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, staleness: int) -> None:
-        self.model, self.optimizer, self.staleness = model, optimizer, staleness
+    With ``predicts`` a step begins with :meth:`look_ahead`, for the weights that this rank's own gradients lead to.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, staleness: int, predicts: bool) -> None:
+        self.model, self.optimizer, self.staleness, self.predicts = model, optimizer, staleness, predicts
         self.in_flight: list[dict[nn.Parameter, Tensor | None]] = []
+        self.own: list[dict[str, Tensor | None]] = []
+        self.true: list[Tensor] = []
+
+    def look_ahead(self) -> None:
+        self.true = [p.detach().clone() for p in self.model.parameters()]
+        trial, optimizer = copy.deepcopy((self.model, self.optimizer))
+        for gradients in self.own if self.predicts else []:
+            for name, p in trial.named_parameters():
+                p.grad = None if gradients[name] is None else gradients[name].clone()
+            optimizer.step()
+        set_parameters(self.model, list(trial.parameters()))
 
     def step(self) -> None:
+        set_parameters(self.model, self.true)
+        self.own.append({n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()})
         average_gradients(self.model)
         self.in_flight.append({p: None if p.grad is None else p.grad.clone() for p in self.model.parameters()})
         if len(self.in_flight) > self.staleness:
             oldest = self.in_flight.pop(0)
+            self.own.pop(0)
             for p in self.model.parameters():
                 p.grad = oldest.get(p)
             self.optimizer.step()
+
+
+@torch.no_grad()
+def set_parameters(model: nn.Module, values: list[Tensor]) -> None:
+    for p, value in zip(model.parameters(), values, strict=True):
+        p.copy_(value)
 
 
 class ComesAndGoes(nn.Module):
@@ -51,18 +76,25 @@ class ComesAndGoes(nn.Module):
         return self.head(x)
 
 
-def come_and_go(settings: dict[str, Any] | None) -> list[Tensor]:
+def come_and_go(settings: dict[str, Any] | None, predicts: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = ComesAndGoes()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = AdamW([{"params": trained[:2]}, {"params": trained[2:], "lr": 0.003}], lr=0.01)
-    sync = Delayed(model, optimizer, 2) if settings is None else PipeSGD(model, optimizer, staleness=2, **settings)
+    compensation = "prediction" if predicts else "none"
+    sync = (
+        Delayed(model, optimizer, 2, predicts)
+        if settings is None
+        else PipeSGD(model, optimizer, staleness=2, delay_compensation=compensation, **settings)
+    )
     weights = []
     for step in range(STEPS):
         if step == 5:
             model.frozen.requires_grad_()
             optimizer.add_param_group({"params": list(model.frozen.parameters()), "lr": 0.02})
         optimizer.zero_grad()
+        if isinstance(sync, Delayed):
+            sync.look_ahead()
         x, y = batch(step, dist.get_rank())
         nn.functional.cross_entropy(model(x, step), y).backward()
         sync.step()
@@ -72,33 +104,42 @@ def come_and_go(settings: dict[str, Any] | None) -> list[Tensor]:
     return weights
 
 
-def come_and_go_in_all_ways() -> list[list[Tensor]]:
+def come_and_go_in_all_ways() -> list[list[list[Tensor]]]:
     settings: list[dict[str, Any] | None] = [None, {}, {"pipeline_level": 2, "segments": 3}, {"bucket_mb": 1e-4}]
-    return [come_and_go(one) for one in settings]
+    return [[come_and_go(one, predicts) for one in settings] for predicts in (False, True)]
 
 
 def test_gradients_that_come_and_go() -> None:
     """A parameter without a gradient on any rank is left alone, as in DDP: momentum and decay, too."""
-    for reference, *outcomes in launch(come_and_go_in_all_ways, 2):
+    for reference, *outcomes in chain(*launch(come_and_go_in_all_ways, 2)):
         for outcome in outcomes:
             for step, (weights, other) in enumerate(zip(outcome, reference, strict=True)):
                 assert torch.equal(weights, other), f"step {step}: off by {(weights - other).abs().max()}"
 
 
-def alternate(pipelined: bool) -> list[Tensor]:
+def alternate(pipelined: bool, predicts: bool) -> list[Tensor]:
     """As a GAN: two optimizers in turns, the second one in every other step only."""
     model = seeded_mlp()
     parts = [model[0], model[2]]
     optimizers = [SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
-    sync = PipeSGD(model, optimizers) if pipelined else None
-    loops = [Delayed(part, optimizer, 1) for part, optimizer in zip(parts, optimizers, strict=True)]
+    sync = PipeSGD(model, optimizers, delay_compensation="prediction" if predicts else "none") if pipelined else None
+    loops = [Delayed(part, optimizer, 1, predicts) for part, optimizer in zip(parts, optimizers, strict=True)]
     weights = []
     for step in range(STEPS):
         for index, optimizer in enumerate(optimizers):
             if index == 0 or step % 2:
                 model.zero_grad()
+                if sync is None:
+                    for loop in loops:
+                        loop.look_ahead()
                 loss(model, step, dist.get_rank()).backward()
-                loops[index].step() if sync is None else sync.step(optimizer=optimizer)
+                if sync is None:
+                    set_parameters(parts[1 - index], loops[1 - index].true)
+                    loops[index].step()
+                else:
+                    sync.step(optimizer=optimizer)
+        if sync is not None:
+            sync.use_true_weights()
         weights.append(flat(model))
     if sync is not None:
         assert sync.metrics()["updates"] == STEPS - 1 + STEPS // 2 - 1
@@ -108,9 +149,10 @@ def alternate(pipelined: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [2])
 def test_two_optimizers(world_size: int) -> None:
-    expected = launch(alternate, world_size, False)
-    for outcome in launch(alternate, world_size, True):
-        assert all(map(torch.equal, outcome, expected[0]))
+    for predicts in (False, True):
+        expected = launch(alternate, world_size, False, predicts)
+        for outcome in launch(alternate, world_size, True, predicts):
+            assert all(map(torch.equal, outcome, expected[0]))
 
 
 class Counting(SGD):
@@ -198,6 +240,8 @@ def interrupted_in_all_ways() -> list[list[tuple[list[Tensor], dict[str, float]]
         {"staleness": 2, "compression": "int8"},
         {"compression": "int8", "error_feedback": False},
         {"staleness": 2, "delay_compensation": "distance", "distance_constant": 1e-4},
+        {"delay_compensation": "none"},
+        {"delay_compensation": "momentum"},
         {"staleness": 2, "warmup_steps": 5, "pipeline_level": 2},
     ]
     return [[interrupted(settings, at) for at in (None, 4, 6)] for settings in cases]
@@ -253,10 +297,11 @@ def scale_losses() -> tuple[list[Tensor], list[float], list[Tensor]]:
     sync.detach()
     model = seeded_mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
-    plain = Delayed(model, optimizer, 1)
+    plain = Delayed(model, optimizer, 1, predicts=True)
     reference = []
     for step in range(5):
         optimizer.zero_grad()
+        plain.look_ahead()
         loss(model, step, dist.get_rank()).backward()
         plain.step()
         reference.append(flat(model))
