@@ -149,7 +149,7 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("script", "options", "word"),
     [
-        ("benchmark_selsync.py", ["--steps", 2, "--batch-size", 1, "--sequence", 4], "tracker"),
+        ("benchmark_overhead.py", ["--steps", 2, "--batch-size", 1, "--sequence", 4], "tracker"),
         ("benchmark_codecs.py", ["--mib", 1, "--rounds", 2], "truncate16"),
     ],
 )

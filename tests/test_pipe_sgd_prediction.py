@@ -1,0 +1,183 @@
+"""Who finds predicted weights in a module that Pipe-SGD trains, and what predicts them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, prediction
+from tests.harness import launch, raised
+from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
+from tests.test_pipe_sgd import flat
+
+
+def take_steps(model: nn.Module, sync: PipeSGD, steps: int = 2) -> None:
+    for step in range(steps):
+        model.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        sync.step()
+
+
+def look_everywhere() -> dict[str, bool]:
+    """Returns where the weights are those after the last update."""
+    model = seeded_mlp()
+    sync = PipeSGD(model, OPTIMIZERS["adamw"](model))
+    take_steps(model, sync)
+    x, _ = batch(0, dist.get_rank())
+    true = flat(model).clone()
+    found: dict[str, bool] = {}
+
+    def note(where: str) -> None:
+        found[where] = torch.equal(flat(model), true)
+
+    def forward(within: Callable[[Tensor], Tensor] = model) -> None:
+        within(x)
+
+    note("after a step")
+    with torch.no_grad():
+        forward()
+    note("after a forward pass without gradients")
+    forward(model[0])
+    note("after one of a layer")
+    saved = torch.cat([value.reshape(-1) for value in list(model.state_dict().values())[::-1]])
+    found["in a state_dict"] = torch.equal(saved, true)
+    note("after a state_dict in the midst of a step")
+    sync.flush()
+    note("after flush")
+    model.eval()
+    forward()
+    note("after a forward pass of an evaluation that needs gradients")
+    model.train()
+    forward()
+    note("when the training goes on")
+    predicted = flat(model)
+    of_ranks = sync.transport.gather_objects(predicted)
+    found["on all ranks"] = torch.equal(of_ranks[0], of_ranks[1])
+    with torch.no_grad():
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    found["after loading"] = torch.equal(flat(model), true + 1)
+    forward()
+    found["from where it was loaded"] = not torch.allclose(flat(model), predicted, atol=0.5)
+    sync.detach()
+    found["after detach"] = torch.equal(flat(model), true + 1)
+    forward()
+    found["after detach, and a forward pass"] = torch.equal(flat(model), true + 1)
+    return found
+
+
+def test_who_finds_the_true_weights() -> None:
+    predicted = {
+        "after one of a layer",
+        "after a state_dict in the midst of a step",
+        "when the training goes on",
+        "on all ranks",
+    }
+    for found in launch(look_everywhere, 2):
+        assert {where for where, are_true in found.items() if not are_true} == predicted
+
+
+def train(wrap: Callable[[nn.Module], Any], around: Callable[[nn.Module], Any] = lambda model: model) -> Tensor:
+    model = around(seeded_mlp())
+    sync = PipeSGD(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    called = wrap(model)
+    for step in range(4):
+        model.zero_grad()
+        x, y = batch(step, dist.get_rank())
+        nn.functional.cross_entropy(called(x), y).backward()
+        sync.step()
+    sync.detach()
+    return flat(model)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.model, x, use_reentrant=False)
+
+
+def weight_normed(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model[0])  # a hook before each forward pass
+    return model
+
+
+def train_in_all_ways() -> tuple[list[Tensor], Tensor, Tensor]:
+    ways = [lambda model: model, lambda model: torch.compile(model, backend="eager"), Recomputed]
+    plain = [train(way) for way in ways]
+    normed = train(lambda model: model, weight_normed)
+    functional = train(lambda model: lambda x: torch.func.functional_call(model, dict(model.named_parameters()), x))
+    return plain, normed, functional
+
+
+def test_compiled_recomputed_and_functional_models() -> None:
+    outcomes = launch(train_in_all_ways, 2)
+    for plain, normed, functional in outcomes:
+        assert all(torch.equal(one, plain[0]) for one in [*plain, functional])
+        assert torch.equal(normed, outcomes[0][1]), "the ranks agree"
+
+
+class Normalized(SGD):
+    """Its step depends on all gradients, and not on one parameter's alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class Attached(SGD):
+    """Looks for what only the user's own parameters have."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert [p.label for group in self.param_groups for p in group["params"]]
+        return super().step(closure)
+
+
+def predict_with(optimizer_class: type[Optimizer], block_mb: float) -> tuple[Tensor, Tensor] | tuple[str, str] | None:
+    prediction.BLOCK_MB = block_mb
+    model = seeded_mlp()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.label = index
+    optimizer = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)  # type: ignore[call-arg]
+    sync = PipeSGD(model, optimizer)
+    model.zero_grad()
+    loss(model, 0, dist.get_rank()).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    sync.step()
+    trial, trial_optimizer = copy.deepcopy((model, optimizer))
+    trial_optimizer._optimizer_step_pre_hooks.clear()
+    for p, gradient in zip(trial.parameters(), gradients, strict=True):
+        p.grad = gradient
+    try:
+        if (refused := raised(sync.use_predicted_weights)) is not None:
+            return refused
+        trial_optimizer.step()
+        return flat(model), flat(trial)
+    finally:
+        sync.detach()
+
+
+def predict_with_all() -> list[Any]:
+    cases = [(SGD, 1.0), (SGD, 1e-5), (Normalized, 1e-5), (Attached, 1.0)]
+    return [predict_with(*case) for case in cases]
+
+
+def test_what_optimizers_predict() -> None:
+    """Those of torch in blocks, others as a whole, and one that cannot is named."""
+    for *outcomes, refused in launch(predict_with_all, 2):
+        for weights, expected in outcomes:
+            assert torch.equal(weights, expected)
+        assert refused is not None
+        assert refused[0] == "RuntimeError"
+        assert "Attached cannot step copies" in refused[1]
+        assert "delay_compensation='none'" in refused[1]
