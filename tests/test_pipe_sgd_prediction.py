@@ -181,3 +181,29 @@ def test_what_optimizers_predict() -> None:
         assert refused[0] == "RuntimeError"
         assert "Attached cannot step copies" in refused[1]
         assert "delay_compensation='none'" in refused[1]
+
+
+def guard_against_overflow() -> tuple[list[bool], Tensor]:
+    """A loop that leaves out updates that are not finite; rank 1's gradient is not, once."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = PipeSGD(model, optimizer)
+    left_out = []
+    for step in range(8):
+        model.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        if step == 3 and dist.get_rank() == 1:
+            model[0].weight.grad[0, 0] = torch.inf
+        sync.after_backward()
+        left_out.append(not all(p.grad.isfinite().all() for p in model.parameters()))
+        if not left_out[-1]:
+            sync.step()
+    sync.detach()
+    return left_out, flat(model)
+
+
+def test_one_gradient_that_is_not_finite_spoils_one_update() -> None:
+    """It is not what the next gradients are computed at."""
+    for left_out, weights in launch(guard_against_overflow, 2):
+        assert left_out == [step == 4 for step in range(8)]
+        assert weights.isfinite().all()

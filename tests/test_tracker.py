@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
+from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.methods.selsync import GradientChangeTracker
-from lightning_pipesync.methods.selsync.tracker import SquaredNorm
 from tests.reference_selsync import relative_change
 
 

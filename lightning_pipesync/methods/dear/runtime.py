@@ -19,7 +19,6 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused import FusedBuckets
-from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
@@ -32,6 +31,7 @@ from lightning_pipesync.methods.method import (
     one_config,
     warn_of_ignored,
 )
+from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.stepping import StepGuard, replaced_step
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, num_bytes, plan
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import Lane
+from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
@@ -91,7 +92,7 @@ class GradientInFlight:
         hyperparameters: learning rate and so on of the optimizer when it was computed.
         loss_scale: by which it is too large.
         num_updates: how many updates had been made when it was computed.
-        own: this rank's part of it, not scaled, by the id of the parameter; empty if that is not kept, or not finite.
+        own: this rank's part of it, not scaled, by the id of the parameter; empty if that is not kept.
 
     Args:
         plan: how it is packed.
@@ -115,6 +116,7 @@ class GradientInFlight:
         self._presence: Presence | None = None
         self._present: list[bool] = []
         self.own: dict[int, Tensor] = {}
+        self._own_norm = SquaredNorm([])
 
     def is_ready(self, parameter: Tensor) -> None:
         """Sends the segments that are complete (Fig. 7), now that this parameter's gradient is.
@@ -185,6 +187,11 @@ class GradientInFlight:
         for member, view, present in zip(self._plan.members, _views(self._buffers), self._present, strict=True):
             member.tensor.grad = view if present else None
 
+    @property
+    def own_is_finite(self) -> bool:
+        """Whether all values of :attr:`own` are; if not, the average is not finite either, and makes no sane update."""
+        return math.isfinite(self._own_norm.item())
+
     def clip_own(self, clip: Callable[[list[Tensor]], object]) -> None:
         """Clips this rank's own part as ``clip`` does the gradients of the parameters that it is given."""
         holders = [gradient.detach() for gradient in self.own.values()]
@@ -240,20 +247,19 @@ class GradientInFlight:
         device = self._transport.device
         own = {id(m.tensor): state["own"][m.name] for m in self._plan.members if m.name in state["own"]}
         self.own = {key: gradient.to(device, copy=True) for key, gradient in own.items()}
+        self._own_norm = SquaredNorm(list(self.own.values()))
         if self._plan.keeps_weights:
             self._weights = self._plan.take_buffers()
             self._load(self._weights, state["weights"])
 
     def _keep_own(self, shared: bool) -> None:
         """Keeps the gradients that autograd has made, which nobody else needs when they are packed."""
-        gradients = {id(m.tensor): m.tensor.grad for m in self._plan.members if m.tensor.grad is not None}
+        self.own = {id(m.tensor): m.tensor.grad for m in self._plan.members if m.tensor.grad is not None}
         if shared:
-            gradients = {key: gradient.clone() for key, gradient in gradients.items()}
-        if self.loss_scale != 1.0 and gradients:
-            foreach_mul_(list(gradients.values()), 1 / self.loss_scale)
-            if not bool(torch.stack(foreach_norm(list(gradients.values()))).isfinite().all()):
-                return  # the average is not finite either, and makes no update
-        self.own = gradients
+            self.own = {key: gradient.clone() for key, gradient in self.own.items()}
+        if self.loss_scale != 1.0:
+            foreach_mul_(list(self.own.values()), 1 / self.loss_scale)
+        self._own_norm = SquaredNorm(list(self.own.values()))
 
     @torch.no_grad()
     def _send_next(self) -> None:

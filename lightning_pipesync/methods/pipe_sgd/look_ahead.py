@@ -57,12 +57,15 @@ class LookAhead:
 
     @torch.compiler.disable
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._is_evaluated():
-            self.use_predicted_weights()
+        self._look()
 
     def _before_forward_within(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():  # a model that is compiled as a whole begins with itself
-            self._before_forward()
+            self._look()
+
+    def _look(self) -> None:
+        if torch.is_grad_enabled() and not self._is_evaluated():
+            self.use_predicted_weights()
 
     def _before_saving(self, module: nn.Module, *_: Any) -> None:
         if self._saved is None:

@@ -74,9 +74,10 @@ class GradientPipe:
 
     def use_predicted_weights(self) -> None:
         """Has the parameters be the weights that the updates on their way lead to, as far as this rank knows."""
-        if self._predicted is not None:
-            own = self._config.keeps_own_gradients
-            self._predicted.use([TrialStep(g.own if own else None, g.hyperparameters) for g in self._in_flight])
+        if self._predicted is not None and not self._predicted.in_use:
+            by_momentum = not self._config.keeps_own_gradients
+            expected = [gradient for gradient in self._in_flight if gradient.own_is_finite]
+            self._predicted.use([TrialStep(None if by_momentum else g.own, g.hyperparameters) for g in expected])
 
     def use_true_weights(self) -> None:
         """Has the parameters be the weights after the last update, which are the same on all ranks."""

@@ -6,11 +6,6 @@ import math
 from collections import deque
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lightning_pipesync.compat import foreach_norm
-
 
 class GradientChangeTracker:
     """The relative gradient change of Eq. 2, from squared gradient norms smoothed over a window.
@@ -70,31 +65,3 @@ class GradientChangeTracker:
         self._values = deque(state["values"], maxlen=self._values.maxlen)
         self._average = state["average"]
         self._before = None
-
-
-class SquaredNorm:
-    """The squared L2 norm of a whole gradient, computed in one pass without waiting for the device.
-
-    Args:
-        gradients: dense tensors on one device; none at all has norm 0.
-    """
-
-    def __init__(self, gradients: list[Tensor]) -> None:
-        self._ready: torch.cuda.Event | None = None
-        if not gradients:
-            self._result = torch.zeros(())
-            return
-        squares = torch.stack(foreach_norm(gradients)).double().square_().sum()
-        if squares.is_cuda:
-            self._result = torch.empty((), dtype=squares.dtype, pin_memory=True)
-            self._result.copy_(squares, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(squares.device))
-        else:
-            self._result = squares
-
-    def item(self) -> float:
-        """Returns the value; on CUDA the host waits for the backward pass, not for what was enqueued since."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return self._result.item()

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.gradients import GradientAggregation
 from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
-from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker, SquaredNorm
+from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker
 from lightning_pipesync.methods.stepping import StepGuard
 
 #: So many local steps in a row are worth a warning.
