@@ -62,7 +62,8 @@ def step(
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
         methods: What is compared: ddp, fsdp2, zero, dear, selsync, pipe_sgd; dear-bo, dear-random and dear-grid search
-            for a bucket size first, which takes some 100 steps; pipe_sgd-level2, pipe_sgd-truncate16, pipe_sgd-int8.
+            for a bucket size first, which takes some 100 steps; pipe_sgd-paper, without prediction; pipe_sgd-level2,
+            pipe_sgd-truncate16, pipe_sgd-int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
         bucket_mb: Bucket sizes of DDP and DeAR in MiB; the best one of DDP is what others are compared to.
         steps: Steps of one measurement.

@@ -166,9 +166,13 @@ def selsync(model: BenchModel, name: str, limit: str, delta: float) -> WithMetho
 class WithPipeSGD(WithMethod):
     """Pipe-SGD, one step stale."""
 
-    def __init__(self, model: BenchModel, compression: str = "none", level: int = 1, segments: int = 4) -> None:
+    def __init__(
+        self, model: BenchModel, compression: str = "none", level: int = 1, segments: int = 4, predicts: bool = True
+    ) -> None:
         details = [compression] * (compression != "none") + [f"level {level}"] * (level != 1)
+        details += ["no prediction"] * (not predicts)
         settings = {"compression": compression, "pipeline_level": level, "segments": segments}
+        settings["delay_compensation"] = "prediction" if predicts else "none"
         super().__init__(", ".join(["Pipe-SGD", *details]), model, "pipe_sgd", PipeSGD, **settings)
         self.sync: PipeSGD
         numel = sum(parameter.numel() for parameter in model.module.parameters())
@@ -193,6 +197,7 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Conte
     "dear-random": lambda _: [partial(searched, search="random")],
     "dear-grid": lambda _: [partial(searched, search="grid")],
     "pipe_sgd": lambda _: [WithPipeSGD],
+    "pipe_sgd-paper": lambda _: [partial(WithPipeSGD, predicts=False)],
     "pipe_sgd-level2": lambda _: [partial(WithPipeSGD, level=2)],
     "pipe_sgd-truncate16": lambda _: [partial(WithPipeSGD, compression="truncate16")],
     "pipe_sgd-int8": lambda _: [partial(WithPipeSGD, compression="int8")],
