@@ -218,7 +218,6 @@ class GradientInFlight:
 
     def release(self) -> None:
         """Has the buffers used again."""
-        self.own = {}
         self._plan.give_buffers(self._buffers)
         if self._weights is not None:
             self._plan.give_buffers(self._weights)
@@ -233,7 +232,11 @@ class GradientInFlight:
             "present": dict(zip([member.name for member in self._plan.members], self._present, strict=True)),
             "gradients": self._by_name(self._buffers),
             "weights": self._by_name(self._weights),
-            "own": {m.name: self.own[id(m.tensor)].cpu() for m in self._plan.members if id(m.tensor) in self.own},
+            "own": {
+                member.name: self.own[id(member.tensor)].to("cpu", copy=True)
+                for member in self._plan.members
+                if id(member.tensor) in self.own
+            },
         }
 
     @torch.no_grad()

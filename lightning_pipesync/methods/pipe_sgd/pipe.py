@@ -234,6 +234,7 @@ class GradientPipe:
         """Waits for the oldest gradient in flight, and has it be what is applied next (Algorithm 1, lines 3 and 4)."""
         self._in_flight[0].settle()
         self._due = self._in_flight.popleft()
+        self._due.own = {}  # nothing is predicted with it any more
         self._due.install(self.optimizer, loss_scale)
         if self._shown is not None:
             self._shown.release()
