@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, prediction
@@ -51,12 +53,24 @@ def look_everywhere() -> dict[str, bool]:
     note("after a state_dict in the midst of a step")
     sync.flush()
     note("after flush")
-    model.eval()
     forward()
     note("after a forward pass of an evaluation that needs gradients")
-    model.train()
+    sync.resume()
     forward()
     note("when the training goes on")
+    sync.flush()
+    note("after flush in the midst of a step")
+    sync.resume()
+    note("when the step goes on")
+    with sync.true_weights():
+        note("where they are asked for")
+    with contextlib.suppress(ZeroDivisionError):
+        hook = model.register_state_dict_pre_hook(lambda *_: 1 / 0)
+        model.state_dict()
+    hook.remove()
+    forward()
+    saved = torch.cat([value.reshape(-1) for value in list(model.state_dict().values())[::-1]])
+    found["in a state_dict after one that has raised"] = torch.equal(saved, true)
     predicted = flat(model)
     of_ranks = sync.transport.gather_objects(predicted)
     found["on all ranks"] = torch.equal(of_ranks[0], of_ranks[1])
@@ -77,6 +91,7 @@ def test_who_finds_the_true_weights() -> None:
         "after one of a layer",
         "after a state_dict in the midst of a step",
         "when the training goes on",
+        "when the step goes on",
         "on all ranks",
     }
     for found in launch(look_everywhere, 2):
@@ -110,6 +125,28 @@ def weight_normed(model: nn.Module) -> nn.Module:
         warnings.simplefilter("ignore")
         nn.utils.weight_norm(model[0])  # a hook before each forward pass
     return model
+
+
+def count_graphs(compensation: str) -> int:
+    counter = CompileCounter()
+    model = seeded_mlp()
+    sync = PipeSGD(model, OPTIMIZERS["sgd"](model), delay_compensation=compensation)
+    within = torch.compile(model[2], backend=counter, fullgraph=True)
+    x, _ = batch(0, dist.get_rank())
+    torch.compile(model, backend=counter)(x)
+    within(model[1](model[0](x)))
+    sync.detach()
+    return counter.frame_count
+
+
+def count_all_graphs() -> tuple[int, int]:
+    return count_graphs("none"), count_graphs("prediction")
+
+
+def test_graphs_of_compiled_models_stay_whole() -> None:
+    """The model's own, behind the hook on itself, and those of what is within."""
+    [(without, with_prediction)] = launch(count_all_graphs, 1)
+    assert with_prediction == without == 2
 
 
 def train_in_all_ways() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -179,7 +216,7 @@ def test_what_optimizers_predict() -> None:
             assert torch.equal(weights, expected)
         assert refused is not None
         assert refused[0] == "RuntimeError"
-        assert "Attached cannot step copies" in refused[1]
+        assert "Attached failed to step copies" in refused[1]
         assert "delay_compensation='none'" in refused[1]
 
 
@@ -207,3 +244,83 @@ def test_one_gradient_that_is_not_finite_spoils_one_update() -> None:
     for left_out, weights in launch(guard_against_overflow, 2):
         assert left_out == [step == 4 for step in range(8)]
         assert weights.isfinite().all()
+
+
+class Teacher(nn.Module):
+    """A student and a frozen copy of it, which follows its running average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = seeded_mlp()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            slow.lerp_(fast, 0.5)
+
+
+def write() -> tuple[bool, list[Tensor], tuple[str, str] | None, bool]:
+    """Returns what became of a forward pass before an update, and of what was written in the midst of steps."""
+    model = Teacher()
+    sync = PipeSGD(model, SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        model.zero_grad()
+        loss(model.student, step, dist.get_rank()).backward()
+        with sync.true_weights():
+            model.follow()
+        sync.after_backward()
+        before = flat(model.student).clone()
+        if dist.get_rank() == 0:
+            loss(model.student, step, 0)  # as who logs what the gradient was clipped for
+        sync.step()
+    moved = not torch.equal(flat(model.student), before)
+    of_ranks = sync.transport.gather_objects(flat(model))
+    loss(model.student, 0, 0).backward()
+    with torch.no_grad():
+        model.student[0].weight.clamp_(-0.01, 0.01)
+    lost = raised(sync.step)
+    sync.detach()
+    return moved, of_ranks, lost, not torch.equal(flat(model.teacher), flat(Teacher().teacher))
+
+
+def test_nothing_that_is_written_is_lost_without_a_word() -> None:
+    for moved, of_ranks, lost, followed in launch(write, 2):
+        assert moved, "an update is made with the true weights, whoever has looked at the others"
+        assert torch.equal(of_ranks[0], of_ranks[1])
+        assert followed, "frozen parameters are left alone"
+        assert lost is not None
+        assert lost[0] == "RuntimeError"
+        assert "student.0.weight was written to" in lost[1]
+        assert "true_weights()" in lost[1]
+
+
+def save(settings: dict[str, Any]) -> tuple[list[int], Tensor]:
+    """Returns bytes of own gradients in a saved state, by rank, and the weights of a run that goes on from it."""
+    model = seeded_mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = PipeSGD(model, optimizer, **settings)
+    take_steps(model, sync)
+    state = sync.state_dict()
+    own = state["pipes"][0]["in_flight"][0]["own"]
+    size = sum(gradient.nbytes for gradient in own.values() if gradient is not None)
+    sync.load_state_dict(state)
+    take_steps(model, sync)
+    of_ranks = sync.transport.gather_objects((size, flat(model)))
+    sync.detach()
+    assert torch.equal(of_ranks[0][1], of_ranks[1][1])
+    return [of_rank[0] for of_rank in of_ranks], of_ranks[0][1]
+
+
+def save_with_and_without() -> list[tuple[list[int], Tensor]]:
+    cases = [{}, {"checkpoint_own_gradients": False}, {"delay_compensation": "momentum"}]
+    return [save(settings) for settings in cases]
+
+
+def test_own_gradients_may_be_left_out_of_checkpoints() -> None:
+    size = sum(p.nbytes for p in seeded_mlp().parameters())
+    for whole, small, momentum in launch(save_with_and_without, 2):
+        assert whole[0] == [size, size]
+        assert small[0] == momentum[0] == [0, 0]
+        assert not torch.equal(whole[1], small[1])
+        assert torch.allclose(whole[1], small[1], atol=0.05), "it predicts with the averages"

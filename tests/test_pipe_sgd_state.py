@@ -139,7 +139,7 @@ def alternate(pipelined: bool, predicts: bool) -> list[Tensor]:
                 else:
                     sync.step(optimizer=optimizer)
         if sync is not None:
-            sync.use_true_weights()
+            sync.restore_true_weights()
         weights.append(flat(model))
     if sync is not None:
         assert sync.metrics()["updates"] == STEPS - 1 + STEPS // 2 - 1
@@ -210,6 +210,7 @@ def interrupted(settings: dict[str, Any], at: int | None) -> tuple[list[Tensor],
     for step in range(STEPS):
         if step in (4, 6):
             sync.flush()
+            sync.resume()
             if step == at:
                 saved = sync.state_dict()
                 whole = [value.clone() for value in model.state_dict().values()], optimizer.state_dict()

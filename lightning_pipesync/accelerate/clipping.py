@@ -22,6 +22,7 @@ def clip_norm(
     """
     concerned = _with_gradients_of(parameters, optimizers)
     if _in_grad(concerned):
+        torch.nn.utils.clip_grad_norm_(_clipped_along(parameters, concerned), max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     method, optimizer = _whole(parameters, concerned)
     if norm_type != 2:
@@ -37,7 +38,7 @@ def clip_value(parameters: Sequence[Tensor], optimizers: Sequence[SynchronizedOp
     """
     concerned = _with_gradients_of(parameters, optimizers)
     if _in_grad(concerned):
-        torch.nn.utils.clip_grad_value_(parameters, max_value)
+        torch.nn.utils.clip_grad_value_([*parameters, *_clipped_along(parameters, concerned)], max_value)
         return
     method, optimizer = _whole(parameters, concerned)
     method.clip_value(max_value, optimizer)
@@ -52,6 +53,11 @@ def _with_gradients_of(
     for optimizer in concerned:
         optimizer.take_gradient()
     return concerned
+
+
+def _clipped_along(parameters: Sequence[Tensor], optimizers: Sequence[SynchronizedOptimizer]) -> list[Tensor]:
+    methods = {id(one.method): one.method for one in optimizers if one.method is not None}
+    return [tensor for method in methods.values() for tensor in method.clipped_along(parameters)]
 
 
 def _in_grad(optimizers: Sequence[SynchronizedOptimizer]) -> bool:

@@ -239,6 +239,7 @@ class FabricTrainingMixin(Overriding, _Base):
             )
         self.take_gradient(optimizer)
         if method.applies_grad:
+            nn.utils.clip_grad_norm_(method.clipped_along(parameters_of(optimizer)), max_norm, norm_type)
             return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite)
         norm = method.clip(max_norm, optimizer)
         if error_if_nonfinite and not torch.isfinite(norm):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -47,6 +47,9 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
             divided by the number of updates that the gradient is late, by 1 with ``staleness=1``; ``"distance"``: it is
             at most ``distance_constant`` over the squared distance that the weights have moved since.
         distance_constant: C of ``delay_compensation="distance"``.
+        checkpoint_own_gradients: whether a checkpoint holds each rank's own part of the gradients in flight,
+            ``staleness`` times the weights for every rank; without, a resumed run is not the uninterrupted one bit for
+            bit.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
@@ -77,6 +80,7 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
         drain: bool = False,
         delay_compensation: DelayCompensation = "prediction",
         distance_constant: float = 1.0,
+        checkpoint_own_gradients: bool = True,
         timeout_s: float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -97,6 +101,7 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
             drain=drain,
             delay_compensation=delay_compensation,
             distance_constant=distance_constant,
+            checkpoint_own_gradients=checkpoint_own_gradients,
             timeout_s=timeout_s,
         )
         super().__init__(
@@ -117,12 +122,23 @@ class PipeSGDStrategyMixin(AveragingStrategyMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step with the predicted weights, which it may read outside of any module's forward pass, too."""
         assert self.method is not None
-        assert self.lightning_module is not None
         self.method.use_predicted_weights()
         result = super().training_step(*args, **kwargs)
-        if not self.lightning_module.automatic_optimization:
-            self.method.use_true_weights()  # its optimizers have stepped, and callbacks look
+        if not self._automatic:
+            self.method.restore_true_weights()  # its optimizers have stepped, and callbacks look
         return result
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(*args, **kwargs)
+        if self.method is not None and self._automatic:
+            self.method.restore_true_weights()  # this was the only graph, and no step may follow
+        return loss
+
+    @property
+    def _automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
 
     def end_training(self) -> None:
         if self.method is not None and self.config.drain and not self._interrupted:

@@ -72,6 +72,10 @@ class SyncMethod(ABC):
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its global L2 norm; returns the norm before (0-dim)."""
 
+    def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors that are to be clipped as ``parameters`` are, which hold gradients in ``grad`` as they do."""
+        return []
+
     @abstractmethod
     def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
         """Takes the optimizer step, and whatever communication belongs to it.

@@ -315,7 +315,6 @@ class DeAR(AveragingMethod):
         self._buckets.release()
         self.transport.close(timeout_s)
 
-    @torch.compiler.disable
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """FeedPipe: waits for the weights of this module."""
         self._order.runs(module)

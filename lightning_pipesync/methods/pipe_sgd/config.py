@@ -59,6 +59,10 @@ class PipeSGDConfig:
     distance_constant: float = 1.0
     """C of ``delay_compensation="distance"``."""
 
+    checkpoint_own_gradients: bool = True
+    """Whether a checkpoint holds each rank's own part of the gradients in flight, with which it predicts: ``staleness``
+    times the weights for every rank. Without them a resumed run predicts its first steps with the averages."""
+
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
@@ -131,6 +135,11 @@ class PipeSGDConfig:
             ignored["delay_compensation"] = (
                 f"{chosen}: a gradient is at most one update late, and the learning rate is divided by 1. Set "
                 "staleness to at least 2, or delay_compensation='distance' or 'none'"
+            )
+        if not self.keeps_own_gradients:
+            ignored["checkpoint_own_gradients"] = (
+                f"with staleness={self.staleness!r} and delay_compensation={self.delay_compensation!r}: no rank keeps "
+                "gradients of its own"
             )
         if self.staleness == 0:
             for name in ("warmup_steps", "drain"):

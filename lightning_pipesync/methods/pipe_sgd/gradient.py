@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,9 @@ class GradientPlan:
         feedback: for each piece of each bucket what its codec dropped, if that is sent later.
         codec: what travels.
         keeps_weights: whether gradients need to know the weights that they were computed with.
-        keeps_own: whether they keep this rank's own part.
+        predicts: whether they know this rank's own part, to predict weights with.
+        keeps_own: whether they keep its values; zeros are taken for it otherwise.
+        saves_own: whether a checkpoint has them.
 
     Args:
         parameters: in the order of registration.
@@ -66,7 +68,8 @@ class GradientPlan:
             for bucket in self._free[0]
         ]
         self.keeps_weights = config.delay_compensation == "distance"
-        self.keeps_own = config.keeps_own_gradients
+        self.predicts, self.keeps_own = config.predicts, config.keeps_own_gradients
+        self.saves_own = config.checkpoint_own_gradients
 
     def pieces(self, bucket: Bucket) -> Sequence[Tensor]:
         """Returns what of a bucket is exchanged at a time: views."""
@@ -92,7 +95,8 @@ class GradientInFlight:
         hyperparameters: learning rate and so on of the optimizer when it was computed.
         loss_scale: by which it is too large.
         num_updates: how many updates had been made when it was computed.
-        own: this rank's part of it, not scaled, by the id of the parameter; empty if that is not kept.
+        own: this rank's part of it, not scaled, by the id of the parameter, None for one of zeros; empty if nothing is
+            predicted with it.
 
     Args:
         plan: how it is packed.
@@ -115,7 +119,7 @@ class GradientInFlight:
         self._own_present: list[bool] = []
         self._presence: Presence | None = None
         self._present: list[bool] = []
-        self.own: dict[int, Tensor] = {}
+        self.own: dict[int, Tensor | None] = {}
         self._own_norm = SquaredNorm([])
 
     def is_ready(self, parameter: Tensor) -> None:
@@ -136,20 +140,20 @@ class GradientInFlight:
             self._send_next()
 
     @torch.no_grad()
-    def hand_over(self, optimizer: Optimizer, loss_scale: float, num_updates: int, shared: bool) -> None:
+    def hand_over(self, optimizer: Optimizer, loss_scale: float, num_updates: int, grad_is_reused: bool) -> None:
         """Sends what has not been sent yet (Algorithm 1, computation thread, lines 9 and 10).
 
         Args:
             optimizer: whose gradient it is.
             loss_scale: by which it is too large.
             num_updates: that have been made so far.
-            shared: whether others will write to where ``p.grad`` is.
+            grad_is_reused: whether others will write to where ``p.grad`` is.
         """
         self.send_all()
         self._presence = Presence(self._own_present, self._plan.compared, self._transport)
         self.hyperparameters, self.loss_scale, self.num_updates = current(optimizer), loss_scale, num_updates
-        if self._plan.keeps_own:
-            self._keep_own(shared)
+        if self._plan.predicts:
+            self._keep_own(grad_is_reused)
         if self._plan.keeps_weights:
             self._weights = self._plan.take_buffers()
             for bucket, members in zip(self._weights, self._plan.buckets, strict=True):
@@ -192,12 +196,14 @@ class GradientInFlight:
         """Whether all values of :attr:`own` are; if not, the average is not finite either, and makes no sane update."""
         return math.isfinite(self._own_norm.item())
 
-    def clip_own(self, clip: Callable[[list[Tensor]], object]) -> None:
-        """Clips this rank's own part as ``clip`` does the gradients of the parameters that it is given."""
-        holders = [gradient.detach() for gradient in self.own.values()]
-        for holder, gradient in zip(holders, self.own.values(), strict=True):
+    def own_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns, for each of the parameters of which :attr:`own` has values, what holds them in its ``grad``."""
+        found = [self.own.get(id(parameter)) for parameter in parameters]
+        gradients = [gradient for gradient in found if gradient is not None]
+        holders = [gradient.detach() for gradient in gradients]
+        for holder, gradient in zip(holders, gradients, strict=True):
             holder.grad = gradient
-        clip(holders)
+        return holders
 
     def is_shown(self) -> bool:
         """Returns whether some ``p.grad`` is still a view of its buffers, since :meth:`install`."""
@@ -232,11 +238,7 @@ class GradientInFlight:
             "present": dict(zip([member.name for member in self._plan.members], self._present, strict=True)),
             "gradients": self._by_name(self._buffers),
             "weights": self._by_name(self._weights),
-            "own": {
-                member.name: self.own[id(member.tensor)].to("cpu", copy=True)
-                for member in self._plan.members
-                if id(member.tensor) in self.own
-            },
+            "own": self._own_by_name(),
         }
 
     @torch.no_grad()
@@ -247,22 +249,49 @@ class GradientInFlight:
         self.num_updates = state["num_updates"]
         self._present = [state["present"].get(name, False) for name in names]
         self._load(self._buffers, state["gradients"])
-        device = self._transport.device
-        own = {id(m.tensor): state["own"][m.name] for m in self._plan.members if m.name in state["own"]}
-        self.own = {key: gradient.to(device, copy=True) for key, gradient in own.items()}
-        self._own_norm = SquaredNorm(list(self.own.values()))
+        self._load_own(state["own"])
         if self._plan.keeps_weights:
             self._weights = self._plan.take_buffers()
             self._load(self._weights, state["weights"])
 
-    def _keep_own(self, shared: bool) -> None:
+    def _keep_own(self, grad_is_reused: bool) -> None:
         """Keeps the gradients that autograd has made, which nobody else needs when they are packed."""
-        self.own = {id(m.tensor): m.tensor.grad for m in self._plan.members if m.tensor.grad is not None}
-        if shared:
-            self.own = {key: gradient.clone() for key, gradient in self.own.items()}
+        pairs = [(id(m.tensor), m.tensor.grad.detach()) for m in self._plan.members if m.tensor.grad is not None]
+        if not self._plan.keeps_own:
+            self.own = dict.fromkeys([key for key, _ in pairs])
+            return
+        gradients = [gradient.clone() if grad_is_reused else gradient for _, gradient in pairs]
         if self.loss_scale != 1.0:
-            foreach_mul_(list(self.own.values()), 1 / self.loss_scale)
-        self._own_norm = SquaredNorm(list(self.own.values()))
+            foreach_mul_(gradients, 1 / self.loss_scale)
+        self._take_own(dict(zip([key for key, _ in pairs], gradients, strict=True)))
+
+    def _take_own(self, gradients: dict[int, Tensor]) -> None:
+        self.own = {**gradients}
+        self._own_norm = SquaredNorm(list(gradients.values()))
+
+    def _own_by_name(self) -> dict[str, Tensor | None]:
+        """Returns :attr:`own` by name, on the CPU; without the values if a checkpoint has none."""
+        found: dict[str, Tensor | None] = {}
+        for member in self._plan.members:
+            if id(member.tensor) in self.own:
+                gradient = self.own[id(member.tensor)]
+                saved = gradient is not None and self._plan.saves_own
+                found[member.name] = gradient.to("cpu", copy=True) if saved and gradient is not None else None
+        return found
+
+    def _load_own(self, own: dict[str, Tensor | None]) -> None:
+        """Takes over what :meth:`_own_by_name` returned; the average serves for what was not saved."""
+        members = [m for m in self._plan.members if m.name in own]
+        if not self._plan.keeps_own:
+            self.own = dict.fromkeys([id(member.tensor) for member in members])
+            return
+        averages = dict(zip([m.name for m in self._plan.members], _views(self._buffers), strict=True))
+        gradients = {}
+        for member in members:
+            values = own[member.name]
+            average = averages[member.name] / self.loss_scale
+            gradients[id(member.tensor)] = average if values is None else values.to(average.device, copy=True)
+        self._take_own(gradients)
 
     @torch.no_grad()
     def _send_next(self) -> None:

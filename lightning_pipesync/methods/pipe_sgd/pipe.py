@@ -69,40 +69,33 @@ class GradientPipe:
         self._started: GradientInFlight | None = None  # some of its segments are on their way
         self._due: GradientInFlight | None = None  # about to be applied
         self._shown: GradientInFlight | None = None  # p.grad are views of its buffers
-        self._plan = GradientPlan(parameters, config, transport)
         self._predicted = PredictedWeights(optimizer) if config.predicts else None
+        self._make_plan(parameters)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the parameters hold the predicted weights."""
+        return self._predicted is not None and self._predicted.in_use
 
     def use_predicted_weights(self) -> None:
-        """Has the parameters be the weights that the updates on their way lead to, as far as this rank knows."""
+        """Swaps in the weights that the updates on their way lead to, as far as this rank knows."""
         if self._predicted is not None and not self._predicted.in_use:
-            by_momentum = not self._config.keeps_own_gradients
             expected = [gradient for gradient in self._in_flight if gradient.own_is_finite]
-            self._predicted.use([TrialStep(None if by_momentum else g.own, g.hyperparameters) for g in expected])
+            self._predicted.use([TrialStep(gradient.own, gradient.hyperparameters) for gradient in expected])
 
-    def use_true_weights(self) -> None:
-        """Has the parameters be the weights after the last update, which are the same on all ranks."""
+    def restore_true_weights(self, check: bool = True) -> None:
+        """Swaps in the weights after the last update, which are the same on all ranks."""
         if self._predicted is not None:
-            self._predicted.put_back()
+            self._predicted.restore(check)
 
     def forget_prediction(self) -> None:
-        """Goes on with the true weights, which are about to change, or the updates on their way are."""
+        """Restores the true weights, which are about to change, or the updates on their way are."""
         if self._predicted is not None:
             self._predicted.forget()
 
-    @property
-    def uses_predicted_weights(self) -> bool:
-        """Whether the parameters are the predicted weights."""
-        return self._predicted is not None and self._predicted.in_use
-
-    def clip(self, clip: Callable[[list[Tensor]], T]) -> T:
-        """Clips the gradient that is about to be applied, and this rank's part of the one that was handed over.
-
-        Args:
-            clip: called with parameters, whose gradients it clips.
-        """
-        if self._in_flight:
-            self._in_flight[-1].clip_own(clip)
-        return clip(parameters_of(self.optimizer))
+    def own_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what holds, in ``grad``, this rank's part of the gradient that was last handed over."""
+        return self._in_flight[-1].own_gradients(parameters) if self._in_flight else []
 
     def begin_anew(self, parameters: Sequence[NamedParameter]) -> None:
         """Takes ``parameters`` into the gradients from now on; those in flight stay as they are. A collective call."""
@@ -111,7 +104,7 @@ class GradientPipe:
             started.send_all()
             started.settle()
             self._started = None
-        self._plan = GradientPlan(parameters, self._config, self._transport)
+        self._make_plan(parameters)
 
     def gradient_is_ready(self, parameter: Tensor, send: bool) -> None:
         """Sends the segment whose last gradient this is, if ``send`` and at level 2.
@@ -138,8 +131,8 @@ class GradientPipe:
         gradient = self._started or self._begin()
         self._started = None
         self.forget_prediction()
-        shared = self._shown is not None  # p.grad has been added to, and is where gradients travel
-        gradient.hand_over(self.optimizer, loss_scale, self.num_updates, shared)
+        grad_is_reused = self._shown is not None  # it has been added to, and is where gradients travel
+        gradient.hand_over(self.optimizer, loss_scale, self.num_updates, grad_is_reused)
         self._in_flight.append(gradient)
         self.handed_over = True
         may_be_in_flight = 0 if self.num_steps < self._config.warmup_steps else self._config.staleness
@@ -220,6 +213,11 @@ class GradientPipe:
         for feedback, residuals in zip(self._feedback(), state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
 
+    def _make_plan(self, parameters: Sequence[NamedParameter]) -> None:
+        self._plan = GradientPlan(parameters, self._config, self._transport)
+        if self._predicted is not None:
+            self._predicted.names = {id(parameter.tensor): parameter.name for parameter in parameters}
+
     def _feedback(self) -> list[ErrorFeedback]:
         return [feedback for of_bucket in self._plan.feedback for feedback in of_bucket if feedback is not None]
 
@@ -244,6 +242,7 @@ class GradientPipe:
         """Updates the weights by the gradient that is due (Algorithm 1, line 5)."""
         if self._due is None:
             return
+        self.forget_prediction()  # somebody may have run a forward pass since the gradient was handed over
         self.staleness = self.num_updates - self._due.num_updates
         later = [gradient.hyperparameters for gradient in self._in_flight]
         with in_use(self.optimizer, self._compensated(self._due), later):

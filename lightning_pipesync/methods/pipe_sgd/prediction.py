@@ -11,21 +11,26 @@ SpecTrain (Chen et al., Section 3.2) predicts from momentum alone, that is, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_copy_, twin_optimizer
+from lightning_pipesync.compat import Probe, foreach_copy_, twin_optimizer, version
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.methods.hyperparameters import Hyperparameters
 
-#: MiB of weights that take their trial step together: with their copies they stay in a processor's cache.
-BLOCK_MB = 1.0
+#: MiB of weights that take their trial step together: so much that an accelerator has enough to do, and on a CPU so
+#: little that they stay in its cache with their copies.
+BLOCK_MB, BLOCK_MB_ON_CPU = 64.0, 1.0
+
+#: Attributes that every optimizer has.
+_COMMON_ATTRIBUTES = frozenset(vars(Probe([torch.zeros(1)])))
 
 
 @dataclass(frozen=True)
@@ -33,28 +38,29 @@ class TrialStep:
     """What an optimizer's trial step is made with.
 
     Attributes:
-        gradients: by the id of their parameter, the others stay as they are; None: zeros for all.
+        gradients: by the id of their parameter, None for one of zeros; parameters that are not here stay as they are.
         hyperparameters: learning rate and so on, by parameter group.
     """
 
-    gradients: Mapping[int, Tensor] | None
+    gradients: Mapping[int, Tensor | None]
     hyperparameters: Hyperparameters
 
     def gradient_for(self, parameter: Tensor) -> Tensor | None:
-        """Returns the gradient of a parameter, of which the optimizer may make what it likes."""
-        if self.gradients is None:
-            return torch.zeros_like(parameter)
-        gradient = self.gradients.get(id(parameter))
-        return None if gradient is None else gradient.clone()
+        """Returns a copy of the gradient, which optimizers may change."""
+        if id(parameter) not in self.gradients:
+            return None
+        gradient = self.gradients[id(parameter)]
+        return torch.zeros_like(parameter) if gradient is None else gradient.clone()
 
 
 class PredictedWeights:
-    """What the weights of one optimizer will be, in the place of the true ones while a gradient is computed.
+    """What the weights of one optimizer will be; swapped in for the true ones while a gradient is computed.
 
-    The parameters' data are exchanged, not copied. The optimizer's state and its hooks are left alone.
+    Data are exchanged, not copied, and only those of parameters that a trial step moves.
 
     Attributes:
-        in_use: whether the parameters are the predicted weights.
+        in_use: whether the parameters hold the predicted weights.
+        names: of the parameters, by id.
 
     Args:
         optimizer: one of ``torch.optim`` takes its trial steps block by block, any other one, which may look at several
@@ -63,19 +69,20 @@ class PredictedWeights:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._views: dict[int, Tensor] = {}  # by the id of the parameter
-        self._parameters: list[Tensor] = []
-        self._true: list[Tensor] = []
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a parameter: the parameter, the prediction
+        self._moved: list[Tensor] = []
+        self._true: list[tuple[Tensor, int]] = []  # their data, and the version when they were swapped out
         self._known = False
         self.in_use = False
+        self.names: dict[int, str] = {}
 
     def forget(self) -> None:
-        """Has the next :meth:`use` predict anew, from the true weights, with which the parameters go on."""
-        self.put_back()
+        """Restores the true weights, and has the next :meth:`use` predict anew."""
+        self.restore()
         self._known = False
 
     def use(self, steps: Sequence[TrialStep]) -> None:
-        """Has the parameters be what the true weights are after ``steps``.
+        """Swaps in what the true weights are after ``steps``.
 
         Args:
             steps: looked at only by the first call since :meth:`forget`.
@@ -86,84 +93,135 @@ class PredictedWeights:
         if self.in_use or not steps:
             return
         if not self._known:
+            moved = set().union(*(step.gradients for step in steps))
+            self._moved = [p for group in self._optimizer.param_groups for p in group["params"] if id(p) in moved]
             self._allocate()
             for block in self._blocks():
                 self._predict(block, steps)
             self._known = True
-        self._true = [parameter.data for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.data = self._views[id(parameter)]
-        self.in_use = True
+        self._true = [(parameter.data, version(parameter)) for parameter in self._moved]
+        self.in_use = True  # first: an interrupt may come in between
+        for parameter in self._moved:
+            parameter.data = self._views[id(parameter)][1]
 
-    def put_back(self) -> None:
-        """Has the parameters be the true weights."""
-        if self.in_use:
-            for parameter, data in zip(self._parameters, self._true, strict=True):
-                parameter.data = data
-            self._true = []
-            self.in_use = False
+    def restore(self, check: bool = True) -> None:
+        """Swaps the true weights back in.
+
+        Args:
+            check: whether to look for what was written to the predicted ones.
+
+        Raises:
+            RuntimeError: it was, and would be lost.
+        """
+        if not self.in_use:
+            return
+        written = []
+        for parameter, (data, mark) in zip(self._moved, self._true, strict=True):
+            if version(parameter) != mark:
+                written.append(self.names.get(id(parameter), "a parameter"))
+            parameter.data = data
+        self._true, self.in_use = [], False
+        if written and check:
+            raise RuntimeError(
+                f"{', '.join(written[:3])} was written to between a forward pass and the step, where the weights are "
+                "those that Pipe-SGD predicts: that would be lost. Write within `with sync.true_weights():` (in a "
+                "LightningModule: self.trainer.strategy.method.true_weights()), or set delay_compensation='none'."
+            )
 
     def _allocate(self) -> None:
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        if [id(parameter) for parameter in parameters] == [id(parameter) for parameter in self._parameters]:
-            return
-        self._parameters, self._views = parameters, {}
-        for _, members in groupby(sorted(parameters, key=_kind), key=_kind):
-            of_kind = list(members)
-            self._views |= dict(zip(map(id, of_kind), Bucket(of_kind, strided=True).views, strict=True))
+        missing = sorted((p for p in self._moved if id(p) not in self._views), key=_kind)
+        for _, members in groupby(missing, key=_kind):
+            parameters = list(members)
+            views = Bucket(parameters, strided=True).views
+            self._views |= {id(p): (p, view) for p, view in zip(parameters, views, strict=True)}
 
-    def _blocks(self) -> list[dict[int, list[Tensor]]]:
-        """Returns what takes its trial steps together: parameters, by the index of their group."""
-        groups = {index: group["params"] for index, group in enumerate(self._optimizer.param_groups)}
-        if not type(self._optimizer).__module__.startswith("torch.optim."):
-            return [groups]
-        blocks: list[dict[int, list[Tensor]]] = []
+    def _blocks(self) -> Iterable[dict[int, list[Tensor]]]:
+        """Yields what takes its trial steps together: parameters, by the index of their group."""
+        moved = {id(parameter) for parameter in self._moved}
+        groups = {
+            index: [parameter for parameter in group["params"] if id(parameter) in moved]
+            for index, group in enumerate(self._optimizer.param_groups)
+        }
+        if not self._is_torchs_own:
+            yield groups
+            return
         for index, parameters in groups.items():
+            block: list[Tensor] = []
             room = 0.0
             for parameter in parameters:
                 size = parameter.numel() * parameter.element_size() / MIB
-                if size > room:
-                    blocks.append({index: []})
-                    room = BLOCK_MB
-                blocks[-1][index].append(parameter)
+                if size > room and block:
+                    yield {index: block}
+                    block = []
+                if not block:
+                    room = BLOCK_MB if parameter.is_cuda else BLOCK_MB_ON_CPU
+                block.append(parameter)
                 room -= size
-        return blocks
+            if block:
+                yield {index: block}
 
     @torch.no_grad()
     def _predict(self, block: dict[int, list[Tensor]], steps: Sequence[TrialStep]) -> None:
         parameters = [parameter for of_group in block.values() for parameter in of_group]
-        views = [self._views[id(parameter)] for parameter in parameters]
-        foreach_copy_(views, parameters)
+        views = {id(parameter): self._views[id(parameter)][1] for parameter in parameters}
+        foreach_copy_(list(views.values()), parameters)
+        try:
+            twin = self._twin(block, views)
+            before: list[dict[str, Any]] = [{} for _ in self._optimizer.param_groups]
+            for step in steps:
+                for index, group in zip(block, twin.param_groups, strict=True):
+                    if index < len(step.hyperparameters):  # otherwise it has joined since
+                        now = step.hyperparameters[index]
+                        # What the optimizer itself has changed in the trial step before stays.
+                        group.update({n: _copied(v) for n, v in now.items() if not _same(v, before[index].get(n))})
+                        before[index] = now
+                for parameter in parameters:
+                    views[id(parameter)].grad = step.gradient_for(parameter)
+                twin.step()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__} failed to step copies of its parameters, by which Pipe-SGD predicts "
+                "the weights. If it cannot do that, set delay_compensation='none'."
+            ) from error
+        for view in views.values():
+            view.grad = None
+
+    def _twin(self, block: dict[int, list[Tensor]], views: Mapping[int, Tensor]) -> Optimizer:
+        """Returns an optimizer over the predictions that shares nothing with the user's."""
         state = {
-            view: {name: _copied(value) for name, value in self._optimizer.state[parameter].items()}
-            for parameter, view in zip(parameters, views, strict=True)
+            views[id(parameter)]: {name: _copied(value) for name, value in self._optimizer.state[parameter].items()}
+            for of_group in block.values()
+            for parameter in of_group
             if parameter in self._optimizer.state
         }
-        groups = {
-            index: {**self._optimizer.param_groups[index], "params": [self._views[id(p)] for p in of_group]}
+        groups = [
+            {
+                **{name: _copied(v) for name, v in self._optimizer.param_groups[index].items() if name != "params"},
+                "params": [views[id(parameter)] for parameter in of_group],
+            }
             for index, of_group in block.items()
-        }
-        twin = twin_optimizer(self._optimizer, list(groups.values()), state)
-        for step in steps:
-            for index, group in groups.items():
-                if index < len(step.hyperparameters):  # otherwise it has joined since
-                    group.update({name: _copied(value) for name, value in step.hyperparameters[index].items()})
-            for parameter, view in zip(parameters, views, strict=True):
-                view.grad = step.gradient_for(parameter)
-            try:
-                twin.step()
-            except (AttributeError, KeyError, TypeError) as error:
-                raise RuntimeError(
-                    f"{type(self._optimizer).__name__} cannot step copies of its parameters, by which Pipe-SGD "
-                    "predicts the weights: set delay_compensation='none'."
-                ) from error
-        for view in views:
-            view.grad = None
+        ]
+        twin = twin_optimizer(self._optimizer, groups, state)
+        if not self._is_torchs_own:
+            memo: dict[int, Any] = dict(views)  # it may refer to its parameters
+            attributes = {n: v for n, v in vars(self._optimizer).items() if n not in _COMMON_ATTRIBUTES and n != "step"}
+            vars(twin).update(deepcopy(attributes, memo))
+        return twin
+
+    @property
+    def _is_torchs_own(self) -> bool:
+        return type(self._optimizer).__module__.startswith("torch.optim.")
 
 
 def _kind(tensor: Tensor) -> tuple[str, str]:
     return str(tensor.dtype), str(tensor.device)
 
 
-def _copied(value: object) -> object:
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and torch.equal(value, other)
+    return bool(value == other)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from lightning_pipesync.methods.method import (
     group_members,
     index_of,
     one_config,
+    parameters_of,
     warn_of_ignored,
 )
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -50,6 +52,7 @@ class PipeSGD(AveragingMethod):
         sync.drain()                                            # to apply the last gradients, too
         sync.flush()                                            # buffers (BatchNorm) are those of rank 0
         validate(model)
+        sync.resume()                                           # to train on
         sync.detach()
 
     After :meth:`step` ``p.grad`` is what was applied. With ``pipeline_level=2`` and several backward passes before a
@@ -106,26 +109,40 @@ class PipeSGD(AveragingMethod):
         ]
         self._begin_to_watch(parameters)
         self._look_ahead: LookAhead | None = None
+        self._paused: list[GradientPipe] = []  # since a flush
         if self.config.predicts:
-            # Flushed weights may be trained on without a word, but not in eval mode.
-            self._look_ahead = LookAhead(module, self._pipes, lambda: self.flushed and not module.training)
+            self._look_ahead = LookAhead(module, self._pipes, lambda: self.flushed)
 
     def use_predicted_weights(self) -> None:
-        """Has the parameters be the weights that the updates on their way lead to, as far as this rank knows.
+        """Swaps in the weights that the updates on their way lead to, as far as this rank knows.
 
         Every forward pass of the module, or of one within it, begins with this if gradients are enabled; it is for
         those that read parameters elsewhere, before. Does nothing if there are no such weights.
         """
-        if self._look_ahead is not None:
-            self._look_ahead.use_predicted_weights()
+        if self._look_ahead is not None and not self.flushed:
+            self._look_ahead.use()
 
-    def use_true_weights(self) -> None:
-        """Has the parameters be the weights after the last update, which are the same on all ranks.
+    def restore_true_weights(self) -> None:
+        """Swaps in the weights after the last update, which are the same on all ranks.
 
-        A step ends with this for its own optimizer; it is for those that read weights between the steps of several.
+        A step does this for its own optimizer; it is for those that read weights between the steps of several.
+
+        Raises:
+            RuntimeError: somebody has written to the predicted weights, which would be lost.
         """
         if self._look_ahead is not None:
-            self._look_ahead.use_true_weights()
+            self._look_ahead.pause()
+
+    @contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """Within it the parameters hold the true weights, to be read or written in the midst of a step."""
+        paused = [] if self._look_ahead is None else self._look_ahead.pause()
+        try:
+            yield
+        finally:
+            for pipe in paused:
+                pipe.forget_prediction()  # they may have been written to
+                pipe.use_predicted_weights()
 
     def after_backward(self, optimizer: Optimizer | None = None, loss_scale: float = 1.0) -> bool:
         """Hands over this step's gradient, and has ``p.grad`` be the one that is about to be applied, not yet clipped.
@@ -141,6 +158,7 @@ class PipeSGD(AveragingMethod):
         pipe = self._pipe(optimizer)
         if pipe.handed_over:
             return False
+        self._paused.clear()
         if self._members != group_members(self._optimizers):
             parameters = agreed_parameters(self.transport, self.config, self._module, self._optimizers)
             for one, of_optimizer in zip(self._pipes, self._by_optimizer(parameters), strict=True):
@@ -156,12 +174,19 @@ class PipeSGD(AveragingMethod):
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its L2 norm."""
         self.after_backward(optimizer)
-        return self._pipe(optimizer).clip(lambda trained: torch.nn.utils.clip_grad_norm_(trained, max_norm))
+        trained = self._trained(optimizer)
+        torch.nn.utils.clip_grad_norm_(self.clipped_along(trained), max_norm)
+        return torch.nn.utils.clip_grad_norm_(trained, max_norm)
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
         self.after_backward(optimizer)
-        self._pipe(optimizer).clip(lambda trained: torch.nn.utils.clip_grad_value_(trained, max_value))
+        trained = self._trained(optimizer)
+        torch.nn.utils.clip_grad_value_([*trained, *self.clipped_along(trained)], max_value)
+
+    def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what holds this rank's part of the gradients that were handed over last, to predict with."""
+        return [gradient for pipe in self._pipes for gradient in pipe.own_gradients(parameters)]
 
     def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step.
@@ -184,13 +209,17 @@ class PipeSGD(AveragingMethod):
 
     def flush(self) -> None:
         """Gives all ranks the buffers of rank 0; the true weights are the same already. A collective call."""
-        self.use_true_weights()
+        self._paused += [] if self._look_ahead is None else self._look_ahead.pause()
         self._lane.drain()  # broadcasts and all-reduces have one order on all ranks
         exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
         self.flushed = True
 
     def resume(self) -> None:
-        """Does nothing: flushed weights are those that training goes on from."""
+        """Undoes :meth:`flush`: flushed weights are those that training goes on from, or predicts from."""
+        self.flushed = False
+        for pipe in self._paused:
+            pipe.use_predicted_weights()  # it was flushed in the midst of a step
+        self._paused.clear()
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of updates, by how many the last was late, MiB sent and seconds of exposed communication.
@@ -231,6 +260,7 @@ class PipeSGD(AveragingMethod):
         """Ends the threads and the process groups. The weights stay as they are; gradients in flight are dropped."""
         if self._look_ahead is not None:
             self._look_ahead.close()
+            self._look_ahead = None
         for hook in self._hooks.values():
             hook.remove()
         for pipe in self._pipes:
@@ -256,6 +286,9 @@ class PipeSGD(AveragingMethod):
             [parameter for parameter in parameters if parameter.group and parameter.group[0] == index]
             for index in range(len(self._optimizers))
         ]
+
+    def _trained(self, optimizer: Optimizer | None) -> list[Tensor]:
+        return parameters_of(self._pipe(optimizer).optimizer)
 
     def _pipe(self, optimizer: Optimizer | None) -> GradientPipe:
         return self._pipes[index_of(optimizer, self._optimizers, "PipeSGD")]
