@@ -43,6 +43,18 @@ def test_tasks_can_be_learned(name: str) -> None:
     assert task.loss(module, batch).item() < before / 2
 
 
+@pytest.mark.parametrize("name", TASK_NAMES)
+def test_validation_holds_back_a_tenth_of_the_training_data(name: str) -> None:
+    task, whole, again = build_task(name, "validation"), build_task(name), build_task(name, "validation")
+    kept, held_back = task.train_set.indices, task.test_set.indices
+    assert sorted(kept + held_back) == list(range(len(whole.train_set))), "each sample once, none of the test set"
+    assert len(held_back) == round(len(whole.train_set) / 10)
+    assert again.test_set.indices == held_back, "always the same"
+    assert all(torch.equal(task.test_set[i][0], whole.train_set[index][0]) for i, index in enumerate(held_back))
+    if task.labels is not None:
+        assert task.labels.tolist() == [label.item() for _, label in task.train_set]
+
+
 def test_score_of_topics_is_the_loss() -> None:
     task = build_task("topics")
     torch.manual_seed(0)
@@ -239,9 +251,11 @@ def test_a_lower_perplexity_is_better() -> None:
 def test_the_command(tmp_path: Path) -> None:
     methods = ["--methods", "ddp", "selsync:delta=0.3,smoothing=0.16"]
     options = ["--seeds", "0", "1", "--epochs", "1", "--evaluations", "3", "--target", "50"]
+    options += ["--evaluate_on", "validation"]
     assert main(["bench", "converge", *methods, *options, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "converge.json").read_text())["results"]
     assert [(run["method"], run["seed"]) for run in result["runs"]] == [(m, s) for s in (0, 1) for m in methods[1:]]
+    assert result["metric"] == "validation accuracy %"
     for run in result["runs"]:
         for what in ("steps", "seconds", "mib"):
             values = [point[what] for point in run["points"]]
@@ -254,7 +268,8 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--task", "nope"], ["task='nope'", "digits, topics"]),
+        (["--task", "nope"], ["task='nope'", "digits, signals, topics"]),
+        (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
         (["--methods", "nope"], ["'nope'", "ddp, fedavg, pipe_sgd, ssp, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
         (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),

@@ -189,6 +189,7 @@ def converge(
     seeds: list[int] = [0],  # noqa: B006
     epochs: int | None = None,
     evaluations: int = 24,
+    evaluate_on: str = "test",
     output: Path = Path("outputs/bench"),
 ) -> None:
     """Trains to a target with several methods: time, steps and bytes that each needs.
@@ -198,18 +199,20 @@ def converge(
         rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
-        task: digits (scikit-learn's, accuracy) or topics (the text of Python's documentation, perplexity).
+        task: digits (scikit-learn's, accuracy), signals (noisy curves, accuracy) or topics (the text of Python's
+            documentation, perplexity).
         methods: ddp, fedavg, pipe_sgd, selsync or ssp, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.
         epochs: Of each training; the task's own if not given.
         evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
+        evaluate_on: test, or validation: a tenth of the training data, on which to choose settings.
         output: Folder for converge.json, converge.md and converge.png.
     """
     from lightning_pipesync.bench import campaign, converge_report
     from lightning_pipesync.bench.converge import ConvergeSettings
 
-    settings = ConvergeSettings(task, tuple(methods), target, tuple(seeds), epochs, evaluations)
+    settings = ConvergeSettings(task, tuple(methods), target, tuple(seeds), epochs, evaluations, evaluate_on)
     num_measurements = len(methods) * len(seeds) * evaluations
     results = campaign.run("converge", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
     if results:

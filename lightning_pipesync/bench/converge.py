@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
 from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.bench.ssp import SSP, SSPConfig
-from lightning_pipesync.bench.tasks import TASK_NAMES, Task, build_task
+from lightning_pipesync.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task
 from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithPipeSGD, WithSelSync
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
@@ -40,6 +40,7 @@ class ConvergeSettings:
         seeds: of the weights and the order of the data; each method trains once for each.
         epochs: of each training; None means the task's own.
         evaluations: how often the quality is measured in a training.
+        evaluate_on: what the quality is measured on: ``test``, or ``validation``, to choose settings.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -51,10 +52,13 @@ class ConvergeSettings:
     seeds: tuple[int, ...]
     epochs: int | None
     evaluations: int
+    evaluate_on: str = "test"
 
     def __post_init__(self) -> None:
         if self.task not in TASK_NAMES:
             raise ValueError(f"task={self.task!r} is not known; there are {', '.join(TASK_NAMES)}.")
+        if self.evaluate_on not in EVALUATED_ON:
+            raise ValueError(f"evaluate_on must be one of {', '.join(EVALUATED_ON)}, got {self.evaluate_on!r}.")
         if not self.methods or len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods must be one or more different ones, got {self.methods!r}.")
         for method in self.methods:
@@ -84,12 +88,12 @@ def measure_converge(settings: ConvergeSettings, progress: Callable[[str], objec
     Returns:
         Settings; metric, target and whether higher is better; and ``runs``, what :func:`train` returns.
     """
-    task = build_task(settings.task)
+    task = build_task(settings.task, settings.evaluate_on)
     runs = [train(task, method, seed, settings, progress) for seed in settings.seeds for method in settings.methods]
     return {
         "settings": asdict(settings),
         "world_size": dist.get_world_size(),
-        "metric": task.metric,
+        "metric": f"{settings.evaluate_on} {task.metric}",
         "higher_is_better": task.higher_is_better,
         "target": task.target if settings.target is None else settings.target,
         "runs": runs,

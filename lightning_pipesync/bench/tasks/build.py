@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_pipesync.bench.tasks.digits import digits
+from lightning_pipesync.bench.tasks.signals import signals
 from lightning_pipesync.bench.tasks.task import Task
 from lightning_pipesync.bench.tasks.topics import topics
 
-_TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "topics": topics}
+_TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "signals": signals, "topics": topics}
 
 #: What :func:`build_task` knows.
 TASK_NAMES = tuple(_TASKS)
+#: What the quality can be measured on.
+EVALUATED_ON = ("test", "validation")
 
 
-def build_task(name: str) -> Task:
+def build_task(name: str, evaluate_on: str = "test") -> Task:
     """Returns a task.
+
+    Args:
+        name: one of ``TASK_NAMES``.
+        evaluate_on: ``test``, or ``validation``: a part of the training data, see :meth:`Task.with_validation`.
 
     Raises:
         ValueError: the name is unknown.
@@ -23,4 +30,5 @@ def build_task(name: str) -> Task:
     """
     if name not in _TASKS:
         raise ValueError(f"task={name!r} is not known; there are {', '.join(TASK_NAMES)}.")
-    return _TASKS[name]()
+    task = _TASKS[name]()
+    return task if evaluate_on == "test" else task.with_validation()

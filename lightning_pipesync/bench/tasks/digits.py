@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
+from lightning_pipesync.bench.tasks.classification import classify, num_correct
 from lightning_pipesync.bench.tasks.task import Task
 
 
@@ -31,14 +31,15 @@ def digits() -> Task:
         test_set=TensorDataset(test_images.float().view(-1, 1, 8, 8), test_labels),
         batch_size=16,
         epochs=12,
-        loss=lambda module, batch: cross_entropy(module(batch[0]), batch[1]),
-        score=_num_correct,
+        loss=classify,
+        score=num_correct,
         quality=lambda share: 100 * share,
-        metric="test accuracy %",
+        metric="accuracy %",
         higher_is_better=True,
         target=98.0,
         optimizer=lambda module: SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4),
         scheduler=lambda optimizer, steps: MultiStepLR(optimizer, [steps * 6 // 10, steps * 8 // 10]),
+        labels=train_labels,
     )
 
 
@@ -57,8 +58,3 @@ def _network() -> nn.Module:
         nn.Dropout(0.25),
         nn.Linear(512, 10),
     )
-
-
-def _num_correct(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    images, labels = batch
-    return (module(images).argmax(dim=1) == labels).sum(), len(labels)

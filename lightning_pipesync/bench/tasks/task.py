@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
+
+#: The part of the training data that is held back for validation.
+VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Task:
         optimizer: makes the optimizer of a module.
         scheduler: makes its scheduler, stepped after every step, for so many steps.
         max_norm: to which the gradient is clipped; None: it is not.
+        labels: of the samples of ``train_set``; None: they have none.
     """
 
     name: str
@@ -49,3 +54,19 @@ class Task:
     optimizer: Callable[[nn.Module], Optimizer]
     scheduler: Callable[[Optimizer, int], LRScheduler]
     max_norm: float | None = None
+    labels: Tensor | None = None
+
+    def with_validation(self) -> Task:
+        """Returns the task with a fixed part of its training data in the place of the test set.
+
+        Settings are chosen on it; the model trains on the rest, whatever the seed of the training.
+        """
+        order = torch.randperm(len(cast(Sized, self.train_set)), generator=torch.Generator().manual_seed(0))
+        num_held_back = round(VALIDATION_SHARE * len(order))
+        held_back, kept = (part.sort().values for part in (order[:num_held_back], order[num_held_back:]))
+        return replace(
+            self,
+            train_set=Subset(self.train_set, kept.tolist()),
+            test_set=Subset(self.train_set, held_back.tolist()),
+            labels=None if self.labels is None else self.labels[kept],
+        )
