@@ -191,6 +191,39 @@ def test_pipe_sgd_without_delay_is_ddp() -> None:
     assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in pipe_sgd["points"]]
 
 
+SKEWED = ["ddp", "fedavg:E=0.5", "selsync:delta=1,partition=defdp", "selsync:delta=1,partition=defdp,injection=1:0.5"]
+
+
+def label_skewed() -> dict[str, tuple[list[torch.Tensor], int]]:
+    """Returns the labels of two batches, and the steps of a training of one epoch, by method."""
+    torch.set_num_threads(1)
+    task = build_task("digits").with_label_skew(5)
+    settings = ConvergeSettings("digits", tuple(SKEWED), None, (0,), 1, 1, labels_per_worker=5)
+    outcomes = {}
+    for method in SKEWED:
+        training = parse_method(method)(task)
+        batches = training.loader(0)
+        labels = [batch[1] for batch, _ in zip(batches, range(2), strict=False)]
+        training.close()
+        outcomes[method] = labels, train(task, method, 0, settings, lambda text: None)["points"][-1]["steps"]
+    return outcomes
+
+
+def test_label_skew_and_injection() -> None:
+    """Each of two ranks holds five labels; injection adds the other's, and the number of steps stays."""
+    outcomes = launch(label_skewed, 2)
+    for rank, outcome in enumerate(outcomes):
+        own = set(range(5 * rank, 5 * rank + 5))
+        assert len({steps for _, steps in outcome.values()}) == 1
+        for method in SKEWED[:-1]:
+            assert all(set(labels.tolist()) <= own and len(labels) == 16 for labels in outcome[method][0])
+        other = outcomes[1 - rank][SKEWED[-1]][0]
+        for labels, others in zip(outcome[SKEWED[-1]][0], other, strict=True):
+            assert len(labels) == 8 + 4, "Eq. 3 leaves 8 of 16, half of which the other one gets"
+            assert set(labels[:8].tolist()) <= own
+            assert labels[8:].tolist() == others[:4].tolist()
+
+
 def test_methods_are_parsed() -> None:
     kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "ssp": SSP, "selsync:delta=0.3,partition=defdp": WithSelSync}
     kinds["pipe_sgd:compression=int8,error_feedback=true"] = WithPipeSGD
@@ -217,7 +250,7 @@ def result_of(points: dict[str, list[list[float]]], higher_is_better: bool, targ
         for method, seeds in points.items()
         for seed, qualities in enumerate(seeds)
     ]
-    settings = {"task": "digits", "seeds": [0, 1], "evaluations": 2}
+    settings = {"task": "digits", "seeds": [0, 1], "evaluations": 2, "labels_per_worker": 5}
     shared = {"higher_is_better": higher_is_better, "target": target, "world_size": 2}
     return {"settings": settings, "metric": "test accuracy %", "runs": runs, **shared}
 
@@ -237,6 +270,7 @@ def test_rows_of_the_table() -> None:
     text = converge_report.as_markdown([result])
     assert "| quick: x=1 | 10 | 0.500 | 99.25 ± 0.35 | +0.75 | 2 of 2 | 5.0 | 1.0 | 4.00 |" in text
     assert "at least 98.5" in text
+    assert "digits on 2 hosts, 5 labels on each" in text
 
 
 def test_a_lower_perplexity_is_better() -> None:
@@ -278,6 +312,10 @@ def test_the_command(tmp_path: Path) -> None:
         (["--methods", "ssp:s=-1"], ["s of SSP"]),
         (["--methods", "ddp:bucket_mb=0"], ["bucket_mb"]),
         (["--methods", "ddp", "ddp"], ["different"]),
+        (["--labels_per_worker", "11"], ["labels_per_worker=11", "from 1 to 10"]),
+        (["--task", "topics", "--labels_per_worker", "5"], ["labels_per_worker=5", "'topics' have no labels"]),
+        (["--methods", "selsync:injection=0.5"], ["selsync:injection=0.5"]),
+        (["--methods", "selsync:injection=0.5:2"], ["injection's beta"]),
         (["--evaluations", "0"], ["evaluations"]),
         (["--epochs", "0"], ["epochs"]),
     ],

@@ -190,6 +190,7 @@ def converge(
     epochs: int | None = None,
     evaluations: int = 24,
     evaluate_on: str = "test",
+    labels_per_worker: int | None = None,
     output: Path = Path("outputs/bench"),
 ) -> None:
     """Trains to a target with several methods: time, steps and bytes that each needs.
@@ -207,12 +208,15 @@ def converge(
         epochs: Of each training; the task's own if not given.
         evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
         evaluate_on: test, or validation: a tenth of the training data, on which to choose settings.
+        labels_per_worker: Number of labels that each rank holds, which makes the data non-IID.
         output: Folder for converge.json, converge.md and converge.png.
     """
     from lightning_pipesync.bench import campaign, converge_report
     from lightning_pipesync.bench.converge import ConvergeSettings
 
-    settings = ConvergeSettings(task, tuple(methods), target, tuple(seeds), epochs, evaluations, evaluate_on)
+    settings = ConvergeSettings(
+        task, tuple(methods), target, tuple(seeds), epochs, evaluations, evaluate_on, labels_per_worker
+    )
     num_measurements = len(methods) * len(seeds) * evaluations
     results = campaign.run("converge", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
     if results:

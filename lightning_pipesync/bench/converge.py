@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
+from itertools import chain, islice, repeat
 from typing import Any, cast
 
 import torch
@@ -41,6 +42,7 @@ class ConvergeSettings:
         epochs: of each training; None means the task's own.
         evaluations: how often the quality is measured in a training.
         evaluate_on: what the quality is measured on: ``test``, or ``validation``, to choose settings.
+        labels_per_worker: labels that each rank holds; None: the data are IID.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -53,6 +55,7 @@ class ConvergeSettings:
     epochs: int | None
     evaluations: int
     evaluate_on: str = "test"
+    labels_per_worker: int | None = None
 
     def __post_init__(self) -> None:
         if self.task not in TASK_NAMES:
@@ -69,6 +72,13 @@ class ConvergeSettings:
             raise ValueError(f"epochs must be at least 1, got {self.epochs!r}.")
         if self.evaluations < 1:
             raise ValueError(f"evaluations must be at least 1, got {self.evaluations!r}.")
+        if self.labels_per_worker is not None:
+            self.build_task()
+
+    def build_task(self) -> Task:
+        """Returns the task, with the data that the settings ask for."""
+        task = build_task(self.task, self.evaluate_on)
+        return task if self.labels_per_worker is None else task.with_label_skew(self.labels_per_worker)
 
 
 def parse_method(text: str) -> Callable[[Task], Training]:
@@ -88,7 +98,7 @@ def measure_converge(settings: ConvergeSettings, progress: Callable[[str], objec
     Returns:
         Settings; metric, target and whether higher is better; and ``runs``, what :func:`train` returns.
     """
-    task = build_task(settings.task, settings.evaluate_on)
+    task = settings.build_task()
     runs = [train(task, method, seed, settings, progress) for seed in settings.seeds for method in settings.methods]
     return {
         "settings": asdict(settings),
@@ -112,30 +122,26 @@ def train(
     torch.manual_seed(seed)  # the same weights for every method
     training = parse_method(method)(task)
     torch.manual_seed(1000 * seed + dist.get_rank())
-    sampler = training.sampler(seed)
-    loader = DataLoader(task.train_set, task.batch_size, sampler=sampler)
-    epochs = settings.epochs or task.epochs
-    num_steps = epochs * len(loader)
+    # As many steps for every method: with data injection a step takes fewer samples of the rank's own.
+    num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
+    batches = islice(chain.from_iterable(repeat(training.loader(seed))), num_steps)
     scheduler = task.scheduler(training.optimizer, num_steps)
     evaluated = {round((i + 1) * num_steps / settings.evaluations) for i in range(settings.evaluations)}
     points: list[dict[str, float]] = []
-    steps, seconds = 0, 0.0
+    seconds = 0.0
     dist.barrier()
     start = time.perf_counter()
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            training.step(batch)
-            scheduler.step()
-            steps += 1
-            if steps in evaluated:
-                with training.consolidated() as module:
-                    seconds += time.perf_counter() - start
-                    quality = evaluate(task, module)
-                points.append({"steps": steps, "seconds": seconds, "mib": training.mib_sent, "quality": quality})
-                progress(f"{method}, seed {seed}: {quality:.2f}")
-                dist.barrier()
-                start = time.perf_counter()
+    for steps, batch in enumerate(batches, start=1):
+        training.step(batch)
+        scheduler.step()
+        if steps in evaluated:
+            with training.consolidated() as module:
+                seconds += time.perf_counter() - start
+                quality = evaluate(task, module)
+            points.append({"steps": steps, "seconds": seconds, "mib": training.mib_sent, "quality": quality})
+            progress(f"{method}, seed {seed}: {quality:.2f}")
+            dist.barrier()
+            start = time.perf_counter()
     result = {"method": method, "seed": seed, "lssr": training.lssr, "points": points}
     training.close()
     return result

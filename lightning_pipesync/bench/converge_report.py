@@ -88,8 +88,9 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
     for result in results:
         settings, seeds = result["settings"], len(result["settings"]["seeds"])
         network = f", {result['rate']}" if result.get("rate") else ""
+        skew = f", {labels} labels on each" if (labels := settings["labels_per_worker"]) else ""
         better = "at least" if result["higher_is_better"] else "at most"
-        parts.append(f"""### {settings["task"]} on {result["world_size"]} hosts{network}
+        parts.append(f"""### {settings["task"]} on {result["world_size"]} hosts{network}{skew}
 
 Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better} {result["target"]:g}: medians of
 {seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training. Best: of

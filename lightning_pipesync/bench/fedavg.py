@@ -40,8 +40,7 @@ class FedAvg(Training):
         self._transport = Transport(timeout_s=300)
         self._steps = self._num_averages = 0
         world_size = self._transport.world_size
-        steps_per_epoch = -(-len(self.sampler(0)) // task.batch_size)
-        self._interval = max(1, round(config.E * steps_per_epoch))
+        self._interval = max(1, round(config.E * self.steps_per_epoch))
         self._num_chosen = max(1, round(config.C * world_size))
         self._choice = random.Random(0)  # the same on all ranks
         self._parameters = list(self.module.parameters())

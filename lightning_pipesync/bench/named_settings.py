@@ -36,11 +36,13 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
 
 def readable(method: str) -> str:
     """Returns a method with its settings in words between which a line may break."""
-    return method.replace(":", ": ").replace(",", ", ")
+    return method.replace(":", ": ", 1).replace(",", ", ")
 
 
 def _value(text: str) -> Any:
-    """Returns the number that ``text`` writes, or the text itself."""
+    """Returns the number that ``text`` writes, the tuple that ``0.5:0.5`` does, or the text itself."""
+    if ":" in text:
+        return tuple(map(_value, text.split(":")))
     for number in (int, float):
         try:
             return number(text)

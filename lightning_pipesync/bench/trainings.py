@@ -10,12 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipesync.bench.contestants import in_ddp
 from lightning_pipesync.bench.tasks import Task
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.data import SelDPSampler
+from lightning_pipesync.data import LabelSkewedSampler
+from lightning_pipesync.data.loaders import with_seed_of_its_own
+from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
@@ -36,9 +38,14 @@ class Training(ABC):
         self.task, self.module = task, task.build_module()
         self.optimizer = task.optimizer(self.module)
 
-    def sampler(self, seed: int) -> DistributedSampler[Any]:
-        """Returns the order of the training data on this rank."""
-        return DistributedSampler(self.task.train_set, seed=seed)
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which each rank goes through its share of the training data."""
+        return -(-len(self._sampler(0)) // self.task.batch_size)
+
+    def loader(self, seed: int) -> TrainLoader:
+        """Returns this rank's batches of the training data, each iteration another epoch; a collective call."""
+        return TrainLoader(with_seed_of_its_own(self._in_order(seed)), finish=lambda batch: batch)
 
     def step(self, batch: Any) -> None:
         """Takes one training step."""
@@ -67,6 +74,14 @@ class Training(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing running
         """Ends what is left running."""
+
+    def _in_order(self, seed: int) -> DataLoader[Any]:
+        return DataLoader(self.task.train_set, self.task.batch_size, sampler=self._sampler(seed))
+
+    def _sampler(self, seed: int) -> DistributedSampler[Any]:
+        if self.task.labels is None or self.task.labels_per_worker is None:
+            return DistributedSampler(self.task.train_set, seed=seed)
+        return LabelSkewedSampler(self.task.labels, self.task.labels_per_worker, seed=seed)
 
     def _clip(self) -> None:
         if self.task.max_norm is not None:
@@ -149,18 +164,12 @@ class WithPipeSGD(WithMethod):
 
 
 class WithSelSync(WithMethod):
-    """SelSync, with its order of the data."""
+    """SelSync, with its order of the data and its data injection."""
 
     method: SelSync
 
     def __init__(self, task: Task, config: SelSyncConfig) -> None:
-        if config.injection is not None:
-            raise ValueError(f"injection={config.injection!r}: the tasks of this benchmark have data that are IID.")
         super().__init__(task, SelSync, config)
-        self.method.data.followed = True  # by the sampler
-        self._config = config
 
-    def sampler(self, seed: int) -> DistributedSampler[Any]:
-        if self._config.partition == "defdp":
-            return super().sampler(seed)
-        return SelDPSampler(self.task.train_set, seed=seed, full_pass=self._config.full_pass)
+    def loader(self, seed: int) -> TrainLoader:
+        return self.method.prepare_train_loader(self._in_order(seed))

@@ -37,6 +37,7 @@ class Task:
         scheduler: makes its scheduler, stepped after every step, for so many steps.
         max_norm: to which the gradient is clipped; None: it is not.
         labels: of the samples of ``train_set``; None: they have none.
+        labels_per_worker: labels that each rank holds; None: a sampler gives each rank a fair share of all.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Task:
     scheduler: Callable[[Optimizer, int], LRScheduler]
     max_norm: float | None = None
     labels: Tensor | None = None
+    labels_per_worker: int | None = None
 
     def with_validation(self) -> Task:
         """Returns the task with a fixed part of its training data in the place of the test set.
@@ -70,3 +72,18 @@ class Task:
             test_set=Subset(self.train_set, held_back.tolist()),
             labels=None if self.labels is None else self.labels[kept],
         )
+
+    def with_label_skew(self, labels_per_worker: int) -> Task:
+        """Returns the task with data that are not IID: each rank holds only so many labels (SelSync IV-A).
+
+        Raises:
+            ValueError: the samples have no labels, or fewer different ones.
+        """
+        if self.labels is None:
+            raise ValueError(f"labels_per_worker={labels_per_worker}: the samples of {self.name!r} have no labels.")
+        num_labels = len(self.labels.unique())
+        if not 1 <= labels_per_worker <= num_labels:
+            raise ValueError(
+                f"labels_per_worker={labels_per_worker} must be from 1 to {num_labels}, the labels there are."
+            )
+        return replace(self, labels_per_worker=labels_per_worker)
