@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.bench import converge_report
-from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_method, train
+from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_method, spread_of, train
 from lightning_pipesync.bench.fedavg import FedAvg
 from lightning_pipesync.bench.ssp import SSP, ParameterServer
 from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
@@ -162,6 +162,15 @@ def test_all_ranks_evaluate_together() -> None:
     assert first == second == third
 
 
+def spread() -> float:
+    own = torch.tensor([3.0, 4.0]) + torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])[dist.get_rank()]
+    return spread_of(own, torch.tensor([3.0, 4.0]))
+
+
+def test_spread_of_the_ranks() -> None:
+    assert launch(spread, 3) == pytest.approx([(2 / 3) ** 0.5 / 5] * 3), "distances of 1, 1 and 0 from a norm of 5"
+
+
 def one_training(method: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     settings = ConvergeSettings("digits", (method,), None, (0,), 1, 2)
@@ -182,6 +191,7 @@ def test_delta_zero_with_gradients_is_ddp() -> None:
     assert [point["steps"] for point in ddp["points"]] == [19, 38]
     assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in selsync["points"]]
     size = ddp["points"][0]["mib"] / 19
+    assert [point["spread"] for point in ddp["points"] + selsync["points"]] == [0] * 4
     assert selsync["points"][0]["mib"] == pytest.approx(20 * size, rel=0.01), "and the initial weights"
 
 
@@ -243,6 +253,7 @@ def result_of(points: dict[str, list[list[float]]], higher_is_better: bool, targ
                     "seconds": (i + 1) * (2.0 if method == "ddp" else 1.0),
                     "mib": 5.0,
                     "quality": q,
+                    "spread": 0.01 * (i + 1),
                 }
                 for i, q in enumerate(qualities)
             ],
@@ -264,11 +275,14 @@ def test_rows_of_the_table() -> None:
     result = result_of(qualities, True, 98.5)
     quick, ddp, lucky = converge_report.rows_of(result)
     assert (quick.steps, quick.seconds, quick.num_reached, quick.speedup) == (10, 1.0, 2, 4.0)
-    assert (quick.quality, quick.difference) == (99.25, 0.75)
+    assert (quick.best, quick.difference, quick.final, quick.spread) == (99.25, 0.75, 98.75, 0.015)
+    assert quick.best_interval == pytest.approx(12.706 * 0.25, rel=1e-4), "Student's t with one degree of freedom"
     assert (ddp.steps, ddp.seconds, ddp.speedup, ddp.difference) == (20, 4.0, 1.0, 0.0)
     assert (lucky.num_reached, lucky.steps, lucky.speedup) == (1, None, None)
     text = converge_report.as_markdown([result])
-    assert "| quick: x=1 | 10 | 0.500 | 99.25 ± 0.35 | +0.75 | 2 of 2 | 5.0 | 1.0 | 4.00 |" in text
+    assert (
+        "| quick: x=1 | 10 | 0.500 | 99.25 ± 3.18 | +0.75 | 98.75 ± 9.53 | 1.50% | 2 of 2 | 5.0 | 1.0 | 4.00 |" in text
+    )
     assert "at least 98.5" in text
     assert "digits on 2 hosts, 5 labels on each" in text
 
@@ -276,8 +290,8 @@ def test_rows_of_the_table() -> None:
 def test_a_lower_perplexity_is_better() -> None:
     result = result_of({"ddp": [[7.0, 5.0], [7.0, 5.0]], "worse": [[6.0, 5.5], [6.0, 5.5]]}, False, 6.0)
     ddp, worse = converge_report.rows_of(result)
-    assert (ddp.steps, ddp.quality) == (20, 5.0)
-    assert (worse.steps, worse.quality, worse.difference) == (10, 5.5, -0.5)
+    assert (ddp.steps, ddp.best) == (20, 5.0)
+    assert (worse.steps, worse.best, worse.difference) == (10, 5.5, -0.5)
     assert "at most 6" in converge_report.as_markdown([result])
 
 

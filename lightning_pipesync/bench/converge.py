@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
@@ -117,7 +118,7 @@ def train(
 
     Returns:
         ``method``, ``seed``, ``lssr``, and ``points``: steps, seconds (with what brought the weights together, without
-        the evaluation), MiB that rank 0 has sent, and quality, at each evaluation.
+        the evaluation), MiB that rank 0 has sent, quality, and :func:`spread_of` the ranks, at each evaluation.
     """
     torch.manual_seed(seed)  # the same weights for every method
     training = parse_method(method)(task)
@@ -135,10 +136,14 @@ def train(
         training.step(batch)
         scheduler.step()
         if steps in evaluated:
+            seconds += time.perf_counter() - start
+            own = fused(training.module)
+            start = time.perf_counter()
             with training.consolidated() as module:
                 seconds += time.perf_counter() - start
-                quality = evaluate(task, module)
-            points.append({"steps": steps, "seconds": seconds, "mib": training.mib_sent, "quality": quality})
+                quality, spread = evaluate(task, module), spread_of(own, fused(module))
+            point = {"steps": steps, "seconds": seconds, "mib": training.mib_sent, "quality": quality, "spread": spread}
+            points.append(point)
             progress(f"{method}, seed {seed}: {quality:.2f}")
             dist.barrier()
             start = time.perf_counter()
@@ -160,3 +165,18 @@ def evaluate(task: Task, module: torch.nn.Module) -> float:
     dist.all_reduce(total)
     module.train()
     return task.quality((total[0] / total[1]).item())
+
+
+def fused(module: torch.nn.Module) -> Tensor:
+    """Returns a copy of all weights, of shape (number of values)."""
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def spread_of(own: Tensor, consolidated: Tensor) -> float:
+    """Returns how far the ranks' own weights are from those that a user would keep; a collective call.
+
+    The root mean square of the ranks' distances, over the norm of the weights that a user would keep.
+    """
+    squared = (own - consolidated).double().square().sum()
+    dist.all_reduce(squared)
+    return (squared / dist.get_world_size()).sqrt().item() / consolidated.double().norm().item()

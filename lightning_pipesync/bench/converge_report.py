@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_pipesync.bench.named_settings import readable
-from lightning_pipesync.bench.results import table
+from lightning_pipesync.bench.results import interval_of, table
 
 Point = dict[str, float]
 
@@ -24,9 +24,12 @@ class Row:
     Attributes:
         method: with its settings.
         lssr: share of the steps that stayed local, the mean over the seeds; None if that means nothing.
-        quality: the best of each training, the mean over the seeds.
-        quality_stdev: its standard deviation over the seeds; 0 if there is but one.
-        difference: of the quality to the baseline's, positive if better.
+        best: quality of each training, the mean over the seeds.
+        best_interval: half its 95 % confidence interval; None if there is but one seed.
+        final: quality of each training, the mean over the seeds.
+        final_interval: likewise.
+        difference: of the best quality to the baseline's, positive if better.
+        spread: how far the ranks' weights were apart, the mean over the evaluations and the seeds.
         num_reached: how many of the trainings have reached the target.
         steps: to the target, the median over the seeds; None if not all of them have reached it.
         seconds: likewise.
@@ -36,9 +39,12 @@ class Row:
 
     method: str
     lssr: float | None
-    quality: float
-    quality_stdev: float
+    best: float
+    best_interval: float | None
+    final: float
+    final_interval: float | None
     difference: float
+    spread: float
     num_reached: int
     steps: float | None
     seconds: float | None
@@ -51,7 +57,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
     by_method = _by_method(result)
     baseline = next((name for name in by_method if name.startswith("ddp")), next(iter(by_method)))
     sign = 1 if result["higher_is_better"] else -1
-    quality = {name: [_best(run["points"], sign) for run in runs] for name, runs in by_method.items()}
+    best = {name: [_best(run["points"], sign) for run in runs] for name, runs in by_method.items()}
     reached = {
         name: [point for run in runs if (point := _reached(run["points"], result["target"], sign))]
         for name, runs in by_method.items()
@@ -64,14 +70,18 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
     rows = []
     for name, runs in by_method.items():
         lssr = [run["lssr"] for run in runs if run["lssr"] is not None]
+        final = [run["points"][-1]["quality"] for run in runs]
         seconds, baseline_seconds = to_target(name, "seconds"), to_target(baseline, "seconds")
         rows.append(
             Row(
                 method=name,
                 lssr=fmean(lssr) if lssr else None,
-                quality=fmean(quality[name]),
-                quality_stdev=stdev(quality[name]) if len(runs) > 1 else 0.0,
-                difference=sign * (fmean(quality[name]) - fmean(quality[baseline])) + 0.0,  # no -0.0
+                best=fmean(best[name]),
+                best_interval=interval_of(best[name]),
+                final=fmean(final),
+                final_interval=interval_of(final),
+                difference=sign * (fmean(best[name]) - fmean(best[baseline])) + 0.0,  # no -0.0
+                spread=fmean(point["spread"] for run in runs for point in run["points"]),
                 num_reached=len(reached[name]),
                 steps=to_target(name, "steps"),
                 seconds=seconds,
@@ -93,34 +103,52 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
         parts.append(f"""### {settings["task"]} on {result["world_size"]} hosts{network}{skew}
 
 Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better} {result["target"]:g}: medians of
-{seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training. Best: of
-a training, the mean of all, and how much better than DDP's. LSSR: share of all steps that stayed local.
+{seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training. Best
+and final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's the best is. LSSR:
+share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own weights to those that
+were measured, over their norm, the mean of all measurements.
 """)
-        headings = ["", "steps", "LSSR", "best", "better by", "reached", "MiB", "seconds", "speed-up"]
+        headings = [
+            "",
+            "steps",
+            "LSSR",
+            "best",
+            "better by",
+            "final",
+            "spread",
+            "reached",
+            "MiB",
+            "seconds",
+            "speed-up",
+        ]
         parts.append(table(headings, [_cells(row, seeds) for row in rows_of(result)]))
     return "\n".join(parts)
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws the quality over time and over traffic, a row of panels for each number of hosts."""
-    figure = Figure(figsize=(11, 4.5 * len(results)), layout="constrained")
-    panels = figure.subplots(len(results), 2, squeeze=False, sharey="row")
-    for (over_time, over_traffic), result in zip(panels, results, strict=True):
+    """Draws the quality over steps, time and traffic, a row of panels for each number of hosts."""
+    figure = Figure(figsize=(16, 4.5 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 3, squeeze=False, sharey="row")
+    for (over_steps, over_time, over_traffic), result in zip(panels, results, strict=True):
+        _draw_quality(over_steps, result, "steps")
         _draw_quality(over_time, result, "seconds")
         _draw_quality(over_traffic, result, "mib")
-        over_time.set(xlabel="seconds of training", ylabel=result["metric"], title=f"{result['world_size']} hosts")
+        over_steps.set(xlabel="steps", ylabel=result["metric"], title=f"{result['world_size']} hosts")
+        over_time.set(xlabel="seconds of training")
         over_traffic.set(xlabel="MiB sent by rank 0", xscale="log")
-        over_time.set_ylim(*_range_of_interest(result))
-        over_time.legend(fontsize="small")
+        over_steps.set_ylim(*_range_of_interest(result))
+        over_steps.legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
 
 def _draw_quality(panel: Axes, result: dict[str, Any], what: str) -> None:
-    """Draws a line for each method, the mean over its seeds."""
+    """Draws a line for each method, the mean over its seeds, and, lighter, their range."""
     for name, runs in _by_method(result).items():
         curves = list(zip(*(run["points"] for run in runs), strict=True))
         x, y = ([fmean(point[key] for point in points) for points in curves] for key in (what, "quality"))
-        panel.plot(x, y, "-o", markersize=3, label=readable(name))
+        [line] = panel.plot(x, y, "-o", markersize=3, label=readable(name))
+        lowest, highest = ([f(point["quality"] for point in points) for points in curves] for f in (min, max))
+        panel.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.12, linewidth=0)
     panel.axhline(result["target"], color="black", linestyle=":", label="target")
     panel.grid(alpha=0.3)
 
@@ -152,18 +180,23 @@ def _reached(points: Sequence[Point], target: float, sign: int) -> Point | None:
 
 
 def _cells(row: Row, seeds: int) -> list[str]:
-    spread = f" ± {row.quality_stdev:.2f}" if seeds > 1 else ""
     return [
         readable(row.method),
         _number(row.steps, ".0f"),
         _number(row.lssr, ".3f"),
-        f"{row.quality:.2f}{spread}",
+        _with_interval(row.best, row.best_interval),
         f"{row.difference:+.2f}",
+        _with_interval(row.final, row.final_interval),
+        f"{row.spread:.2%}",
         f"{row.num_reached} of {seeds}",
         _number(row.mib, ".1f"),
         _number(row.seconds, ".1f"),
         _number(row.speedup, ".2f"),
     ]
+
+
+def _with_interval(value: float, interval: float | None) -> str:
+    return f"{value:.2f}" if interval is None else f"{value:.2f} ± {interval:.2f}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -6,10 +6,14 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from statistics import stdev
 from typing import Any
+
+from scipy.stats import t
 
 
 def environment() -> dict[str, Any]:
@@ -37,6 +41,13 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
     """Returns a Markdown table, the first column to the left and the others to the right."""
     lines = [headings, ["---", *(["---:"] * (len(headings) - 1))], *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def interval_of(values: Sequence[float]) -> float | None:
+    """Returns half the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
 
 
 def _git_commit() -> str | None:
