@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.pipe_cost import PipeCost
+from lightning_pipesync.core.pipe_cost import PipeCost, convergence_bound, iterations_to_bound
 
 ALPHA, BETA, GAMMA, S, N = 1e-4, 8e-9, 1e-10, 2e-3, 1e8
 
@@ -59,3 +59,23 @@ def test_from_which_compression_on_computation_is_the_limit() -> None:
     assert model.scaling_efficiency(least) == pytest.approx(1.0)
     assert cost(8, 1000.0).compute_bound_compression() == 1.0
     assert cost(8, 1e-3).compute_bound_compression() == math.inf
+
+
+def test_convergence_bound() -> None:
+    """8 F L sqrt((k + 1) / T), by hand: 8 * 2 * 3 * sqrt(2 / 800) = 48 / 20."""
+    assert convergence_bound(800, 1, radius=2, lipschitz=3) == pytest.approx(2.4)
+    assert convergence_bound(400, 0, radius=2, lipschitz=3) == pytest.approx(2.4)
+    assert convergence_bound(1600, 3, radius=2, lipschitz=3) == pytest.approx(2.4)
+    assert iterations_to_bound(2.4, 1, radius=2, lipschitz=3) == pytest.approx(800)
+
+
+def test_the_bound_may_take_what_pipelining_gains() -> None:
+    """A step of 1 s computation: with as much communication (by gamma, here) it halves, and the steps double."""
+    half = PipeCost(0.1, 0.3, 0.6, N, 4, LinkCost(0, 0), gamma=1 / (0.75 * N))
+    assert half.communication() == pytest.approx(half.compute)
+    assert half.bound_speedup() == pytest.approx(1.0)
+    assert half.bound_speedup(staleness=2) == pytest.approx(2 / 3)
+    slow = PipeCost(0.1, 0.3, 0.6, N, 4, LinkCost(0, 1e-7))
+    assert slow.communication() == pytest.approx(15)
+    assert slow.bound_speedup() == pytest.approx(16 / 30)
+    assert slow.bound_speedup(compression=15) == pytest.approx(16 / 2), "compression is no delay"

@@ -9,6 +9,7 @@ from lightning_pipesync.bench.interleaved import median_and_quartiles
 from lightning_pipesync.bench.results import table
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
+from lightning_pipesync.core.pipe_cost import iterations_to_bound
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,14 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
 def _heading(result: dict[str, Any], run: dict[str, Any]) -> str:
     world_size, cost = result["world_size"], StepCost(**run["cost"])
     model, mib, mbit = result["settings"]["model"], run["num_bytes"] / MIB, result["bandwidth"] * 8 / 1e6
+    late = iterations_to_bound(1.0, staleness=1) / iterations_to_bound(1.0, staleness=0)
     return f"""### {world_size} hosts, communication {cost.ratio:.2g} times computation
 
 {model}, {mib:.1f} MiB of gradients; plain TCP reaches {mbit:.0f} Mbit/s.
 Computation: forward {_ms(cost.forward)}, backward {_ms(cost.backward)}, update {_ms(cost.update)} ms.
 An all-reduce takes at least {_ms(cost.all_reduce)} ms. So a step takes at least {_ms(cost.baseline)} ms with the
-all-reduce under backward (Eq. 8), {_ms(cost.dear)} with DeAR (Eq. 7), {_ms(cost.pipe_sgd)} with Pipe-SGD.
+all-reduce under backward (Eq. 8), {_ms(cost.dear)} with DeAR (Eq. 7), {_ms(cost.pipe_sgd)} with Pipe-SGD, which
+may need {late:g} times as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(late * cost.pipe_sgd)} ms.
 The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
 """
 

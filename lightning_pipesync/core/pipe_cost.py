@@ -1,4 +1,4 @@
-"""The timing models of Pipe-SGD: what pipelining the steps of a training can gain, and what it cannot."""
+"""The timing models of Pipe-SGD and its convergence bound: what pipelining can gain, and what it may cost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ import math
 from dataclasses import dataclass
 
 from lightning_pipesync.core.cost import LinkCost
+
+
+def convergence_bound(iterations: float, staleness: int, radius: float = 1.0, lipschitz: float = 1.0) -> float:
+    """Returns 8 F L sqrt((k + 1) / T), Pipe-SGD's convergence rate for convex objectives (Pipe-SGD, "Convergence").
+
+    An upper bound of how far the mean objective of T steps is from the best one; real trainings can be far below it.
+
+    Args:
+        iterations: T.
+        staleness: k; 0 is synchronous SGD.
+        radius: F, which bounds the distance of the weights to the best ones.
+        lipschitz: L, which bounds the norm of a gradient.
+    """
+    return 8 * radius * lipschitz * math.sqrt((staleness + 1) / iterations)
+
+
+def iterations_to_bound(bound: float, staleness: int, radius: float = 1.0, lipschitz: float = 1.0) -> float:
+    """Returns T, after which :func:`convergence_bound` is ``bound``: k + 1 times as many as without a delay."""
+    return (staleness + 1) * (8 * radius * lipschitz / bound) ** 2
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,15 @@ class PipeCost:
             return max(self.compute, communication)
         first = self.backward / segments
         return self.forward + first + max(self.backward - first, communication) + self.update
+
+    def bound_speedup(self, staleness: int = 1, segments: int = 1, compression: float = 1.0) -> float:
+        """Returns the time to a convergence bound in synchronous steps, uncompressed, over that with this staleness.
+
+        What pipelining gains at least if the objective is convex; below 1 it may lose. What it gains if the delay costs
+        no steps is ``step(0)`` over ``step(staleness)``.
+        """
+        steps = iterations_to_bound(1.0, staleness) / iterations_to_bound(1.0, 0)
+        return self.step(0, segments) / (steps * self.step(staleness, segments, compression))
 
     def level_2(self, segments: int, first_segment: float, compression: float = 1.0) -> float:
         """Returns l_total_pipe_2 / T as the poster has it, where only what precedes the first segment is in the way.
