@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_pipesync.bench import converge_report
 from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_method, spread_of, train
 from lightning_pipesync.bench.fedavg import FedAvg
+from lightning_pipesync.bench.ps_sync import PSSync
 from lightning_pipesync.bench.ssp import SSP, ParameterServer
 from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
 from lightning_pipesync.bench.trainings import WithDDP, WithPipeSGD, WithSelSync
@@ -234,8 +235,32 @@ def test_label_skew_and_injection() -> None:
             assert labels[8:].tolist() == others[:4].tolist()
 
 
+def with_clipping(method: str) -> tuple[list[torch.Tensor], float]:
+    """Returns the weights after 3 steps on unlike batches, clipped, and MiB."""
+    torch.manual_seed(0 if method == "ddp" else dist.get_rank())  # rank 0's weights must win
+    training = parse_method(method)(replace(build_task("digits"), max_norm=0.1))
+    training.module.eval()  # no dropout
+    for step in range(3):
+        images = torch.full((4, 1, 8, 8), 0.1 * step + 0.3 * dist.get_rank())
+        training.step([images, torch.arange(4)])
+    outcome = [parameter.detach().clone() for parameter in training.module.parameters()], training.mib_sent
+    training.close()
+    return outcome
+
+
+def test_a_synchronous_parameter_server_trains_as_ddp_does() -> None:
+    outcomes, ddp = launch(with_clipping, 3, "ps_sync"), launch(with_clipping, 3, "ddp")[0][0]
+    for weights, _ in outcomes:
+        assert all(torch.equal(a, b) for a, b in zip(weights, outcomes[0][0], strict=True))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(outcomes[0][0], ddp, strict=True))
+    size = sum(part.numel() for part in ddp) * 4 / 2**20
+    assert outcomes[1][1] == pytest.approx(3 * size, rel=0.01), "a gradient a step"
+    assert outcomes[0][1] == pytest.approx((2 * 3 + 1) * size, rel=0.01), "the weights, to the two others, and at first"
+
+
 def test_methods_are_parsed() -> None:
     kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "ssp": SSP, "selsync:delta=0.3,partition=defdp": WithSelSync}
+    kinds["ps_sync"] = PSSync
     kinds["pipe_sgd:compression=int8,error_feedback=true"] = WithPipeSGD
     assert set(kinds) == set(filter(parse_method, kinds))
 
@@ -318,7 +343,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (["--task", "nope"], ["task='nope'", "digits, signals, topics"]),
         (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
-        (["--methods", "nope"], ["'nope'", "ddp, fedavg, pipe_sgd, ssp, selsync"]),
+        (["--methods", "nope"], ["'nope'", "ddp, fedavg, pipe_sgd, ps_sync, ssp, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
         (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
         (["--methods", "selsync:delta=x"], ["selsync:delta=x"]),

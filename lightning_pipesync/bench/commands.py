@@ -202,7 +202,8 @@ def converge(
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         task: digits (scikit-learn's, accuracy), signals (noisy curves, accuracy) or topics (the text of Python's
             documentation, perplexity).
-        methods: ddp, fedavg, pipe_sgd, selsync or ssp, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE.
+        methods: ddp, fedavg, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
+            NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5.
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.
         epochs: Of each training; the task's own if not given.

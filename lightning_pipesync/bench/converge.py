@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
 from lightning_pipesync.bench.named_settings import parse_named
+from lightning_pipesync.bench.ps_sync import PSSync, PSSyncConfig
 from lightning_pipesync.bench.ssp import SSP, SSPConfig
 from lightning_pipesync.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task
 from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithPipeSGD, WithSelSync
@@ -26,6 +27,7 @@ METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
     "ddp": (WithDDP, DDPConfig),
     "fedavg": (FedAvg, FedAvgConfig),
     "pipe_sgd": (WithPipeSGD, PipeSGDConfig),
+    "ps_sync": (PSSync, PSSyncConfig),
     "ssp": (SSP, SSPConfig),
     "selsync": (WithSelSync, SelSyncConfig),
 }

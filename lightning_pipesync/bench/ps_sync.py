@@ -1,0 +1,66 @@
+"""Synchronous training with a parameter server, what Pipe-SGD compares itself with (poster, Experiments)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_pipesync.bench.tasks import Task
+from lightning_pipesync.bench.trainings import Training
+from lightning_pipesync.core.buckets import MIB, Bucket
+from lightning_pipesync.core.transport import Transport
+
+
+@dataclass(frozen=True)
+class PSSyncConfig:
+    """Settings of synchronous training with a parameter server: it has none."""
+
+
+class PSSync(Training):
+    """Every rank pushes its gradient to the server, which updates the weights by the average, and pulls them.
+
+    The server is rank 0, which trains, too. It takes what DDP takes in steps, and more time: the gradients and weights
+    of all ranks pass its link, and nothing overlaps with them.
+    """
+
+    def __init__(self, task: Task, config: PSSyncConfig) -> None:
+        super().__init__(task)
+        self._transport = Transport(timeout_s=300)
+        self._parameters = list(self.module.parameters())
+        self._weights, self._gradient = Bucket(self._parameters), Bucket(self._parameters)
+        self._weights.pack(self._parameters)
+        self._transport.broadcast(self._weights.flat).wait()
+        self._weights.unpack(self._parameters)
+        self._workers = range(1, self._transport.world_size)
+        self._pushed = [torch.empty_like(self._gradient.flat) for _ in self._workers]  # on rank 0
+
+    def update(self) -> None:
+        self._gradient.pack([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        if self._transport.rank == 0:
+            self._serve()
+        else:
+            self._transport.send(self._gradient.flat, 0).wait()
+            self._transport.recv(self._weights.flat, 0).wait()
+            self._weights.unpack(self._parameters)
+
+    @property
+    def mib_sent(self) -> float:
+        return self._transport.traffic.total_bytes_sent / MIB
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _serve(self) -> None:
+        """Takes the step with all ranks' gradients, and sends the weights."""
+        for handle in [self._transport.recv(one, rank) for one, rank in zip(self._pushed, self._workers, strict=True)]:
+            handle.wait()
+        for pushed in self._pushed:
+            self._gradient.flat.add_(pushed)
+        self._gradient.flat.div_(self._transport.world_size)
+        self._gradient.unpack([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        self._clip()
+        self.optimizer.step()
+        self._weights.pack(self._parameters)
+        for handle in [self._transport.send(self._weights.flat, rank) for rank in self._workers]:
+            handle.wait()
