@@ -150,6 +150,7 @@ def test_help() -> None:
     ("script", "options", "word"),
     [
         ("benchmark_overhead.py", ["--steps", 2, "--batch-size", 1, "--sequence", 4], "tracker"),
+        ("benchmark_selsync.py", ["--steps", 10, "--rounds", 1], "SelDP"),
         ("benchmark_codecs.py", ["--mib", 1, "--rounds", 2], "truncate16"),
     ],
 )
