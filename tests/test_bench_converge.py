@@ -261,6 +261,7 @@ def test_a_synchronous_parameter_server_trains_as_ddp_does() -> None:
 def test_methods_are_parsed() -> None:
     kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "ssp": SSP, "selsync:delta=0.3,partition=defdp": WithSelSync}
     kinds["ps_sync"] = PSSync
+    kinds["pipe_sgd:delay_compensation=none,bucket_mb=none"] = WithPipeSGD
     kinds["pipe_sgd:compression=int8,error_feedback=true"] = WithPipeSGD
     assert set(kinds) == set(filter(parse_method, kinds))
 

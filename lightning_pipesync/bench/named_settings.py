@@ -21,13 +21,14 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
     if name not in config_types:
         raise ValueError(f"methods: {name!r} is not known; there are {', '.join(config_types)}.")
     fixed = fixed or {}
-    known = [field for field in config_types[name].__dataclass_fields__ if field not in fixed]
+    known = {key: field for key, field in config_types[name].__dataclass_fields__.items() if key not in fixed}
     settings = {}
     for assignment in filter(None, rest.split(",")):
         key, equals, value = assignment.partition("=")
         if key not in known or not equals:
             raise ValueError(f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.")
-        settings[key] = _value(value)
+        # Where a setting may be None, that is what "none" writes; elsewhere it is a word, as of a codec.
+        settings[key] = None if value.lower() == "none" and "None" in str(known[key].type) else _value(value)
     try:
         return config_types[name](**settings, **fixed)
     except TypeError as error:
@@ -48,4 +49,4 @@ def _value(text: str) -> Any:
             return number(text)
         except ValueError:
             continue
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    return {"true": True, "false": False}.get(text.lower(), text)
