@@ -100,7 +100,7 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
         network = f", {result['rate']}" if result.get("rate") else ""
         skew = f", {labels} labels on each" if (labels := settings["labels_per_worker"]) else ""
         better = "at least" if result["higher_is_better"] else "at most"
-        parts.append(f"""### {settings["task"]} on {result["world_size"]} hosts{network}{skew}
+        parts.append(f"""### {_title(result)}{network}{skew}
 
 Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better} {result["target"]:g}: medians of
 {seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training. Best
@@ -133,12 +133,17 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         _draw_quality(over_steps, result, "steps")
         _draw_quality(over_time, result, "seconds")
         _draw_quality(over_traffic, result, "mib")
-        over_steps.set(xlabel="steps", ylabel=result["metric"], title=f"{result['world_size']} hosts")
+        over_steps.set(xlabel="steps", ylabel=result["metric"], title=_title(result))
         over_time.set(xlabel="seconds of training")
         over_traffic.set(xlabel="MiB sent by rank 0", xscale="log")
         over_steps.set_ylim(*_range_of_interest(result))
-        over_steps.legend(fontsize="small")
+    # Beside the panels, where it covers no curve; the methods are the same in all rows.
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def _title(result: dict[str, Any]) -> str:
+    return f"{result['settings']['task']} on {result['world_size']} hosts"
 
 
 def _draw_quality(panel: Axes, result: dict[str, Any], what: str) -> None:
