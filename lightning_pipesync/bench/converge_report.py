@@ -28,7 +28,8 @@ class Row:
         best_interval: half its 95 % confidence interval; None if there is but one seed.
         final: quality of each training, the mean over the seeds.
         final_interval: likewise.
-        difference: of the best quality to the baseline's, positive if better.
+        difference: of the best quality to the baseline's with the same seed, positive if better, the mean over them.
+        difference_interval: likewise.
         spread: how far the ranks' weights were apart, the mean over the evaluations and the seeds.
         num_reached: how many of the trainings have reached the target.
         steps: to the target, the median over the seeds; None if not all of them have reached it.
@@ -44,6 +45,7 @@ class Row:
     final: float
     final_interval: float | None
     difference: float
+    difference_interval: float | None
     spread: float
     num_reached: int
     steps: float | None
@@ -70,6 +72,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
     rows = []
     for name, runs in by_method.items():
         lssr = [run["lssr"] for run in runs if run["lssr"] is not None]
+        differences = [sign * (one - other) for one, other in zip(best[name], best[baseline], strict=True)]
         final = [run["points"][-1]["quality"] for run in runs]
         seconds, baseline_seconds = to_target(name, "seconds"), to_target(baseline, "seconds")
         rows.append(
@@ -80,7 +83,8 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
                 best_interval=interval_of(best[name]),
                 final=fmean(final),
                 final_interval=interval_of(final),
-                difference=sign * (fmean(best[name]) - fmean(best[baseline])) + 0.0,  # no -0.0
+                difference=fmean(differences),
+                difference_interval=interval_of(differences),
                 spread=fmean(point["spread"] for run in runs for point in run["points"]),
                 num_reached=len(reached[name]),
                 steps=to_target(name, "steps"),
@@ -104,23 +108,12 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
 
 Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better} {result["target"]:g}: medians of
 {seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training. Best
-and final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's the best is. LSSR:
-share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own weights to those that
-were measured, over their norm, the mean of all measurements.
+and final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's with the same seed
+the best is. LSSR: share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own
+weights to those that were measured, over their norm, the mean of all measurements.
 """)
-        headings = [
-            "",
-            "steps",
-            "LSSR",
-            "best",
-            "better by",
-            "final",
-            "spread",
-            "reached",
-            "MiB",
-            "seconds",
-            "speed-up",
-        ]
+        to_target = ["reached", "MiB", "seconds", "speed-up"]
+        headings = ["", "steps", "LSSR", "best", "better by", "final", "spread", *to_target]
         parts.append(table(headings, [_cells(row, seeds) for row in rows_of(result)]))
     return "\n".join(parts)
 
@@ -190,7 +183,7 @@ def _cells(row: Row, seeds: int) -> list[str]:
         _number(row.steps, ".0f"),
         _number(row.lssr, ".3f"),
         _with_interval(row.best, row.best_interval),
-        f"{row.difference:+.2f}",
+        _with_interval(row.difference, row.difference_interval, "+.2f"),
         _with_interval(row.final, row.final_interval),
         f"{row.spread:.2%}",
         f"{row.num_reached} of {seeds}",
@@ -200,8 +193,8 @@ def _cells(row: Row, seeds: int) -> list[str]:
     ]
 
 
-def _with_interval(value: float, interval: float | None) -> str:
-    return f"{value:.2f}" if interval is None else f"{value:.2f} ± {interval:.2f}"
+def _with_interval(value: float, interval: float | None, form: str = ".2f") -> str:
+    return format(value, form) if interval is None else f"{value:{form}} ± {interval:.2f}"
 
 
 def _number(value: float | None, form: str) -> str:
