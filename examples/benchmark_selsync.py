@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DistributedSampler
@@ -68,5 +69,6 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=16, help="that share the data (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of the samplers (default: %(default)s)")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     Console().print(smoothing(options.steps))
     Console().print(order(options.ranks, options.rounds))
