@@ -1,4 +1,7 @@
-"""Algorithm 1 of the SelSync paper in one process, with plain tensors, line by line."""
+"""Algorithm 1 of the SelSync paper in one process, with plain tensors, line by line.
+
+Besides the paper's: `delta="auto"`, which is Robbins and Monro's search for a quantile, and DiLoCo's outer step.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,11 @@ def relative_change(squared_norms: Sequence[float], window: int, smoothing: floa
     return abs((now - before) / before)
 
 
+def next_delta(delta: float, lssr: float, was_synchronized: bool) -> float:
+    """Robbins and Monro on log delta: it rests where a share `lssr` of the steps stays local."""
+    return delta * math.exp(0.5 * (was_synchronized - (1 - lssr)))
+
+
 def mean(tensors: Sequence[Tensor]) -> Tensor:
     """The mean, added in the order of the ranks."""
     total = tensors[0].clone()
@@ -42,17 +50,26 @@ def simulate(
     *,
     world_size: int,
     num_steps: int,
-    delta: float,
+    delta: float | str,
+    lssr: float = 0.8,
     aggregation: str = "parameters",
     window: int = 25,
-    smoothing: float | None = None,
+    smoothing: float = 0.16,
+    outer_lr: float | None = None,
+    outer_momentum: float = 0.0,
     clip: Callable[[nn.Module], object] = lambda model: None,
+    deltas: list[float] | None = None,
 ) -> tuple[list[nn.Module], list[bool], list[list[float]]]:
-    """Returns the replicas, which steps were synchronized, and each step's relative change by rank."""
+    """Returns the replicas, which steps were synchronized, and each step's relative change by rank.
+
+    What `deltas` receives is the threshold of each step.
+    """
     replicas = [copy.deepcopy(model) for _ in range(world_size)]  # line 3
     optimizers = [make_optimizer(replica) for replica in replicas]
     squared_norms: list[list[float]] = [[] for _ in replicas]
-    smoothing = world_size / 100 if smoothing is None else smoothing
+    agreed = copy.deepcopy(model)
+    outer = torch.optim.SGD(agreed.parameters(), outer_lr or 1.0, outer_momentum, nesterov=outer_momentum > 0)
+    threshold = 0.01 * smoothing if isinstance(delta, str) else delta
     synchronized, changes = [], []
     for i in range(num_steps):  # line 4
         for n, replica in enumerate(replicas):
@@ -61,7 +78,11 @@ def simulate(
             gradients = [p.grad for p in replica.parameters() if p.grad is not None]
             squared_norms[n].append(sum(g.double().square().sum().item() for g in gradients))
         change = [relative_change(values, window, smoothing) for values in squared_norms]  # line 8
-        flags = [delta < math.inf and value >= delta for value in change]  # lines 11 to 14
+        flags = [threshold < math.inf and value >= threshold for value in change]  # lines 11 to 14
+        if deltas is not None:
+            deltas.append(threshold)
+        if delta == "auto" and max(change) < math.inf:
+            threshold = next_delta(threshold, lssr, any(flags))
         if aggregation == "gradients" and any(flags):
             for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
                 average = mean([p.grad for p in parameters])
@@ -72,7 +93,15 @@ def simulate(
             optimizers[n].step()  # line 9
         if any(flags):  # lines 15 to 17
             with torch.no_grad():
-                if aggregation == "parameters":
+                if outer_lr is not None:  # DiLoCo, Algorithm 1, lines 12 to 14
+                    for parameters in zip(*(m.parameters() for m in (agreed, *replicas)), strict=True):
+                        weights, *own = parameters
+                        weights.grad = -mean([p - weights for p in own])
+                    outer.step()
+                    for replica in replicas:
+                        for p, weights in zip(replica.parameters(), agreed.parameters(), strict=True):
+                            p.copy_(weights)
+                elif aggregation == "parameters":
                     for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
                         average = mean([p.detach() for p in parameters])
                         for p in parameters:

@@ -61,6 +61,10 @@ def test_plugin_from_the_environment(tmp_path: Path) -> None:
     )
     assert plugin is not None
     assert (plugin.method, plugin.config) == ("selsync", SelSyncConfig(delta=float("inf"), injection=(0.5, 0.25)))
+    for delta, expected in (("auto", "auto"), ("0.3", 0.3)):
+        plugin = PipeSyncPlugin.from_environment({"PIPESYNC_METHOD": "selsync", "PIPESYNC_DELTA": delta})
+        assert plugin is not None
+        assert plugin.config == SelSyncConfig(delta=expected)
     file = tmp_path / "pipesync.yaml"
     for text in ("method: dear\nbucket_mb: 4\nupdate: sharded\n", "num_processes: 2\npipesync:\n  method: dear\n"):
         file.write_text(text)
@@ -87,7 +91,7 @@ def test_every_setting_of_every_method_reaches_it(tmp_path: Path) -> None:
     ("environment", "words"),
     [
         ({"METHOD": "sellsync"}, ["one of dear, ea_pipe, pipe_sgd, selsync", "'sellsync'"]),
-        ({"METHOD": "selsync", "DELTAA": "0.3"}, ["no setting 'deltaa'", "delta, aggregation, window"]),
+        ({"METHOD": "selsync", "DELTAA": "0.3"}, ["no setting 'deltaa'", "delta, lssr, aggregation"]),
         ({"METHOD": "selsync", "DELTA": "a lot"}, ["selsync", "delta", "a lot"]),
         ({"METHOD": "selsync", "DELTA": "-1"}, ["delta must be at least 0", "-1"]),
         ({"METHOD": "dear", "UPDATE": "halved"}, ["update", "sharded", "halved"]),

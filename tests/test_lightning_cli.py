@@ -39,6 +39,7 @@ def of_class(name: str, **settings: str) -> list[str]:
     ("name", "settings", "expected"),
     [
         ("SelSyncStrategy", {"delta": "0.4"}, {"delta": 0.4}),
+        ("SelSyncStrategy", {"delta": "auto", "lssr": "0.9"}, {"delta": "auto", "lssr": 0.9}),
         (
             "SelSyncStrategy",
             {"delta": ".inf", "injection": "[0.5,0.25]"},

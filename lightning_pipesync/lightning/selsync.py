@@ -29,14 +29,20 @@ if TYPE_CHECKING:
 class SelSyncStrategyMixin(PipeSyncStrategyMixin):
     """SelSync: local steps, synchronized only when some rank's gradient changes by more than ``delta``.
 
+    By default ``delta`` finds itself: four steps of five stay local.
+
     Logs ``selsync/lssr`` (the share of local steps), ``selsync/relative_gradient_change`` (this rank's),
     ``selsync/delta``, ``selsync/mib_sent`` and ``selsync/exposed_seconds``.
 
     Args:
-        delta: threshold on the relative gradient change. 0: every step is synchronized; ``inf``: none is.
+        delta: threshold on the relative gradient change. 0: every step is synchronized; ``inf``: none is; ``"auto"``:
+            follows the changes so that the share ``lssr`` of the steps stays local.
+        lssr: with ``delta="auto"``, the share of the steps that are to stay local, in [0, 1).
         aggregation: what a synchronized step averages: ``"parameters"`` after the update, or ``"gradients"`` before it.
         window: number of steps over which the squared gradient norm is smoothed.
-        smoothing: smoothing factor of the moving average, in (0, 1]; None means number of ranks / 100.
+        smoothing: smoothing factor of the moving average, in (0, 1]. The paper's is number of ranks / 100.
+        outer_lr: how far a synchronized step goes from the last common weights to the average; 1: to the average.
+        outer_momentum: Nesterov momentum of these steps, in [0, 1), as in DiLoCo.
         partition: ``"seldp"`` rotates the chunks of the training data by rank; ``"defdp"`` leaves Lightning's order.
         full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
         injection: (alpha, beta): each step a share alpha of the ranks sends a share beta of its batch to all others.
@@ -64,10 +70,13 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
 
     def __init__(
         self,
-        delta: float = 0.3,
+        delta: float | Literal["auto"] = "auto",
+        lssr: float = 0.8,
         aggregation: Aggregation = "parameters",
         window: int = 25,
-        smoothing: float | None = None,
+        smoothing: float = 0.16,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
         partition: Partition = "seldp",
         full_pass: bool = False,
         injection: tuple[float, float] | None = None,
@@ -86,9 +95,12 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
     ) -> None:
         self.config = SelSyncConfig(
             delta=delta,
+            lssr=lssr,
             aggregation=aggregation,
             window=window,
             smoothing=smoothing,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
             partition=partition,
             full_pass=full_pass,
             injection=injection,

@@ -21,8 +21,12 @@ class SelSyncConfig:
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
-    delta: float = 0.3
-    """Threshold on the relative gradient change (Section III-B). 0: every step is synchronized; ``inf``: none is."""
+    delta: float | Literal["auto"] = "auto"
+    """Threshold on the relative gradient change (Section III-B). 0: every step is synchronized; ``inf``: none is.
+    ``auto``: follows the largest change over all ranks, so that the share ``lssr`` of the steps stays local."""
+
+    lssr: float = 0.8
+    """With ``delta="auto"``: the share of the steps that are to stay local (Eq. 4), in [0, 1)."""
 
     aggregation: Aggregation = "parameters"
     """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
@@ -30,8 +34,16 @@ class SelSyncConfig:
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
 
-    smoothing: float | None = None
-    """Smoothing factor of the moving average, in (0, 1]. None: number of ranks / 100, as in the paper."""
+    smoothing: float = 0.16
+    """Smoothing factor of the moving average, in (0, 1]. The paper has number of ranks / 100, 0.16 for its 16; then the
+    same ``delta`` means another thing with another number of ranks."""
+
+    outer_lr: float = 1.0
+    """With ``aggregation="parameters"``: how far a synchronized step goes from the last weights that all ranks had to
+    the average of the replicas. 1: to the average, as in the paper."""
+
+    outer_momentum: float = 0.0
+    """With ``aggregation="parameters"``: Nesterov momentum of these steps, in [0, 1), as in DiLoCo and SlowMo."""
 
     partition: Partition = "seldp"
     """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's own."""
@@ -61,8 +73,13 @@ class SelSyncConfig:
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
-        if math.isnan(self.delta) or self.delta < 0:
+        if isinstance(self.delta, str):
+            if self.delta != "auto":
+                raise ValueError(f"delta must be a number of at least 0, or 'auto', got {self.delta!r}.")
+        elif math.isnan(self.delta) or self.delta < 0:
             raise ValueError(f"delta must be at least 0, got {self.delta!r}.")
+        if not 0 <= self.lssr < 1:
+            raise ValueError(f"lssr must be in [0, 1), got {self.lssr!r}.")
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(f"aggregation must be one of {get_args(Aggregation)}, got {self.aggregation!r}.")
         if self.partition not in get_args(Partition):
@@ -71,8 +88,12 @@ class SelSyncConfig:
             raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
         if self.window < 1 or self.window != int(self.window):
             raise ValueError(f"window must be a whole number of at least 1, got {self.window!r}.")
-        if self.smoothing is not None and not 0 < self.smoothing <= 1:
+        if not 0 < self.smoothing <= 1:
             raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing!r}.")
+        if not 0 < self.outer_lr < math.inf:
+            raise ValueError(f"outer_lr must be a positive number, got {self.outer_lr!r}.")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}.")
         if self.injection is not None:
             if len(self.injection) != 2:
                 raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
@@ -84,9 +105,17 @@ class SelSyncConfig:
         get_codec(self.compression)
         Fusion(bucket_mb=self.bucket_mb)
 
-    def smoothing_factor(self, world_size: int) -> float:
-        """Returns the smoothing factor for so many ranks: N / 100, at most 1, unless it is set (Section III-A)."""
-        return min(1.0, world_size / 100) if self.smoothing is None else self.smoothing
+    @property
+    def is_local(self) -> bool:
+        """Whether every step stays local."""
+        return self.delta == math.inf
+
+    @property
+    def outer_step(self) -> tuple[float, float] | None:
+        """Learning rate and momentum of the outer step; None if all ranks go on from the plain average."""
+        if self.aggregation == "gradients" or (self.outer_lr, self.outer_momentum) == (1, 0):
+            return None
+        return self.outer_lr, self.outer_momentum
 
     @property
     def feeds_back(self) -> bool:
@@ -108,7 +137,12 @@ class SelSyncConfig:
         ignored = {}
         if self.smoothing == 1:
             ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
-        if math.isinf(self.delta):
-            for name in ("aggregation", "compression", "error_feedback"):
+        if self.delta != "auto":
+            ignored["lssr"] = f"with delta={self.delta:g}, which says itself when to synchronize: set delta='auto'"
+        if self.aggregation == "gradients":
+            for name in ("outer_lr", "outer_momentum"):
+                ignored[name] = "with aggregation='gradients', which moves no weights: set aggregation='parameters'"
+        if self.is_local:
+            for name in ("aggregation", "compression", "error_feedback", "outer_lr", "outer_momentum"):
                 ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"
         return ignored

@@ -13,6 +13,7 @@ from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.outer import OuterStep
 from lightning_pipesync.methods.selsync.tensors import differing, to_cpu
 
 
@@ -24,6 +25,7 @@ class ReplicatedTensors:
         transport: the way to the other ranks.
         codec: what :meth:`synchronize` sends.
         error_feedback: whether what it drops, and it does drop something, is added to what is sent next.
+        outer_step: learning rate and momentum with which :meth:`synchronize` goes to the average; None: all the way.
 
     Attributes:
         diverged: whether the replicas may differ; set by the owner when a rank goes its own way. All ranks agree on it.
@@ -35,6 +37,7 @@ class ReplicatedTensors:
         transport: Transport,
         codec: str | Codec = "none",
         error_feedback: bool = False,
+        outer_step: tuple[float, float] | None = None,
     ) -> None:
         self._tensors = list(buckets)
         self._transport = transport
@@ -43,12 +46,13 @@ class ReplicatedTensors:
         self._swapped_in = False
         self.diverged = False
         # A lossy codec may not touch the weights themselves. What travels is how far they moved since all ranks last
-        # had the same, and what it drops of that is sent the next time, if wanted.
+        # had the same, and what it drops of that is sent the next time, if wanted. It is what an outer step asks for.
         self._common: list[Tensor] = []
         self._feedback: list[ErrorFeedback | None] = []
-        if not self._codec.lossless:
+        if outer_step or not self._codec.lossless:
             self._common = [bucket.flat.clone() for bucket in self._packed()]
             self._feedback = [transport.feedback(b.flat) if error_feedback else None for b in self._buckets]
+        self._outer = OuterStep(self._common, *(outer_step or (1.0, 0.0)))
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -61,7 +65,7 @@ class ReplicatedTensors:
         self._unpack()
 
     def synchronize(self) -> None:
-        """Gives every rank the average over the ranks, as the codec transmits it."""
+        """Gives every rank the average over the ranks, as the codec transmits it, or where the outer step leads."""
         if not self._common:
             self.average()
             return
@@ -69,9 +73,10 @@ class ReplicatedTensors:
         for bucket, common, feedback in zip(self._packed(), self._common, self._feedback, strict=True):
             bucket.flat.sub_(common)
             handles.append(self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
-        for handle, bucket, common in zip(handles, self._buckets, self._common, strict=True):
+        for index, (handle, bucket, common) in enumerate(zip(handles, self._buckets, self._common, strict=True)):
             handle.wait()
-            common.copy_(bucket.flat.add_(common))
+            self._outer.step(index, bucket.flat)
+            bucket.flat.copy_(common)
         self._unpack()
 
     def swap_in_average(self) -> None:
@@ -102,7 +107,7 @@ class ReplicatedTensors:
         self._swapped_in = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, on the CPU, this rank's own values if the replicas differ, and what the codec needs."""
+        """Returns, on the CPU, this rank's own values if they differ, and what the codec and the outer step need."""
         state: dict[str, Any] = {}
         if self._swapped_in:
             state["own"] = [to_cpu(bucket.views) for bucket in self._own]
@@ -111,6 +116,7 @@ class ReplicatedTensors:
         if self._common:
             state["common"] = to_cpu(self._common)
             state["feedback"] = [feedback.state_dict() for feedback in self._feedback if feedback is not None]
+            state["outer"] = self._outer.state_dict()
         return state
 
     @torch.no_grad()
@@ -127,6 +133,7 @@ class ReplicatedTensors:
             kept = [feedback for feedback in self._feedback if feedback is not None]
             for feedback, residuals in zip(kept, state["feedback"], strict=True):
                 feedback.load_state_dict(residuals)
+            self._outer.load_state_dict(state["outer"])
 
     def _packed(self) -> Iterator[Bucket]:
         """Packs one bucket after the other, so that one travels while the next is packed."""

@@ -92,13 +92,14 @@ class SelSync(SyncMethod):
             for i, opt in enumerate(optimizers)
         ]
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
+        self._stepped = self._units[0]
         self._untrained = self._untrained_tensors(others, module)
         self._untrained.broadcast()
         self._followers: list[UntrainedTensors] = []
         self._followers_diverged = False
         self.data = TrainingData(self.config, self.transport)
         self.flushed = False
-        self.last = Decision()
+        self.last = Decision(delta=self._units[0].threshold.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
 
@@ -202,7 +203,7 @@ class SelSync(SyncMethod):
             unit.replicas.diverged = True
         self._followers_diverged |= any(unit.replicas.diverged for unit in self._units)
         unit.finish_step()
-        self.last = decision
+        self._stepped, self.last = unit, decision
         return result
 
     def follow(self, module: nn.Module) -> None:
@@ -243,7 +244,7 @@ class SelSync(SyncMethod):
         return {
             "lssr": self.lssr,
             "relative_gradient_change": self.last.relative_change,
-            "delta": self.config.delta,
+            "delta": self._stepped.threshold.delta,
             "mib_sent": traffic.total_bytes_sent / MIB,
             "exposed_seconds": traffic.total_seconds_waited,
         }
@@ -255,6 +256,7 @@ class SelSync(SyncMethod):
                 {
                     "optimizer": unit.optimizer.state_dict(),
                     "tracker": unit.tracker.state_dict(),
+                    "threshold": unit.threshold.state_dict(),
                     "replicas": unit.replicas.state_dict(),
                     "gradients": unit.gradients.state_dict() if unit.gradients else {},
                 }
@@ -271,7 +273,8 @@ class SelSync(SyncMethod):
         """Goes on from what :meth:`state_dict` returned on this rank, the consolidated weights being loaded already.
 
         Raises:
-            ValueError: the state is of other settings of compression, error feedback, aggregation or bucket size.
+            ValueError: the state is of other settings of compression, error feedback, aggregation, outer step or
+                bucket size.
         """
         if state["settings"] != self._shape_settings():
             raise ValueError(
@@ -281,6 +284,7 @@ class SelSync(SyncMethod):
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.optimizer.load_state_dict(saved["optimizer"])
             unit.tracker.load_state_dict(saved["tracker"])
+            unit.threshold.load_state_dict(saved["threshold"])
             unit.replicas.load_state_dict(saved["replicas"])
             if unit.gradients:
                 unit.gradients.load_state_dict(saved["gradients"])
@@ -317,4 +321,6 @@ class SelSync(SyncMethod):
             "error_feedback": config.feeds_back,
             "aggregation": config.aggregation,
             "bucket_mb": config.bucket_mb,
+            "outer_lr": config.outer_lr,
+            "outer_momentum": config.outer_momentum,
         }

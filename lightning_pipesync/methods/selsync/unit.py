@@ -20,6 +20,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.gradients import GradientAggregation
 from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
+from lightning_pipesync.methods.selsync.threshold import Threshold
 from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker
 from lightning_pipesync.methods.stepping import StepGuard
 
@@ -32,6 +33,8 @@ SYNCHRONIZE, MISSING_GRADIENT, NOT_FINITE = 1, 2, 4
 LEFT_OUT = 8, 16
 # It takes no step: it is about to consolidate the weights.
 CONSOLIDATE = 32
+# Its change is not defined. It calls for a synchronized step, and says nothing about delta.
+UNDEFINED = 64
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,19 @@ class Decision:
 
     Attributes:
         relative_change: this rank's relative gradient change (Eq. 2); infinite where it is not defined.
+        delta: what it was compared with.
         synchronized: some rank's change was at least delta.
         missing_gradient: some rank had a parameter without a gradient.
         not_finite: some rank's gradient was not finite.
+        undefined: some rank's change was not defined.
     """
 
     relative_change: float = math.inf
+    delta: float = math.nan
     synchronized: bool = False
     missing_gradient: bool = False
     not_finite: bool = False
+    undefined: bool = False
 
 
 class OptimizerUnit:
@@ -66,7 +73,8 @@ class OptimizerUnit:
     ) -> None:
         self.optimizer = optimizer
         self.parameters = [parameter.tensor for parameter in parameters]
-        self.tracker = GradientChangeTracker(config.window, config.smoothing_factor(transport.world_size))
+        self.tracker = GradientChangeTracker(config.window, config.smoothing)
+        self.threshold = Threshold(config)
         ready_order = parameters[::-1]
         buckets = [
             [parameter.tensor for parameter in bucket]
@@ -74,11 +82,11 @@ class OptimizerUnit:
         ]
         by_gradients = config.aggregation == "gradients"
         codec, feeds_back = ("none", False) if by_gradients else (config.compression, config.feeds_back)
-        self.replicas = ReplicatedTensors(buckets, transport, codec, feeds_back)
+        self.replicas = ReplicatedTensors(buckets, transport, codec, feeds_back, config.outer_step)
         self.gradients: GradientAggregation | None = None
         if by_gradients:
             self.gradients = GradientAggregation(buckets, transport, config.compression, config.feeds_back)
-        self._delta, self._transport = config.delta, transport
+        self._config, self._transport = config, transport
         self._norm: SquaredNorm | None = None
         self._change = math.inf
         self._flags: Handle[list[int]] | None = None
@@ -150,7 +158,7 @@ class OptimizerUnit:
         Raises:
             RuntimeError: they are not, or have not; or a peer is lost.
         """
-        if not math.isinf(self._delta):
+        if not self._config.is_local:
             flag = self._left_out_flag(pending=self._norm is not None) | CONSOLIDATE
             self._check(self._transport.exchange_flags(flag).wait())
 
@@ -160,9 +168,10 @@ class OptimizerUnit:
         squared_norm = self._norm.item()
         self._change = self.tracker.update(squared_norm)
         self.flag_sent = True
-        if math.isinf(self._delta):  # no step is ever synchronized: there is nothing to tell
+        if self._config.is_local:  # no step is ever synchronized: there is nothing to tell
             return
-        flag = SYNCHRONIZE * (self._change >= self._delta)
+        flag = SYNCHRONIZE * (self._change >= self.threshold.delta)
+        flag |= UNDEFINED * math.isinf(self._change)
         flag |= MISSING_GRADIENT * self._some_missing
         flag |= NOT_FINITE * (not math.isfinite(squared_norm))
         flag |= self._left_out_flag()
@@ -179,16 +188,21 @@ class OptimizerUnit:
             union |= flag
         self.decision = Decision(
             self._change,
+            self.threshold.delta,
             synchronized=bool(union & SYNCHRONIZE),
             missing_gradient=bool(union & MISSING_GRADIENT),
             not_finite=bool(union & NOT_FINITE),
+            undefined=bool(union & UNDEFINED),
         )
         return self.decision
 
     def finish_step(self) -> None:
         """Gets ready for the next step."""
+        assert self.decision is not None
         decision = self.decision
         self._forget()
+        if not decision.undefined:
+            self.threshold.follow(decision.synchronized)
         self._watch_local_steps(decision)
 
     def detach(self) -> None:
@@ -226,9 +240,9 @@ class OptimizerUnit:
                 "all ranks; to change nothing by a step, set the gradients to zero."
             )
 
-    def _watch_local_steps(self, decision: Decision | None) -> None:
-        """Says once if delta seems to be out of reach."""
-        if decision is None or decision.synchronized or math.isinf(self._delta):
+    def _watch_local_steps(self, decision: Decision) -> None:
+        """Says once if the delta that was set seems to be out of reach."""
+        if decision.synchronized or self._config.delta == "auto" or self._config.is_local:
             self._steps_in_a_row, self._largest_change = 0, 0.0
             return
         self._steps_in_a_row += 1
@@ -236,7 +250,7 @@ class OptimizerUnit:
         if self._steps_in_a_row == MANY_LOCAL_STEPS and self._transport.rank == 0:
             warnings.warn(
                 f"SelSync has taken {MANY_LOCAL_STEPS} local steps in a row. The gradient of rank 0 changed by at most "
-                f"{self._largest_change:.3g}, and delta={self._delta:g}. If this is not intended, choose a smaller "
-                "delta or a larger smoothing.",
+                f"{self._largest_change:.3g}, and delta={decision.delta:g}. If this is not intended, choose a smaller "
+                "delta or delta='auto'.",
                 stacklevel=4,
             )

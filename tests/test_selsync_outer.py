@@ -1,0 +1,129 @@
+"""The outer step: alone, against the simulation on real processes, resumed, and with a codec."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipesync.methods.outer import OuterStep
+from lightning_pipesync.methods.selsync import SelSync
+from tests.harness import launch
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_selsync import mean, simulate
+
+STEPS = 24
+BASE: dict[str, Any] = {"delta": 0.2, "smoothing": 0.3, "bucket_mb": 1e-4}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"outer_lr": 0.7, "outer_momentum": 0.5}),
+    ("adamw", {"outer_lr": 1.0, "outer_momentum": 0.3}),
+    ("sgd", {"outer_lr": 1.3, "outer_momentum": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9), (1.3, 0.3)])
+def test_its_arithmetic_is_that_of_sgd_with_nesterov_momentum(lr: float, momentum: float) -> None:
+    torch.manual_seed(0)
+    agreed = [torch.randn(1000), torch.randn(30)]
+    expected = [weights.clone().requires_grad_() for weights in agreed]
+    optimizer = torch.optim.SGD(expected, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    outer = OuterStep(agreed, lr, momentum)
+    for _ in range(5):
+        movements = [torch.randn_like(weights) for weights in agreed]
+        for index, (weights, movement) in enumerate(zip(expected, movements, strict=True)):
+            weights.grad = -movement
+            outer.step(index, movement)
+        optimizer.step()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(agreed, expected, strict=True))
+
+
+def train(optimizer_name: str, settings: dict[str, Any], interrupted: bool = True) -> dict[str, Any]:
+    """Trains STEPS steps; if interrupted, it goes on in the middle with a new model, optimizer and method."""
+    rank = dist.get_rank()
+    settings = {**BASE, **settings}
+
+    def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, SelSync]:
+        model = seeded_mlp(seed, batch_norm=True)
+        optimizer = OPTIMIZERS[optimizer_name](model)
+        return model, optimizer, SelSync(model, optimizer, **settings)
+
+    model, optimizer, sync = begin(0)
+    synchronized, after, averages = [], [], []
+    for i in range(STEPS):
+        if interrupted and i == STEPS // 2:
+            sync.flush()
+            weights, saved = state(model), copy.deepcopy(sync.state_dict())
+            sync.detach()
+            model, optimizer, sync = begin(1)
+            model.load_state_dict(weights)
+            sync.load_state_dict(saved)
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        sync.step()
+        synchronized.append(sync.last.synchronized)
+        after.append(state(model))
+        sync.flush()
+        averages.append(state(model))
+        sync.resume()
+    sync.detach()
+    return {"synchronized": synchronized, "after": after, "averages": averages}
+
+
+def train_all(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [train(*case) for case in cases]
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), f"{what}, {name}: off by {(actual[name] - value).abs().max()}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_follows_diloco_at_the_steps_that_selsync_chooses(world_size: int) -> None:
+    """Bit for bit, resumed in the middle. The consolidated weights are the average, which then are the outer ones."""
+    outcomes = launch(train_all, world_size, CASES)
+    for index, (optimizer, outer) in enumerate(CASES):
+        replicas, synchronized, _ = simulate(
+            seeded_mlp(batch_norm=True),
+            OPTIMIZERS[optimizer],
+            loss,
+            world_size=world_size,
+            num_steps=STEPS,
+            delta=BASE["delta"],
+            smoothing=BASE["smoothing"],
+            **outer,
+        )
+        assert 3 < sum(synchronized) < STEPS - 3, "the test must see both kinds of step"
+        of_ranks = [outcome[index] for outcome in outcomes]
+        for rank, outcome in enumerate(of_ranks):
+            assert outcome["synchronized"] == synchronized
+            assert_equal(outcome["after"][-1], state(replicas[rank]), (outer, rank))
+        for i, was_synchronized in enumerate(synchronized):
+            for name in ("0.weight", "1.running_mean"):
+                average = mean([outcome["after"][i][name] for outcome in of_ranks])
+                for outcome in of_ranks:
+                    assert torch.equal(outcome["averages"][i][name], average)
+                    assert not was_synchronized or torch.equal(outcome["after"][i][name], average)
+
+
+COMPRESSED = [
+    ("sgd", {"compression": codec, "outer_momentum": 0.3}, interrupted)
+    for codec in ("bf16", "int8", "topk")
+    for interrupted in (True, False)
+]
+
+
+def test_with_a_codec_all_ranks_agree() -> None:
+    """Bit for bit at each synchronized step; a resumed run is the uninterrupted one."""
+    outcomes = launch(train_all, 2, COMPRESSED)
+    for (_, settings, interrupted), mine, theirs in zip(COMPRESSED, *outcomes, strict=True):
+        for i, synchronized in enumerate(mine["synchronized"]):
+            if synchronized:
+                assert_equal(mine["after"][i], theirs["after"][i], (settings, i))
+        if interrupted:
+            [whole] = [outcomes[0][j] for j, case in enumerate(COMPRESSED) if case == ("sgd", settings, False)]
+            assert_equal(mine["after"][-1], whole["after"][-1], settings)

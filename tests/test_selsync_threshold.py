@@ -1,0 +1,214 @@
+"""`delta="auto"`: alone, against the simulation on real processes, resumed, and where a step says nothing about it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig, threshold
+from lightning_pipesync.methods.selsync.threshold import FIRST_DELTA, GAIN, SMALLEST_DELTA, Threshold
+from tests.harness import launch
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_selsync import next_delta, simulate
+
+STEPS = 60
+CASES = list(product(["parameters", "gradients"], ["sgd", "adamw"]))
+SETTINGS: dict[str, Any] = {"delta": "auto", "lssr": 0.7, "smoothing": 0.3}
+
+DISTRIBUTIONS: dict[str, Callable[[random.Random, int], float]] = {
+    "small": lambda draw, i: 1e-5 * draw.lognormvariate(0, 1),
+    "large": lambda draw, i: 1e5 * draw.lognormvariate(0, 1),
+    "largest of 16": lambda draw, i: max(draw.lognormvariate(0, 2) for _ in range(16)),
+    "shrinking": lambda draw, i: math.exp(-i / 200) * draw.lognormvariate(0, 1),
+}
+
+
+@pytest.mark.parametrize("changes", DISTRIBUTIONS)
+@pytest.mark.parametrize("lssr", [0.5, 0.8, 0.95])
+def test_it_finds_the_share_whatever_the_changes(changes: str, lssr: float) -> None:
+    """Of the first thousand steps and of the second; the docstring's equation holds for all of them."""
+    draw = random.Random(0)
+    followed = Threshold(SelSyncConfig(lssr=lssr))
+    first_delta, local = followed.delta, []
+    for i in range(2000):
+        synchronized = DISTRIBUTIONS[changes](draw, i) >= followed.delta
+        followed.follow(synchronized)
+        local.append(not synchronized)
+    assert changes == "small" or not any(local[:5]), "it begins low, and the first steps are synchronized"
+    for part in (local[:1000], local[1000:]):
+        assert sum(part) / 1000 == pytest.approx(lssr, abs=0.05)
+    moved = math.log(followed.delta / first_delta)
+    assert sum(local) / 2000 == pytest.approx(lssr - moved / (GAIN * 2000))
+
+
+def test_where_it_begins_and_ends() -> None:
+    assert Threshold(SelSyncConfig(smoothing=0.5)).delta == FIRST_DELTA * 0.5
+    constant = Threshold(SelSyncConfig(lssr=0.9))
+    for _ in range(10_000):  # a gradient that stays the same
+        constant.follow(constant.delta <= 0.0)
+    assert constant.delta == SMALLEST_DELTA
+    for delta in (Threshold(SelSyncConfig(delta="auto", lssr=0)), Threshold(SelSyncConfig(delta=0.0))):
+        delta.follow(True)
+        assert delta.delta == 0
+    given = Threshold(SelSyncConfig(delta=0.4))
+    given.follow(False)
+    given.load_state_dict(constant.state_dict())
+    assert given.delta == 0.4
+    constant.load_state_dict(given.state_dict())
+    assert constant.delta == SMALLEST_DELTA, "a checkpoint of a given delta does not say where auto begins"
+
+
+def train_and_resume(aggregation: str, optimizer_name: str) -> dict[str, Any]:
+    """Trains STEPS steps; goes on in the middle with a new model, optimizer and method."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS[optimizer_name](model)
+    sync = SelSync(model, optimizer, aggregation=aggregation, bucket_mb=1e-4, **SETTINGS)
+    synchronized, deltas = [], []
+    for i in range(STEPS):
+        if i == STEPS // 2:
+            sync.flush()
+            weights, saved, shown = state(model), copy.deepcopy(sync.state_dict()), sync.metrics()["delta"]
+            sync.detach()
+            model = seeded_mlp(seed=1)
+            model.load_state_dict(weights)
+            optimizer = OPTIMIZERS[optimizer_name](model)
+            sync = SelSync(model, optimizer, aggregation=aggregation, bucket_mb=1e-4, **SETTINGS)
+            sync.load_state_dict(saved)
+            assert sync.metrics()["delta"] == shown
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        sync.step()
+        synchronized.append(sync.last.synchronized)
+        deltas.append(sync.last.delta)
+    sync.detach()
+    return {"own": state(model), "synchronized": synchronized, "deltas": deltas, "next": sync.metrics()["delta"]}
+
+
+def train_all() -> list[dict[str, Any]]:
+    return [train_and_resume(*case) for case in CASES]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_follows_the_simulation_and_resumes(world_size: int) -> None:
+    """Bit for bit: thresholds, decisions and weights."""
+    outcomes = launch(train_all, world_size)
+    for index, (aggregation, optimizer) in enumerate(CASES):
+        deltas: list[float] = []
+        replicas, synchronized, _ = simulate(
+            seeded_mlp(),
+            OPTIMIZERS[optimizer],
+            loss,
+            world_size=world_size,
+            num_steps=STEPS,
+            aggregation=aggregation,
+            deltas=deltas,
+            **SETTINGS,
+        )
+        assert 5 < sum(synchronized) < STEPS - 5, "the test must see both kinds of step"
+        for rank in range(world_size):
+            outcome = outcomes[rank][index]
+            assert outcome["synchronized"] == synchronized
+            assert outcome["deltas"] == deltas
+            assert outcome["next"] == next_delta(deltas[-1], SETTINGS["lssr"], synchronized[-1])
+            expected = state(replicas[rank])
+            assert all(torch.equal(outcome["own"][name], expected[name]) for name in expected)
+
+
+def skip_steps(ways: list[str]) -> list[tuple[list[float], list[bool]]]:
+    """Trains with some gradients measured, and their steps left out in some way; returns the thresholds."""
+    threshold.FIRST_DELTA = 1.0  # so that steps of both kinds come soon
+    outcomes = []
+    for way in ways:
+        model = seeded_mlp()
+        optimizer = OPTIMIZERS["sgd"](model)
+        sync = SelSync(model, optimizer, aggregation="gradients" if way == "gradients" else "parameters", **SETTINGS)
+        deltas, synchronized = [], []
+        for i in range(14):
+            optimizer.zero_grad()
+            loss(model, i, dist.get_rank()).backward()
+            if i in (0, 4, 5, 9):
+                if way != "never measured":
+                    sync.clip(1.0)
+                continue
+            sync.clip(1.0)
+            sync.step()
+            deltas.append(sync.metrics()["delta"])
+            synchronized.append(sync.last.synchronized)
+        sync.detach()
+        outcomes.append((deltas, synchronized))
+    return outcomes
+
+
+def test_a_step_that_is_left_out_does_not_move_it() -> None:
+    for never, left_out, with_gradients in launch(skip_steps, 2, ["never measured", "left out", "gradients"]):
+        assert left_out == never
+        assert 1 < sum(never[1]) < len(never[1]), "the test must see both kinds of step"
+        assert len(with_gradients[0]) == len(never[0])
+        steps = zip(with_gradients[0], with_gradients[0][1:], with_gradients[1][1:], strict=False)
+        assert all(after == next_delta(before, 0.7, was) for before, after, was in steps)
+
+
+def overflow_on_one_rank() -> list[Any]:
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = SelSync(model, optimizer, **SETTINGS)
+    seen = []
+    for i in range(8):
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        if rank == 1 and i in (0, 5, 6):  # before there is anything to compare with, and later
+            model[0].weight.grad[0, 0] = math.nan if i == 6 else math.inf
+        sync.after_backward()
+        sync.step(optimizer.step if i not in (0, 5, 6) else lambda: None)
+        seen.append((sync.last.synchronized, sync.last.undefined, sync.metrics()["delta"]))
+    sync.detach()
+    return seen
+
+
+def test_a_change_that_is_not_defined_does_not_move_it() -> None:
+    outcomes = launch(overflow_on_one_rank, 2)
+    assert outcomes[0] == outcomes[1]
+    synchronized, undefined, deltas = zip(*outcomes[0], strict=True)
+    assert all(synchronized)
+    assert undefined == (True, True, False, False, False, True, True, False), "rank 1's first norm is that of step 1"
+    expected = FIRST_DELTA * SETTINGS["smoothing"]
+    for was_undefined, delta in zip(undefined, deltas, strict=True):
+        expected = expected if was_undefined else next_delta(expected, SETTINGS["lssr"], True)
+        assert delta == expected
+
+
+def train_two_optimizers() -> list[list[float]]:
+    """One network's gradient changes, the other's never does."""
+    rank = dist.get_rank()
+    changing, constant = seeded_mlp(), nn.Linear(2, 1, bias=False)
+    model = nn.ModuleList([changing, constant])
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.01) for part in (changing, constant))
+    sync = SelSync(model, [first, second], **SETTINGS)
+    deltas: list[list[float]] = [[], []]
+    for i in range(20):
+        for j, optimizer in enumerate((first, second)):
+            optimizer.zero_grad()
+            (constant(torch.ones(1, 2)).sum() if j else loss(changing, i, rank)).backward()
+            sync.step(optimizer=optimizer)
+            deltas[j].append(sync.metrics()["delta"])
+    sync.detach()
+    return deltas
+
+
+def test_each_optimizer_has_its_own() -> None:
+    outcomes = launch(train_two_optimizers, 2)
+    assert outcomes[0] == outcomes[1]
+    changing, constant = outcomes[0]
+    assert changing[-1] > changing[0]
+    assert constant[1:] == sorted(constant[1:], reverse=True)
