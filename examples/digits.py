@@ -30,11 +30,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipesync import SelSyncStrategy
 
-# The paper smooths by (number of ranks) / 100, which was 0.16 on its 16 ranks. On 2 ranks that would be 0.02: the
-# relative change would be eight times smaller, and the paper's deltas of 0.3 and 0.5 out of its reach. A gradient that
-# shrinks changes the smoothed one by at most this factor, so that a larger delta is reached only by one that grows.
-SMOOTHING = 0.16
-
 
 class DigitClassifier(L.LightningModule):
     """Two convolutions and two dense layers for images of 8 x 8 pixels.
@@ -112,7 +107,7 @@ def train(run: Run, recorder: Recorder, options: argparse.Namespace) -> L.Traine
     """Trains once, on all processes together."""
     L.seed_everything(run.seed, verbose=False)  # every strategy begins with the same weights
     trainer = L.Trainer(
-        strategy="ddp" if run.delta is None else SelSyncStrategy(delta=run.delta, smoothing=SMOOTHING),
+        strategy="ddp" if run.delta is None else SelSyncStrategy(delta=run.delta),
         max_epochs=options.epochs,
         callbacks=[recorder],
         enable_progress_bar=False,  # the recorder has one for all runs

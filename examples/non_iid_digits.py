@@ -47,7 +47,7 @@ def train(settings: dict[str, Any], data: list[Tensor], options: argparse.Namesp
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
 
     # partition="defdp": the order of the data is that of the loader's own sampler, not SelDP's.
-    sync = SelSync(model, optimizer, partition="defdp", smoothing=0.16, **settings)
+    sync = SelSync(model, optimizer, partition="defdp", **settings)
     sampler = LabelSkewedSampler(labels, math.ceil(10 / dist.get_world_size()), seed=options.seed)
     loader = sync.prepare_train_loader(
         DataLoader(TensorDataset(images, labels), batch_size=options.batch_size, sampler=sampler)

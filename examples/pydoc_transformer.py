@@ -163,7 +163,6 @@ def main() -> None:
         "--strategy", choices=["selsync", "dear", "pipe_sgd", "ddp"], default="selsync", help="default: %(default)s"
     )
     parser.add_argument("--delta", type=float, default=0.05, help="SelSync's threshold (default: %(default)s)")
-    parser.add_argument("--smoothing", type=float, default=0.16, help="SelSync's smoothing (default: %(default)s)")
     parser.add_argument("--max-steps", type=int, default=600, help="of the training (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="windows on each process (default: %(default)s)")
     parser.add_argument("--context", type=int, default=64, help="characters in a window (default: %(default)s)")
@@ -178,7 +177,7 @@ def main() -> None:
     model = TransformerLM(len(data.alphabet), options.context, options.learning_rate)
     communication = Communication()
     strategy = {
-        "selsync": SelSyncStrategy(delta=options.delta, smoothing=options.smoothing),
+        "selsync": SelSyncStrategy(delta=options.delta),
         "dear": DeARStrategy(),
         "pipe_sgd": PipeSGDStrategy(compression="int8"),
         "ddp": "ddp",

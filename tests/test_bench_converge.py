@@ -347,7 +347,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--methods", "nope"], ["'nope'", "ddp, fedavg, pipe_sgd, ps_sync, ssp, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
         (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
-        (["--methods", "selsync:delta=x"], ["selsync:delta=x"]),
+        (["--methods", "selsync:delta=x"], ["delta must be a number", "'x'"]),
         (["--methods", "fedavg:C=2"], ["C of FedAvg"]),
         (["--methods", "ssp:s=-1"], ["s of SSP"]),
         (["--methods", "ddp:bucket_mb=0"], ["bucket_mb"]),

@@ -108,6 +108,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(moment: str, tmp_path: Path) -> 
         {"compression": "int8"},
         {"compression": "int8", "aggregation": "gradients"},
         {"aggregation": "gradients"},
+        {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3},
         {"full_pass": True},
         {"partition": "seldp", "injection": (0.5, 0.5)},
     ],

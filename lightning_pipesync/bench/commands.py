@@ -181,9 +181,9 @@ def converge(
         "ddp",
         "fedavg:C=1,E=0.25",
         "ssp:s=100",
-        "selsync:delta=0.1,smoothing=0.16",
-        "selsync:delta=0.3,smoothing=0.16",
-        "selsync:delta=1,smoothing=0.16",
+        "selsync:delta=0.1",
+        "selsync:delta=0.3",
+        "selsync:delta=1",
     ],
     target: float | None = None,
     seeds: list[int] = [0],  # noqa: B006
