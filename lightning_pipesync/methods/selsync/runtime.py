@@ -250,7 +250,7 @@ class SelSync(SyncMethod):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's replica and optimizer state, the trackers and counters, and the codec's residuals."""
+        """Returns this rank's replica, optimizer state, trackers, thresholds, counters and codec residuals."""
         return {
             "units": [
                 {
