@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync.methods.outer import OuterStep
-from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_selsync import mean, simulate
@@ -127,3 +127,20 @@ def test_with_a_codec_all_ranks_agree() -> None:
         if interrupted:
             [whole] = [outcomes[0][j] for j, case in enumerate(COMPRESSED) if case == ("sgd", settings, False)]
             assert_equal(mine["after"][-1], whole["after"][-1], settings)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "expected"),
+    [
+        ("adamw", {}, (1.0, 0.3)),
+        ("sgd", {}, None),
+        ("adamw", {"delta": 0.3}, None),
+        ("adamw", {"lssr": 0}, None),
+        ("adamw", {"outer_momentum": 0}, None),
+        ("adamw", {"aggregation": "gradients"}, None),
+        ("sgd", {"outer_lr": 0.7}, (0.7, 0.0)),
+    ],
+)
+def test_its_default(optimizer: str, settings: dict[str, Any], expected: tuple[float, float] | None) -> None:
+    """An outer momentum for Adam, unless delta is given, as in the paper."""
+    assert SelSyncConfig(**settings).outer_step(OPTIMIZERS[optimizer](seeded_mlp())) == expected

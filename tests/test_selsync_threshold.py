@@ -22,7 +22,7 @@ from tests.reference_selsync import next_delta, simulate
 
 STEPS = 60
 CASES = list(product(["parameters", "gradients"], ["sgd", "adamw"]))
-SETTINGS: dict[str, Any] = {"delta": "auto", "lssr": 0.7, "smoothing": 0.3}
+SETTINGS: dict[str, Any] = {"delta": "auto", "lssr": 0.7, "smoothing": 0.3, "outer_momentum": 0}
 
 DISTRIBUTIONS: dict[str, Callable[[random.Random, int], float]] = {
     "small": lambda draw, i: 1e-5 * draw.lognormvariate(0, 1),

@@ -42,7 +42,8 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         window: number of steps over which the squared gradient norm is smoothed.
         smoothing: smoothing factor of the moving average, in (0, 1]. The paper's is number of ranks / 100.
         outer_lr: how far a synchronized step goes from the last common weights to the average; 1: to the average.
-        outer_momentum: Nesterov momentum of these steps, in [0, 1), as in DiLoCo.
+        outer_momentum: Nesterov momentum of these steps, in [0, 1), as in DiLoCo. ``"auto"``: 0.3 with ``delta="auto"``
+            and an optimizer of Adam's kind, otherwise 0.
         partition: ``"seldp"`` rotates the chunks of the training data by rank; ``"defdp"`` leaves Lightning's order.
         full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
         injection: (alpha, beta): each step a share alpha of the ranks sends a share beta of its batch to all others.
@@ -76,7 +77,7 @@ class SelSyncStrategyMixin(PipeSyncStrategyMixin):
         window: int = 25,
         smoothing: float = 0.16,
         outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
+        outer_momentum: float | Literal["auto"] = "auto",
         partition: Partition = "seldp",
         full_pass: bool = False,
         injection: tuple[float, float] | None = None,

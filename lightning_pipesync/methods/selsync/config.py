@@ -6,8 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torch.optim import Optimizer
+
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+
+#: The outer momentum that suits optimizers which divide by the size of the gradient.
+MOMENTUM_WITH_ADAM = 0.3
 
 Aggregation = Literal["parameters", "gradients"]
 Partition = Literal["seldp", "defdp"]
@@ -42,8 +47,10 @@ class SelSyncConfig:
     """With ``aggregation="parameters"``: how far a synchronized step goes from the last weights that all ranks had to
     the average of the replicas. 1: to the average, as in the paper."""
 
-    outer_momentum: float = 0.0
-    """With ``aggregation="parameters"``: Nesterov momentum of these steps, in [0, 1), as in DiLoCo and SlowMo."""
+    outer_momentum: float | Literal["auto"] = "auto"
+    """With ``aggregation="parameters"``: Nesterov momentum of these steps, in [0, 1), as in DiLoCo and SlowMo.
+    ``auto``: 0.3 with ``delta="auto"`` and an optimizer of Adam's kind, whose steps are shorter for the noise of one
+    rank's batch; otherwise 0."""
 
     partition: Partition = "seldp"
     """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's own."""
@@ -92,8 +99,8 @@ class SelSyncConfig:
             raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing!r}.")
         if not 0 < self.outer_lr < math.inf:
             raise ValueError(f"outer_lr must be a positive number, got {self.outer_lr!r}.")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}.")
+        if self.outer_momentum != "auto" and (isinstance(self.outer_momentum, str) or not 0 <= self.outer_momentum < 1):
+            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
         if self.injection is not None:
             if len(self.injection) != 2:
                 raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
@@ -110,12 +117,15 @@ class SelSyncConfig:
         """Whether every step stays local."""
         return self.delta == math.inf
 
-    @property
-    def outer_step(self) -> tuple[float, float] | None:
-        """Learning rate and momentum of the outer step; None if all ranks go on from the plain average."""
-        if self.aggregation == "gradients" or (self.outer_lr, self.outer_momentum) == (1, 0):
+    def outer_step(self, optimizer: Optimizer) -> tuple[float, float] | None:
+        """Returns learning rate and momentum of the outer step; None if all ranks go on from the plain average."""
+        momentum = self.outer_momentum
+        if momentum == "auto":
+            like_adam = any("betas" in group for group in optimizer.param_groups)
+            momentum = MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
+        if self.aggregation == "gradients" or (self.outer_lr, momentum) == (1, 0):
             return None
-        return self.outer_lr, self.outer_momentum
+        return self.outer_lr, momentum
 
     @property
     def feeds_back(self) -> bool:

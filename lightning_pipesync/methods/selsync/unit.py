@@ -82,7 +82,7 @@ class OptimizerUnit:
         ]
         by_gradients = config.aggregation == "gradients"
         codec, feeds_back = ("none", False) if by_gradients else (config.compression, config.feeds_back)
-        self.replicas = ReplicatedTensors(buckets, transport, codec, feeds_back, config.outer_step)
+        self.replicas = ReplicatedTensors(buckets, transport, codec, feeds_back, config.outer_step(optimizer))
         self.gradients: GradientAggregation | None = None
         if by_gradients:
             self.gradients = GradientAggregation(buckets, transport, config.compression, config.feeds_back)
