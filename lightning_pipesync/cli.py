@@ -44,7 +44,18 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
 
 
 #: Options of ``pipesync bench`` that take several values.
-LIST_OPTIONS = ("hosts", "sizes_mib", "codecs", "ratio", "bucket_mb", "methods", "seeds", "stage_ms", "learning_rates")
+LIST_OPTIONS = (
+    "hosts",
+    "sizes_mib",
+    "codecs",
+    "ratio",
+    "bucket_mb",
+    "methods",
+    "seeds",
+    "stage_ms",
+    "learning_rates",
+    "batch_sizes",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -342,7 +342,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--task", "nope"], ["task='nope'", "digits, signals, topics"]),
+        (["--task", "nope"], ["task='nope'", "digits, mnist1d, signals, topics"]),
         (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
         (["--methods", "nope"], ["'nope'", "ddp, fedavg, pipe_sgd, ps_sync, ssp, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
-from lightning_pipesync.bench import pipeline_report
-from lightning_pipesync.bench.pipeline import MODELS, PipelineSettings, build_engine, parse_method, train
+from lightning_pipesync.bench import pipeline, pipeline_grid, pipeline_report
+from lightning_pipesync.bench.pipeline import MODELS, Data, PipelineSettings, build_engine, parse_method, train
+from lightning_pipesync.bench.pipeline_grid import train_at_once
 from lightning_pipesync.bench.tasks import build_task
 from lightning_pipesync.cli import main
 from lightning_pipesync.methods.ea_pipe import EAPipe
 
 
-@pytest.mark.parametrize(("name", "stages"), [("resnet", 50), ("vgg", 8), ("cnn", 4)])
+@pytest.mark.parametrize(("name", "stages"), [("resnet", 50), ("vgg", 8), ("cnn", 4), ("mlp", 8)])
 def test_models_can_be_cut(name: str, stages: int) -> None:
     """Every stage has a parameter."""
     model = MODELS[name](build_task("digits"))
@@ -78,7 +80,8 @@ def settings_of(**changed: Any) -> PipelineSettings:
         "learning_rates": (0.1,),
         "momentum": 0.0,
         "weight_decay": 0.0,
-        "batch_size": 100,
+        "batch_sizes": (100,),
+        "validation": 0.0,
         "seeds": (0,),
         "epochs": 2,
         "evaluations": 4,
@@ -89,7 +92,7 @@ def settings_of(**changed: Any) -> PipelineSettings:
 def test_sgd_is_sgd() -> None:
     """One stage, with the schedule of the learning rate, does what a plain loop does."""
     task = build_task("digits")
-    points = train(task, "sgd", 0.1, 3, settings_of())["points"]
+    points = train(task, "sgd", 0.1, 100, 3, settings_of())["points"]
     torch.manual_seed(3)
     model = MODELS["vgg"](task)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -110,7 +113,7 @@ def test_sgd_is_sgd() -> None:
 
 
 def test_what_diverges_stops_at_once() -> None:
-    run = train(build_task("digits"), "sgd", 1e30, 0, settings_of(model="cnn"))
+    run = train(build_task("digits"), "sgd", 1e30, 100, 0, settings_of(model="cnn"))
     assert run["diverged"]
     assert run["points"] == []
 
@@ -125,11 +128,35 @@ def test_outcomes() -> None:
     assert pipeline_report.outcome_of([diverged]).error is None
 
 
+def test_the_validation_set_chooses() -> None:
+    """By the mean over the seeds, among settings that never diverge; the test set has no say."""
+
+    def run(method: str, rate: float, size: int, validation: float, error: float) -> dict[str, Any]:
+        points = [{"epoch": 1.0, "error": error, "validation": validation}]
+        named = {"method": method, "learning_rate": rate, "batch_size": size, "seed": 0}
+        return {**named, "diverged": validation > 100, "points": points}
+
+    runs = [
+        run("a", 0.1, 4, 3.0, 9.0),
+        run("a", 0.1, 4, 5.0, 11.0),
+        run("a", 0.2, 4, 6.0, 1.0),
+        run("b", 0.1, 4, 4.5, 2.0),
+    ]
+    choice = pipeline_report.choice_of(runs)
+    assert choice is not None
+    assert (choice.method, choice.learning_rate, choice.validation, choice.outcome.error) == ("a", 0.1, 4.0, 10.0)
+    runs.append(run("a", 0.1, 4, 101.0, 0.0))
+    choice = pipeline_report.choice_of(runs)
+    assert choice is not None
+    assert (choice.method, choice.validation) == ("b", 4.5)
+    assert pipeline_report.choice_of(runs[-1:]) is None
+
+
 def test_the_command(tmp_path: Path) -> None:
     """A method that diverges does not stop the others."""
     names = ["sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe:elastic_force=0.3,sync_period=2"]
     options = ["--model", "cnn", "--stages", "3", "--learning_rates", "0.1", "1e30", "--seeds", "0", "1"]
-    size = ["--batch_size", "200", "--epochs", "1", "--evaluations", "1"]
+    size = ["--batch_sizes", "200", "--epochs", "1", "--evaluations", "1"]
     assert main(["bench", "pipeline", "--methods", *names, *options, *size, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "pipeline.json").read_text())["results"]
     assert len(result["runs"]) == 6 * 2 * 2
@@ -139,20 +166,39 @@ def test_the_command(tmp_path: Path) -> None:
     text = (tmp_path / "pipeline.md").read_text()
     assert "| ea_pipe: elastic_force=0.3, sync_period=2 |" in text
     assert "diverged |" in text
-    assert (tmp_path / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("pipeline.png", "pipeline_by_rate.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_for_many_at_once(tmp_path: Path) -> None:
+    methods = ["--methods", "sgd", "weight_stashing", "ea_pipe:elastic_force=0.3", "ea_pipe:elastic_force=0.6"]
+    options = ["--task", "mnist1d", "--model", "mlp", "--stages", "4", "--learning_rates", "0.01", "1e30"]
+    size = ["--batch_sizes", "40", "80", "--seeds", "0", "1", "--epochs", "1", "--evaluations", "2"]
+    assert main(["bench", "pipeline", *methods, *options, *size, "--output", str(tmp_path)]) == 0
+    [result] = json.loads((tmp_path / "pipeline.json").read_text())["results"]
+    assert len(result["runs"]) == 4 * 2 * 2 * 2
+    for run in result["runs"]:
+        assert run["diverged"] == (run["learning_rate"] > 1)
+        assert len(run["points"]) == (0 if run["diverged"] else 2)
+    text = (tmp_path / "pipeline.md").read_text()
+    assert text.count("| ea_pipe | ") == 2  # one of the forces, for each batch size
+    assert text.count("| ea_pipe: elastic_force=0.3 |") == 2
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--task", "nope"], ["task='nope'", "digits"]),
-        (["--model", "nope"], ["model='nope'", "resnet, vgg, cnn"]),
+        (["--model", "nope"], ["model='nope'", "resnet, vgg, cnn, mlp"]),
         (["--methods", "nope"], ["'nope'", "sgd, pipedream"]),
         (["--methods", "ea_pipe:algorithm=naive"], ["algorithm=naive", "elastic_force"]),
         (["--methods", "ea_pipe:elastic_force=2"], ["elastic_force must lie"]),
         (["--methods", "sgd", "sgd"], ["different"]),
         (["--learning_rates", "0"], ["learning_rates", "0"]),
         (["--momentum", "1"], ["momentum"]),
+        (["--batch_sizes", "0"], ["batch_sizes", "0"]),
+        (["--validation", "1"], ["validation"]),
+        (["--model", "mlp", "--stages", "9", "--methods", "naive"], ["9 stages"]),
         (["--stages", "0"], ["stages"]),
         (["--stages", "51", "--methods", "naive"], ["51 stages"]),
     ],
@@ -161,3 +207,39 @@ def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest
     assert main(["bench", "pipeline", *options]) == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("method", ["sgd", "pipedream", "spectrain", "naive", "ea_pipe:elastic_force=0.3"])
+def test_many_at_once_are_the_engine(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weights to begin with, mini-batches, stages and learning rates: the same weights to rounding."""
+    task = build_task("digits")
+    settings = settings_of(
+        model="mlp", stages=4, methods=(method,), learning_rates=(0.01, 0.05), validation=0.1, batch_sizes=(53,),
+        seeds=(1, 2), evaluations=1, momentum=0.5,
+    )  # fmt: skip
+    place = torch.randn(
+        sum(p.numel() for p in MODELS["mlp"](task).parameters()), generator=torch.Generator().manual_seed(0)
+    )
+    with monkeypatch.context() as patched:  # not what they err in, but where they are
+        patched.setattr(
+            pipeline, "error_of", lambda _, model, __: (parameters_to_vector(model.parameters()) @ place).item()
+        )
+        patched.setattr(pipeline_grid, "_errors", lambda trainings, _: (trainings.master @ place).tolist())
+        places = {(run["learning_rate"], run["seed"]): run["points"] for run in train_at_once(task, settings)}
+        assert list(places) == [(0.01, 1), (0.01, 2), (0.05, 1), (0.05, 2)]
+        [point], [other] = places[0.05, 1], train(task, method, 0.05, 53, 1, settings)["points"]
+        assert point == pytest.approx(other, rel=1e-5)
+        assert places[0.01, 1] != [pytest.approx(point, rel=1e-4)]
+    errors = {(run["learning_rate"], run["seed"]): run["points"] for run in train_at_once(task, settings)}
+    [other] = train(task, method, 0.05, 53, 1, settings)["points"]
+    assert errors[0.05, 1] == [pytest.approx(other, abs=0.9)]  # an image of the validation set, of 120
+
+
+def test_validation_is_held_out() -> None:
+    task = build_task("digits")
+    data = Data.of(task, 0.25)
+    assert data.validation is not None
+    held_out = {tuple(x.flatten().tolist()) for x, _ in data.validation}
+    assert len(data.validation) == 299
+    assert len(data.train) == 1197 - 299
+    assert held_out.isdisjoint(tuple(x.flatten().tolist()) for x, _ in data.train)

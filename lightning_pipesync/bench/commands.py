@@ -200,8 +200,8 @@ def converge(
         rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
-        task: digits (scikit-learn's, accuracy), signals (noisy curves, accuracy) or topics (the text of Python's
-            documentation, perplexity).
+        task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves, accuracy) or
+            topics (the text of Python's documentation, perplexity).
         methods: ddp, fedavg, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
             NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5.
         target: Quality to reach; the task's own if not given.
@@ -233,7 +233,8 @@ def pipeline(
     learning_rates: list[float] = [0.5, 0.1, 0.01],  # noqa: B006
     momentum: float = 0.0,
     weight_decay: float = 5e-4,
-    batch_size: int = 16,
+    batch_sizes: list[int] = [16],  # noqa: B006
+    validation: float = 0.2,
     seeds: list[int] = [0, 1, 2],  # noqa: B006
     epochs: int = 20,
     evaluations: int = 20,
@@ -242,22 +243,26 @@ def pipeline(
     """Trains with several pipelines at several learning rates, all stages in this process: the error that each leaves.
 
     Args:
-        task: digits (scikit-learn's).
-        model: resnet (50 layers), vgg (25 layers) or cnn (the task's own, 11 layers).
+        task: digits (scikit-learn's) or mnist1d (digits as signals); resnet and vgg are for digits.
+        model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), or mlp (8 dense layers), whose
+            trainings are made many at once, some hundred times as fast.
         stages: Number of stages, which is the number of mini-batches in flight.
         methods: sgd (one stage), pipedream, weight_stashing, spectrain, naive or ea_pipe, each with settings if need
             be: NAME:SETTING=VALUE,SETTING=VALUE.
         learning_rates: To begin with; divided by 10 after 30, 60 and 90 % of a training.
         momentum: Of SGD, in each stage.
         weight_decay: Of SGD.
-        batch_size: Samples of a mini-batch.
+        batch_sizes: Samples of a mini-batch.
+        validation: Share of the training set that chooses among learning rates, batch sizes and settings of a method,
+            and is not trained on; 0 for none, and no choice.
         seeds: Each method trains once for each of these at each learning rate.
         epochs: Of each training.
         evaluations: How often the error is measured in a training, each time after the pipeline has been emptied.
-        output: Folder for pipeline.json, pipeline.md and pipeline.png.
+        output: Folder for pipeline.json, pipeline.md and the pictures.
     """
     from lightning_pipesync.bench import campaign, pipeline_report
-    from lightning_pipesync.bench.pipeline import PipelineSettings, measure_pipeline
+    from lightning_pipesync.bench.pipeline import PipelineSettings
+    from lightning_pipesync.bench.pipeline_grid import measure_pipeline
 
     settings = PipelineSettings(
         task=task,
@@ -267,12 +272,15 @@ def pipeline(
         learning_rates=tuple(learning_rates),
         momentum=momentum,
         weight_decay=weight_decay,
-        batch_size=batch_size,
+        batch_sizes=tuple(batch_sizes),
+        validation=validation,
         seeds=tuple(seeds),
         epochs=epochs,
         evaluations=evaluations,
     )
-    with campaign.progress_bar(f"{stages} stages", len(methods) * len(learning_rates) * len(seeds)) as advance:
+    num_trainings = len(methods) * len(learning_rates) * len(batch_sizes) * len(seeds)
+    with campaign.progress_bar(f"{stages} stages", num_trainings) as advance:
         result = measure_pipeline(settings, advance)
     campaign.finish("pipeline", [result], output, pipeline_report.as_markdown(result))
     pipeline_report.draw(result, output / "pipeline.png")
+    pipeline_report.draw_by_rate(result, output / "pipeline_by_rate.png")

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.models import layered
 from lightning_pipesync.bench.named_settings import parse_named
-from lightning_pipesync.bench.results import environment
-from lightning_pipesync.bench.tasks import Task, build_task
+from lightning_pipesync.bench.tasks import Task
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
+Error = TypeVar("Error")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 #: What can be compared. ``sgd`` is one stage after the other, which the others are measured by.
 METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe")
 #: Tasks whose quality is the share of a test set that is classified correctly.
-TASKS = ("digits",)
+TASKS = ("digits", "mnist1d")
 #: What builds a model of a task, by name.
 MODELS: dict[str, Callable[[Task], nn.Module]] = {
     "resnet": lambda _: layered.resnet(),
     "vgg": lambda _: layered.vgg(),
     "cnn": lambda task: task.build_module(),
+    "mlp": lambda task: layered.mlp(task.train_set[0][0].numel()),
 }
 #: After which shares of a training the learning rate is divided by 10: 30, 60 and 90 of the paper's 100 epochs.
 REDUCTIONS = (0.3, 0.6, 0.9)
@@ -48,7 +49,9 @@ class PipelineSettings:
         learning_rates: to begin with.
         momentum: of SGD.
         weight_decay: of SGD.
-        batch_size: samples of a mini-batch.
+        batch_sizes: samples of a mini-batch.
+        validation: the share of the training set that is not trained on, but chooses among learning rates, settings of
+            a method and batch sizes.
         seeds: of the weights and the order of the data; each method trains once for each, at each learning rate.
         epochs: of each training.
         evaluations: how often the error is measured in a training.
@@ -64,7 +67,8 @@ class PipelineSettings:
     learning_rates: tuple[float, ...]
     momentum: float
     weight_decay: float
-    batch_size: int
+    batch_sizes: tuple[int, ...]
+    validation: float
     seeds: tuple[int, ...]
     epochs: int
     evaluations: int
@@ -73,17 +77,20 @@ class PipelineSettings:
         for name, known in (("task", TASKS), ("model", tuple(MODELS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; there are {', '.join(known)}.")
-        for name in ("methods", "learning_rates", "seeds"):
+        for name in ("methods", "learning_rates", "batch_sizes", "seeds"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must be one or more different ones, got {values!r}.")
-        for name in ("stages", "batch_size", "epochs", "evaluations"):
+        for name in ("stages", "epochs", "evaluations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}.")
+        for batch_size in self.batch_sizes:
+            if batch_size < 1:
+                raise ValueError(f"batch_sizes must be at least 1, got {batch_size!r}.")
         for learning_rate in self.learning_rates:
             if not learning_rate > 0:
                 raise ValueError(f"learning_rates must be positive, got {learning_rate!r}.")
-        for name in ("momentum", "weight_decay"):
+        for name in ("momentum", "weight_decay", "validation"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and less than 1, got {getattr(self, name)!r}.")
         for method in self.methods:
@@ -102,31 +109,46 @@ def parse_method(text: str, seed: int) -> EAPipeConfig:
     return config
 
 
-def measure_pipeline(settings: PipelineSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Trains with every method at every learning rate, seed by seed.
+@dataclass(frozen=True)
+class Data:
+    """The sets of one study; none overlaps another.
 
-    Returns:
-        Settings, environment, and ``runs``, what :func:`train` returns.
+    Attributes:
+        train: trained on.
+        validation: chooses; None if there is none.
+        test: measured, and chooses nothing.
     """
-    task = build_task(settings.task)
-    runs = []
-    for seed in settings.seeds:
-        for learning_rate in settings.learning_rates:
-            for method in settings.methods:
-                run = train(task, method, learning_rate, seed, settings)
-                runs.append(run)
-                outcome = "diverged" if run["diverged"] else f"{run['points'][-1]['error']:.2f} %"
-                progress(f"{method}, learning rate {learning_rate:g}, seed {seed}: {outcome}")
-    return {"settings": asdict(settings), "environment": environment(), "runs": runs}
+
+    train: Dataset[Any]
+    validation: Dataset[Any] | None
+    test: Dataset[Any]
+
+    @classmethod
+    def of(cls, task: Task, validation: float) -> Data:
+        """Divides the training set of a task, always in the same way."""
+        train_set: Any = task.train_set
+        held_out = round(validation * len(train_set))
+        order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0)).tolist()
+        if not held_out:
+            return cls(train_set, None, task.test_set)
+        return cls(Subset(train_set, order[held_out:]), Subset(train_set, order[:held_out]), task.test_set)
+
+    def errors_of(self, error_on: Callable[[Dataset[Any]], Error]) -> dict[str, Error]:
+        """Returns what ``error_on`` returns: ``error``, on the test set, and ``validation``, if there is such a set."""
+        found = {"error": error_on(self.test)}
+        return found if self.validation is None else {**found, "validation": error_on(self.validation)}
 
 
-def train(task: Task, method: str, learning_rate: float, seed: int, settings: PipelineSettings) -> dict[str, Any]:
+def train(
+    task: Task, method: str, learning_rate: float, batch_size: int, seed: int, settings: PipelineSettings
+) -> dict[str, Any]:
     """Trains once, until the end or until a loss is not finite.
 
     Returns:
-        ``method``, ``learning_rate``, ``seed``, ``seconds`` of the training, ``diverged``, and ``points``: epochs and
-        test error in %, at each evaluation.
+        ``method``, ``learning_rate``, ``batch_size``, ``seed``, ``seconds`` of the training, ``diverged``, and
+        ``points``: epochs and errors in %, at each evaluation.
     """
+    data = Data.of(task, settings.validation)
     torch.manual_seed(seed)  # the same weights for every method
     model = MODELS[settings.model](task)
     assert isinstance(model, nn.Sequential)
@@ -141,10 +163,9 @@ def train(task: Task, method: str, learning_rate: float, seed: int, settings: Pi
     engine = build_engine(model, optimizer_of, method, seed, settings.stages)
     order = torch.Generator().manual_seed(seed)
     # A smaller last mini-batch would count as much as the others, and batch norm cannot do with a single sample.
-    loader = DataLoader(task.train_set, settings.batch_size, shuffle=True, generator=order, drop_last=True)
+    loader = DataLoader(data.train, batch_size, shuffle=True, generator=order, drop_last=True)
     num_steps = settings.epochs * len(loader)
-    reduced = {round(share * num_steps) for share in REDUCTIONS}
-    evaluated = {round((i + 1) * num_steps / settings.evaluations) for i in range(settings.evaluations)}
+    reduced, evaluated = reductions(num_steps), evaluations(num_steps, settings.evaluations)
     points: list[dict[str, float]] = []
     steps, diverged = 0, False
     start = time.perf_counter()
@@ -160,9 +181,21 @@ def train(task: Task, method: str, learning_rate: float, seed: int, settings: Pi
                 _reduce_learning_rates(optimizers)
             if steps in evaluated:
                 engine.flush()
-                points.append({"epoch": steps / len(loader), "error": error_of(task, model)})
-    result = {"method": method, "learning_rate": learning_rate, "seed": seed, "diverged": diverged, "points": points}
-    return {**result, "seconds": time.perf_counter() - start}
+                points.append(
+                    {"epoch": steps / len(loader), **data.errors_of(lambda part: error_of(task, model, part))}
+                )
+    run = {"method": method, "learning_rate": learning_rate, "batch_size": batch_size, "seed": seed}
+    return {**run, "diverged": diverged, "points": points, "seconds": time.perf_counter() - start}
+
+
+def reductions(num_steps: int) -> set[int]:
+    """Returns after how many steps the learning rate is reduced."""
+    return {round(share * num_steps) for share in REDUCTIONS}
+
+
+def evaluations(num_steps: int, number: int) -> set[int]:
+    """Returns after how many steps the error is measured."""
+    return {round((i + 1) * num_steps / number) for i in range(number)}
 
 
 def build_engine(
@@ -172,25 +205,31 @@ def build_engine(
     seed: int,
     stages: int,
 ) -> EAPipe:
-    """Returns the pipeline of ``stages`` stages that ``method`` describes, or one that trains the same.
+    """Returns the pipeline of ``stages`` stages that ``method`` describes, or one that trains the same."""
+    config, stages = least_pipeline(method, seed, stages)
+    return EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
+
+
+def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, int]:
+    """Returns the settings that ``method`` describes, and as few stages as train the same as ``stages`` would.
 
     Where a mini-batch has a replica in all stages, it does not matter how many there are, only how many replicas: one
     stage is faster.
     """
     config = parse_method(method, seed)
     if method.startswith("sgd"):
-        stages = 1
-    elif config.algorithm in _WITH_REPLICAS:
-        config, stages = replace(config, replicas=config.replicas or stages), 1
-    return EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
+        return config, 1
+    if config.algorithm in _WITH_REPLICAS:
+        return replace(config, replicas=config.replicas or stages), 1
+    return config, stages
 
 
 @torch.no_grad()
-def error_of(task: Task, model: nn.Module) -> float:
-    """Returns the share of the test set that is misclassified, in %."""
+def error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
+    """Returns the share of a data set that is misclassified, in %."""
     model.eval()
     score = number = 0.0
-    for batch in DataLoader(task.test_set, batch_size=200):
+    for batch in DataLoader(dataset, batch_size=200):
         batch_score, batch_number = task.score(model, batch)
         score, number = score + batch_score.item(), number + batch_number
     model.train()

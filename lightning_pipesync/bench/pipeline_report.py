@@ -43,35 +43,113 @@ def outcome_of(runs: list[Run]) -> Outcome:
     return Outcome(fmean(errors) if errors else None, interval, len(runs) - len(errors), len(runs))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What the validation set chooses among the trainings with one method.
+
+    Attributes:
+        method: with its settings.
+        learning_rate: to begin with.
+        batch_size: samples of a mini-batch.
+        validation: mean error on the validation set, in %.
+        outcome: the errors on the test set.
+    """
+
+    method: str
+    learning_rate: float
+    batch_size: int
+    validation: float
+    outcome: Outcome
+
+
+def choice_of(runs: list[Run]) -> Choice | None:
+    """Returns the settings with the lowest mean error on the validation set among those that never diverge."""
+    choices = []
+    for method, rate, size in dict.fromkeys((run["method"], run["learning_rate"], run["batch_size"]) for run in runs):
+        own = _runs(runs, method, rate, size)
+        if not any(run["diverged"] for run in own):
+            validation = fmean(run["points"][-1]["validation"] for run in own)
+            choices.append(Choice(method, rate, size, validation, outcome_of(own)))
+    return min(choices, key=lambda choice: choice.validation, default=None)
+
+
 def as_markdown(result: dict[str, Any]) -> str:
-    """Returns a table: methods by learning rates."""
+    """Returns tables: methods by learning rates, for each batch size, and what the validation set chooses."""
     settings = result["settings"]
     rates = settings["learning_rates"]
     count = len(settings["seeds"])
     shown = f"mean of {count} trainings ± 95 % confidence interval" if count > 1 else "one training"
     text = f"""### {settings["model"]} on {settings["task"]}, {settings["stages"]} stages
 
-Test error in % after {settings["epochs"]} epochs, {settings["batch_size"]} samples a mini-batch, momentum
-{settings["momentum"]:g}, by learning rate: {shown}. Diverged: a loss was not finite.
-
+Test error in % after {settings["epochs"]} epochs, momentum {settings["momentum"]:g}, by learning rate: {shown}.
+Diverged: a loss or a weight was not finite.
 """
-    rows = [
-        [readable(method), *(_cell(outcome_of(_runs(result, method, rate))) for rate in rates)]
-        for method in settings["methods"]
-    ]
-    return text + table(["", *(f"{rate:g}" for rate in rates)], rows)
+    for size in settings["batch_sizes"]:
+        rows = [
+            [readable(method), *(_cell(outcome_of(_runs(result["runs"], method, rate, size))) for rate in rates)]
+            for method in settings["methods"]
+        ]
+        text += f"\nBatches of {size}:\n\n" + table(["", *(f"{rate:g}" for rate in rates)], rows)
+    if settings["validation"]:
+        text += f"\nChosen by the error on {settings['validation']:.0%} of the training set, held out:\n\n"
+        text += _chosen(result)
+    return text
+
+
+def _chosen(result: dict[str, Any]) -> str:
+    """Returns a table of what the validation set chooses, for each batch size and among all."""
+    sizes = result["settings"]["batch_sizes"]
+    rows = []
+    for name in dict.fromkeys(_name_of(method) for method in result["settings"]["methods"]):
+        runs = [run for run in result["runs"] if _name_of(run["method"]) == name]
+        for choice in [choice_of([run for run in runs if run["batch_size"] == size]) for size in sizes]:
+            if choice is None:
+                rows.append([name, "", "", "", "diverged", ""])
+                continue
+            chosen = [
+                f"{choice.batch_size}",
+                choice.method.partition(":")[2].replace(",", ", "),
+                f"{choice.learning_rate:g}",
+            ]
+            rows.append([name, *chosen, f"{choice.validation:.2f}", _cell(choice.outcome)])
+    return table(["", "batch", "settings", "rate", "validation error %", "test error %"], rows)
+
+
+def _name_of(method: str) -> str:
+    return method.partition(":")[0]
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws the test error over the epochs, a panel for each learning rate."""
+    """Draws the test error over the epochs, a panel for each learning rate, a row of them for each batch size."""
     settings = result["settings"]
-    rates = settings["learning_rates"]
-    figure = Figure(figsize=(4.5 * len(rates), 4.5), layout="constrained")
-    [panels] = figure.subplots(1, len(rates), squeeze=False, sharey=True)
-    for panel, rate in zip(panels, rates, strict=True):
+    rates, sizes = settings["learning_rates"], settings["batch_sizes"]
+    figure = Figure(figsize=(4.5 * len(rates), 4.5 * len(sizes)), layout="constrained")
+    for size, panels in zip(sizes, figure.subplots(len(sizes), len(rates), squeeze=False, sharey=True), strict=True):
+        for panel, rate in zip(panels, rates, strict=True):
+            for method in settings["methods"]:
+                _draw_curve(panel, _runs(result["runs"], method, rate, size), readable(method))
+            panel.set(xlabel="epoch", title=f"learning rate {rate:g}, batches of {size}", yscale="log")
+            panel.grid(alpha=0.3, which="both")
+        panels[0].set_ylabel("test error %")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def draw_by_rate(result: dict[str, Any], path: Path) -> None:
+    """Draws the final test error over the learning rate, a panel for each batch size; what diverged is left out."""
+    settings = result["settings"]
+    sizes = settings["batch_sizes"]
+    figure = Figure(figsize=(6 * len(sizes), 4.5), layout="constrained")
+    [panels] = figure.subplots(1, len(sizes), squeeze=False, sharey=True)
+    for panel, size in zip(panels, sizes, strict=True):
         for method in settings["methods"]:
-            _draw_curve(panel, _runs(result, method, rate), readable(method))
-        panel.set(xlabel="epoch", title=f"learning rate {rate:g}", yscale="log")
+            outcomes = [outcome_of(_runs(result["runs"], method, rate, size)) for rate in settings["learning_rates"]]
+            ends = [
+                (r, o.error) for r, o in zip(settings["learning_rates"], outcomes, strict=True) if not o.num_diverged
+            ]
+            style = "o-" if _name_of(method) == "ea_pipe" else "s--"
+            panel.plot([rate for rate, _ in ends], [error for _, error in ends], style, label=readable(method))
+        panel.set(xlabel="learning rate", title=f"batches of {size}", xscale="log", yscale="log")
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("test error %")
     panels[0].legend(fontsize="small")
@@ -93,8 +171,9 @@ def _draw_curve(panel: Axes, runs: list[Run], label: str) -> None:
     panel.fill_between(epochs, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
-def _runs(result: dict[str, Any], method: str, learning_rate: float) -> list[Run]:
-    return [run for run in result["runs"] if (run["method"], run["learning_rate"]) == (method, learning_rate)]
+def _runs(runs: list[Run], method: str, learning_rate: float, batch_size: int) -> list[Run]:
+    wanted = (method, learning_rate, batch_size)
+    return [run for run in runs if (run["method"], run["learning_rate"], run["batch_size"]) == wanted]
 
 
 def _cell(outcome: Outcome) -> str:

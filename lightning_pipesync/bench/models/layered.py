@@ -1,4 +1,4 @@
-"""Small classifiers of images as sequences of layers, which a pipeline can cut into stages."""
+"""Small classifiers as sequences of layers, which a pipeline can cut into stages."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ def resnet(width: int = 16, num_blocks: int = NUM_BLOCKS) -> nn.Sequential:
         blocks.append(Residual(nn.ReLU(), nn.Linear(width, width, bias=False), norm))
     stem = _Joined(nn.Flatten(), nn.Linear(64, width, bias=False), nn.BatchNorm1d(width))
     return nn.Sequential(stem, *blocks, _Joined(nn.ReLU(), nn.Linear(width, _NUM_CLASSES)))
+
+
+def mlp(inputs: int, width: int = 16, depth: int = 8) -> nn.Sequential:
+    """Returns dense layers with ReLU between, for inputs of so many values in any shape; all begin as in He et al."""
+    layers = []
+    for i, (before, after) in enumerate(pairwise([inputs, *[width] * (depth - 1), _NUM_CLASSES])):
+        dense = nn.Linear(before, after)
+        nn.init.kaiming_normal_(dense.weight)
+        nn.init.zeros_(dense.bias)
+        layers.append(_Joined(nn.ReLU() if i else nn.Flatten(), dense))
+    return nn.Sequential(*layers)
 
 
 def vgg(width: int = 16) -> nn.Sequential:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_pipesync.bench.tasks.digits import digits
+from lightning_pipesync.bench.tasks.mnist1d import mnist1d
 from lightning_pipesync.bench.tasks.signals import signals
 from lightning_pipesync.bench.tasks.task import Task
 from lightning_pipesync.bench.tasks.topics import topics
 
-_TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "signals": signals, "topics": topics}
+_TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "mnist1d": mnist1d, "signals": signals, "topics": topics}
 
 #: What :func:`build_task` knows.
 TASK_NAMES = tuple(_TASKS)
