@@ -52,7 +52,7 @@ def ea_pipe(
     batches: Sequence[Batch],
     num_stages: int,
     *,
-    elastic_force: float = 0.1,
+    elastic_force: float = 0.5,
     sync_period: int = 1,
     replicas: int | None = None,
 ) -> Weights:

@@ -111,7 +111,7 @@ def test_a_buffer_that_the_layers_write_to() -> None:
     """Each replica has its own, also while others are in flight; one that is replaced cannot have."""
     model = layers()
     model.insert(1, Counting(in_place=True))
-    engine = engine_on(model, split=(5,))
+    engine = engine_on(model, split=(5,), elastic_force=0.1)
     replicas = [layers(), layers()]
     for replica in replicas:
         replica.insert(1, Counting(in_place=True))

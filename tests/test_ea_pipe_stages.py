@@ -109,7 +109,13 @@ def clipped_by_hand(max_norm: float) -> list[Tensor]:
 def test_clipping_takes_the_norm_over_all_stages() -> None:
     model = layers()
     engine = EAPipe(
-        model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=2, split=CUTS[2], clip_norm=0.2
+        model,
+        nn.functional.cross_entropy,
+        OPTIMIZERS["sgd"],
+        virtual_stages=2,
+        split=CUTS[2],
+        clip_norm=0.2,
+        elastic_force=0.1,
     )
     for t in range(12):
         engine.train_batch(batch(t, 0))

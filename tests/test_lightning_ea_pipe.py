@@ -130,8 +130,8 @@ def test_accumulated_batches_are_one_mini_batch(tmp_path: Path) -> None:
             with torch.no_grad():
                 for p, center in zip(replica.parameters(), master.parameters(), strict=True):
                     difference = p - center
-                    p -= 0.1 * difference
-                    center += 0.1 * difference
+                    p -= 0.5 * difference
+                    center += 0.5 * difference
             step += 1
     for outcome in outcomes:
         assert outcome["steps"] == 18

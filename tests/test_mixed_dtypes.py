@@ -119,8 +119,8 @@ def replicas_by_hand(dtypes: str, scale: float) -> list[Tensor]:
         with torch.no_grad():
             for p, center in zip(replica.parameters(), master.parameters(), strict=True):
                 difference = p - center
-                p -= 0.1 * difference
-                center += 0.1 * difference
+                p -= 0.5 * difference
+                center += 0.5 * difference
     return [parameter.detach() for parameter in master.parameters()]
 
 

@@ -56,7 +56,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     the gradient of this rank's layers that is about to be applied; those of other ranks' layers are None.
 
     Args:
-        elastic_force: alpha: part of their distance by which a replica and the master are pulled to each other.
+        elastic_force: alpha: part of their distance by which a replica and the master are pulled to each other;
         sync_period: tau: a replica is pulled after every so many of its mini-batches.
         algorithm: ``ea_pipe``, or what it is compared to: ``pipedream``, ``weight_stashing``, ``naive``, ``spectrain``,
             ``gpipe``, ``1f1b``.
@@ -91,7 +91,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     def __init__(
         self,
-        elastic_force: float = 0.1,
+        elastic_force: float = 0.5,
         sync_period: int = 1,
         algorithm: Algorithm = "ea_pipe",
         module: str | None = None,
