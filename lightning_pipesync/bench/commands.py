@@ -200,8 +200,8 @@ def converge(
         rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
-        task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves, accuracy) or
-            topics (the text of Python's documentation, perplexity).
+        task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves,
+            accuracy) or topics (the text of Python's documentation, perplexity).
         methods: ddp, fedavg, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
             NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5.
         target: Quality to reach; the task's own if not given.
