@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import t
 
 from lightning_pipesync.bench.named_settings import readable
-from lightning_pipesync.bench.results import table
+from lightning_pipesync.bench.results import interval_of, table
 
 Run = dict[str, Any]
 
@@ -37,10 +36,7 @@ class Outcome:
 def outcome_of(runs: list[Run]) -> Outcome:
     """Returns what trainings with different seeds ended with."""
     errors = [run["points"][-1]["error"] for run in runs if not run["diverged"]]
-    interval = None
-    if len(errors) > 1:
-        interval = float(t.ppf(0.975, len(errors) - 1)) * stdev(errors) / len(errors) ** 0.5
-    return Outcome(fmean(errors) if errors else None, interval, len(runs) - len(errors), len(runs))
+    return Outcome(fmean(errors) if errors else None, interval_of(errors), len(runs) - len(errors), len(runs))
 
 
 @dataclass(frozen=True)
