@@ -24,7 +24,7 @@ from lightning_pipesync import EAPipeStrategy
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", default="ea_pipe", help="the Trainer's pipeline (default: %(default)s)")
-    parser.add_argument("--elastic-force", type=float, help="alpha of EA-Pipe (default: the strategy's)")
+    parser.add_argument("--elastic-force", type=float, default=0.5, help="alpha of EA-Pipe (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="images of a mini-batch (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="to begin with (default: %(default)s)")

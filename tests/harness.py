@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -27,12 +28,18 @@ _CONTEXT.set_forkserver_preload(["tests.preload"])
 DIED = "died"
 
 
+#: Below those that the system gives to outgoing connections, one of which might take a port before it is listened on.
+_PORTS = range(12_000, 32_000)
+
+
 def free_port() -> int:
-    """Returns a TCP port that is free now."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+    """Returns a TCP port that is free now, and that nobody is given who does not ask for it."""
+    draw = random.Random()  # not the one that a test has seeded, which another may have seeded alike
+    while True:
+        with socket.socket() as server, suppress(OSError):
+            port = draw.choice(_PORTS)
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def default_signals() -> None:

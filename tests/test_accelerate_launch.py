@@ -161,9 +161,10 @@ def test_a_hangup_ends_pipesync_launch_unless_it_is_ignored(ignored: bool, tmp_p
 
     launched = Launch([*PIPESYNC, *options, str(script)], nohup)
     assert launched.process.stdout is not None
-    waiting = 0
-    while waiting < 2:
-        waiting += "a worker waits" in launched.process.stdout.readline()
+    seen: list[str] = []
+    while sum("a worker waits" in line for line in seen) < 2:
+        seen.append(launched.process.stdout.readline())
+        assert seen[-1], f"it has ended early: {''.join(seen)}"
     launched.process.send_signal(signal.SIGHUP)
     if ignored:
         with pytest.raises(subprocess.TimeoutExpired):
