@@ -86,6 +86,7 @@ def measure(args: argparse.Namespace) -> None:
         backward(models[2])
         pipe.step()
         pipe.flush()  # nothing of it travels under the next step
+        pipe.resume()
         return {"prediction of Pipe-SGD": prediction}
 
     seconds: dict[str, list[float]] = {}
