@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.methods.outer import OuterStep
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-from tests.harness import launch
+from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_selsync import mean, simulate
 
@@ -144,3 +144,26 @@ def test_with_a_codec_all_ranks_agree() -> None:
 def test_its_default(optimizer: str, settings: dict[str, Any], expected: tuple[float, float] | None) -> None:
     """An outer momentum for Adam, unless delta is given, as in the paper."""
     assert SelSyncConfig(**settings).outer_step(OPTIMIZERS[optimizer](seeded_mlp())) == expected
+
+
+def resume_with_another_delta() -> list[tuple[str, str] | None]:
+    """Saves without an outer momentum, and goes on where there is one by default; and the other way round."""
+    refused = []
+    for before, after in ((0.3, "auto"), ("auto", 0.3)):
+        model = seeded_mlp()
+        optimizer = OPTIMIZERS["adamw"](model)
+        saved, resumed = (SelSync(model, optimizer, delta=delta) for delta in (before, after))
+        state_of_rank = saved.state_dict()
+        refused.append(raised(lambda one=resumed, state_of_rank=state_of_rank: one.load_state_dict(state_of_rank)))
+        saved.detach()
+        resumed.detach()
+    return refused
+
+
+def test_a_state_of_another_default_is_refused() -> None:
+    for outcomes in launch(resume_with_another_delta, 2):
+        for refused in outcomes:
+            assert refused is not None
+            assert refused[0] == "ValueError"
+            assert "'outer_momentum': [0.3]" in refused[1]
+            assert "'outer_momentum': [0.0]" in refused[1]

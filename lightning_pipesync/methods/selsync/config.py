@@ -117,15 +117,17 @@ class SelSyncConfig:
         """Whether every step stays local."""
         return self.delta == math.inf
 
+    def outer_momentum_of(self, optimizer: Optimizer) -> float:
+        """Returns the momentum of the outer steps of weights that ``optimizer`` trains."""
+        if self.outer_momentum != "auto":
+            return self.outer_momentum
+        like_adam = any("betas" in group for group in optimizer.param_groups)
+        return MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
+
     def outer_step(self, optimizer: Optimizer) -> tuple[float, float] | None:
         """Returns learning rate and momentum of the outer step; None if all ranks go on from the plain average."""
-        momentum = self.outer_momentum
-        if momentum == "auto":
-            like_adam = any("betas" in group for group in optimizer.param_groups)
-            momentum = MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
-        if self.aggregation == "gradients" or (self.outer_lr, momentum) == (1, 0):
-            return None
-        return self.outer_lr, momentum
+        step = self.outer_lr, self.outer_momentum_of(optimizer)
+        return None if self.aggregation == "gradients" or step == (1, 0) else step
 
     @property
     def feeds_back(self) -> bool:

@@ -322,5 +322,5 @@ class SelSync(SyncMethod):
             "aggregation": config.aggregation,
             "bucket_mb": config.bucket_mb,
             "outer_lr": config.outer_lr,
-            "outer_momentum": config.outer_momentum,
+            "outer_momentum": [config.outer_momentum_of(unit.optimizer) for unit in self._units],
         }
