@@ -11,13 +11,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
 from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.bench.ps_sync import PSSync, PSSyncConfig
 from lightning_pipesync.bench.ssp import SSP, SSPConfig
-from lightning_pipesync.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task
+from lightning_pipesync.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
 from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithPipeSGD, WithSelSync
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
@@ -129,7 +130,7 @@ def train(
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
     batches = islice(chain.from_iterable(repeat(training.loader(seed))), num_steps)
     scheduler = task.scheduler(training.optimizer, num_steps)
-    evaluated = {round((i + 1) * num_steps / settings.evaluations) for i in range(settings.evaluations)}
+    evaluated = evaluations(num_steps, settings.evaluations)
     points: list[dict[str, float]] = []
     seconds = 0.0
     dist.barrier()
@@ -139,11 +140,11 @@ def train(
         scheduler.step()
         if steps in evaluated:
             seconds += time.perf_counter() - start
-            own = fused(training.module)
+            own = weights_of(training.module)
             start = time.perf_counter()
             with training.consolidated() as module:
                 seconds += time.perf_counter() - start
-                quality, spread = evaluate(task, module), spread_of(own, fused(module))
+                quality, spread = evaluate(task, module), spread_of(own, weights_of(module))
             point = {"steps": steps, "seconds": seconds, "mib": training.mib_sent, "quality": quality, "spread": spread}
             points.append(point)
             progress(f"{method}, seed {seed}: {quality:.2f}")
@@ -169,9 +170,9 @@ def evaluate(task: Task, module: torch.nn.Module) -> float:
     return task.quality((total[0] / total[1]).item())
 
 
-def fused(module: torch.nn.Module) -> Tensor:
+def weights_of(module: torch.nn.Module) -> Tensor:
     """Returns a copy of all weights, of shape (number of values)."""
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return parameters_to_vector(module.parameters()).detach()
 
 
 def spread_of(own: Tensor, consolidated: Tensor) -> float:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from lightning_pipesync.bench.tasks import Task
-from lightning_pipesync.bench.trainings import Training
-from lightning_pipesync.core.buckets import MIB, Bucket
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.bench.trainings import OverTransport
+from lightning_pipesync.core.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -32,22 +31,16 @@ class FedAvgConfig:
                 raise ValueError(f"{name} of FedAvg must be in (0, 1], got {value!r}.")
 
 
-class FedAvg(Training):
+class FedAvg(OverTransport):
     """Local steps, and from time to time the average of some ranks' weights for all."""
 
     def __init__(self, task: Task, config: FedAvgConfig) -> None:
         super().__init__(task)
-        self._transport = Transport(timeout_s=300)
         self._steps = self._num_averages = 0
         world_size = self._transport.world_size
         self._interval = max(1, round(config.E * self.steps_per_epoch))
         self._num_chosen = max(1, round(config.C * world_size))
         self._choice = random.Random(0)  # the same on all ranks
-        self._parameters = list(self.module.parameters())
-        self._global = Bucket(self._parameters)
-        self._global.pack(self._parameters)
-        self._transport.broadcast(self._global.flat).wait()
-        self._global.unpack(self._parameters)
 
     def update(self) -> None:
         self._clip()
@@ -61,28 +54,21 @@ class FedAvg(Training):
         """Yields the module with the last average."""
         own = Bucket(self._parameters)
         own.pack(self._parameters)
-        self._global.unpack(self._parameters)
+        self._weights.unpack(self._parameters)
         yield self.module
         own.unpack(self._parameters)
-
-    @property
-    def mib_sent(self) -> float:
-        return self._transport.traffic.total_bytes_sent / MIB
 
     @property
     def lssr(self) -> float | None:
         return 1 - self._num_averages / self._steps if self._steps else 0.0
 
-    def close(self) -> None:
-        self._transport.close()
-
     @torch.no_grad()
     def _average(self) -> None:
         chosen = self._choice.sample(range(self._transport.world_size), self._num_chosen)
-        self._global.pack(self._parameters)
+        self._weights.pack(self._parameters)
         if self._transport.rank not in chosen:
-            self._global.flat.zero_()
-        self._transport.all_reduce(self._global.flat).wait()
-        self._global.flat.div_(self._num_chosen)
-        self._global.unpack(self._parameters)
+            self._weights.flat.zero_()
+        self._transport.all_reduce(self._weights.flat).wait()
+        self._weights.flat.div_(self._num_chosen)
+        self._weights.unpack(self._parameters)
         self._num_averages += 1

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.models import layered
 from lightning_pipesync.bench.named_settings import parse_named
-from lightning_pipesync.bench.tasks import Task
+from lightning_pipesync.bench.tasks import Task, evaluations
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 Error = TypeVar("Error")
@@ -126,12 +126,10 @@ class Data:
     @classmethod
     def of(cls, task: Task, validation: float) -> Data:
         """Divides the training set of a task, always in the same way."""
-        train_set: Any = task.train_set
-        held_out = round(validation * len(train_set))
-        order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0)).tolist()
+        held_out, rest = (part.tolist() for part in task.divided(validation))
         if not held_out:
-            return cls(train_set, None, task.test_set)
-        return cls(Subset(train_set, order[held_out:]), Subset(train_set, order[:held_out]), task.test_set)
+            return cls(task.train_set, None, task.test_set)
+        return cls(Subset(task.train_set, rest), Subset(task.train_set, held_out), task.test_set)
 
     def errors_of(self, error_on: Callable[[Dataset[Any]], Error]) -> dict[str, Error]:
         """Returns what ``error_on`` returns: ``error``, on the test set, and ``validation``, if there is such a set."""
@@ -191,11 +189,6 @@ def train(
 def reductions(num_steps: int) -> set[int]:
     """Returns after how many steps the learning rate is reduced."""
     return {round(share * num_steps) for share in REDUCTIONS}
-
-
-def evaluations(num_steps: int, number: int) -> set[int]:
-    """Returns after how many steps the error is measured."""
-    return {round((i + 1) * num_steps / number) for i in range(number)}
 
 
 def build_engine(

@@ -18,13 +18,12 @@ from lightning_pipesync.bench.pipeline import (
     MODELS,
     Data,
     PipelineSettings,
-    evaluations,
     least_pipeline,
     reductions,
     train,
 )
 from lightning_pipesync.bench.results import environment
-from lightning_pipesync.bench.tasks import Task, build_task
+from lightning_pipesync.bench.tasks import Task, build_task, evaluations
 from lightning_pipesync.bench.vectorized import Dense, Trainings, trainings_of
 from lightning_pipesync.methods.ea_pipe import split
 

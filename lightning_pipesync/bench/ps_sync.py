@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lightning_pipesync.bench.tasks import Task
-from lightning_pipesync.bench.trainings import Training
-from lightning_pipesync.core.buckets import MIB, Bucket
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.bench.trainings import OverTransport
+from lightning_pipesync.core.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class PSSyncConfig:
     """Settings of synchronous training with a parameter server: it has none."""
 
 
-class PSSync(Training):
+class PSSync(OverTransport):
     """Every rank pushes its gradient to the server, which updates the weights by the average, and pulls them.
 
     The server is rank 0, which trains, too. It takes what DDP takes in steps, and more time: the gradients and weights
@@ -26,12 +25,7 @@ class PSSync(Training):
 
     def __init__(self, task: Task, config: PSSyncConfig) -> None:
         super().__init__(task)
-        self._transport = Transport(timeout_s=300)
-        self._parameters = list(self.module.parameters())
-        self._weights, self._gradient = Bucket(self._parameters), Bucket(self._parameters)
-        self._weights.pack(self._parameters)
-        self._transport.broadcast(self._weights.flat).wait()
-        self._weights.unpack(self._parameters)
+        self._gradient = Bucket(self._parameters)
         self._workers = range(1, self._transport.world_size)
         self._pushed = [torch.empty_like(self._gradient.flat) for _ in self._workers]  # on rank 0
 
@@ -43,13 +37,6 @@ class PSSync(Training):
             self._transport.send(self._gradient.flat, 0).wait()
             self._transport.recv(self._weights.flat, 0).wait()
             self._weights.unpack(self._parameters)
-
-    @property
-    def mib_sent(self) -> float:
-        return self._transport.traffic.total_bytes_sent / MIB
-
-    def close(self) -> None:
-        self._transport.close()
 
     def _serve(self) -> None:
         """Takes the step with all ranks' gradients, and sends the weights."""

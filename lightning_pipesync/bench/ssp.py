@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.bench.tasks import Task
-from lightning_pipesync.bench.trainings import Training
-from lightning_pipesync.core.buckets import MIB, Bucket
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.bench.trainings import OverTransport
+from lightning_pipesync.core.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -66,18 +65,13 @@ class ParameterServer:
             self._changed.notify_all()
 
 
-class SSP(Training):
+class SSP(OverTransport):
     """Every rank pushes its gradient to the server on rank 0, at its own pace, and pulls the weights."""
 
     def __init__(self, task: Task, config: SSPConfig) -> None:
         super().__init__(task)
-        self._transport = Transport(timeout_s=300)
-        self._parameters = list(self.module.parameters())
-        self._weights, self._gradient = Bucket(self._parameters), Bucket(self._parameters)
+        self._gradient = Bucket(self._parameters)
         self._message = torch.zeros(self._gradient.flat.numel() + 1)  # the gradient, and whether this rank leaves
-        self._weights.pack(self._parameters)
-        self._transport.broadcast(self._weights.flat).wait()
-        self._weights.unpack(self._parameters)
         self._threads: list[threading.Thread] = []
         self._server: ParameterServer | None = None
         if self._transport.rank == 0:
@@ -113,10 +107,6 @@ class SSP(Training):
         yield self.module
 
     @property
-    def mib_sent(self) -> float:
-        return self._transport.traffic.total_bytes_sent / MIB
-
-    @property
     def lssr(self) -> float | None:
         return None
 
@@ -128,7 +118,7 @@ class SSP(Training):
             self._transport.send(self._message, 0).wait()
         for thread in self._threads:
             thread.join()
-        self._transport.close()
+        super().close()
 
     def _serve(self, rank: int, server: ParameterServer) -> None:
         """Answers one rank until it leaves."""

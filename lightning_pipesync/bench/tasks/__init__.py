@@ -1,6 +1,6 @@
 """What is trained to a target: data that needs no download, a model, and how good it is."""
 
 from lightning_pipesync.bench.tasks.build import EVALUATED_ON, TASK_NAMES, build_task
-from lightning_pipesync.bench.tasks.task import Task
+from lightning_pipesync.bench.tasks.task import Task, evaluations
 
-__all__ = ["EVALUATED_ON", "TASK_NAMES", "Task", "build_task"]
+__all__ = ["EVALUATED_ON", "TASK_NAMES", "Task", "build_task", "evaluations"]

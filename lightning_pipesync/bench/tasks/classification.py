@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from lightning_pipesync.bench.tasks.task import Task
+
+
+def classification(*, train_set: TensorDataset, **rest: Any) -> Task:
+    """Returns a task whose quality is the share of the inputs that is classified correctly, in %.
+
+    Args:
+        train_set: inputs and labels.
+        rest: what else a :class:`Task` is made of.
+    """
+    return Task(
+        train_set=train_set,
+        loss=classify,
+        score=num_correct,
+        quality=lambda share: 100 * share,
+        metric="accuracy %",
+        higher_is_better=True,
+        labels=train_set.tensors[1],
+        **rest,
+    )
 
 
 def classify(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.bench.tasks.classification import classify, num_correct
+from lightning_pipesync.bench.tasks.classification import classification
 from lightning_pipesync.bench.tasks.task import Task
 
 
@@ -24,22 +24,16 @@ def digits() -> Task:
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images / 16, labels, test_size=600, stratify=labels, random_state=0)
     train_images, test_images, train_labels, test_labels = map(torch.from_numpy, parts)
-    return Task(
+    return classification(
         name="digits",
         build_module=_network,
         train_set=TensorDataset(train_images.float().view(-1, 1, 8, 8), train_labels),
         test_set=TensorDataset(test_images.float().view(-1, 1, 8, 8), test_labels),
         batch_size=16,
         epochs=12,
-        loss=classify,
-        score=num_correct,
-        quality=lambda share: 100 * share,
-        metric="accuracy %",
-        higher_is_better=True,
         target=98.0,
         optimizer=lambda module: SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4),
         scheduler=lambda optimizer, steps: MultiStepLR(optimizer, [steps * 6 // 10, steps * 8 // 10]),
-        labels=train_labels,
     )
 
 

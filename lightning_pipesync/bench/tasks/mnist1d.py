@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
 from lightning_pipesync.bench.models import layered
-from lightning_pipesync.bench.tasks.classification import classify, num_correct
+from lightning_pipesync.bench.tasks.classification import classification
 from lightning_pipesync.bench.tasks.task import Task
 
 #: The shape of each digit, as its authors drew it.
@@ -46,18 +46,13 @@ def mnist1d() -> Task:
     signals = (signals - signals.mean()) / signals.std()
     order = generator.permutation(len(labels))
     x, y = torch.from_numpy(signals[order]).float(), torch.from_numpy(labels[order])
-    return Task(
+    return classification(
         name="mnist1d",
         build_module=lambda: layered.mlp(_SIZE),
         train_set=TensorDataset(x[:_NUM_TRAIN], y[:_NUM_TRAIN]),
         test_set=TensorDataset(x[_NUM_TRAIN:], y[_NUM_TRAIN:]),
         batch_size=16,
         epochs=30,
-        loss=classify,
-        score=num_correct,
-        quality=lambda share: 100 * share,
-        metric="accuracy %",
-        higher_is_better=True,
         target=50.0,
         optimizer=lambda module: SGD(module.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4),
         scheduler=lambda optimizer, steps: MultiStepLR(optimizer, [steps * 6 // 10, steps * 8 // 10]),

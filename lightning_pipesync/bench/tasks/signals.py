@@ -8,7 +8,7 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.bench.tasks.classification import classify, num_correct
+from lightning_pipesync.bench.tasks.classification import classification
 from lightning_pipesync.bench.tasks.task import Task
 
 _NUM_CLASSES, _NUM_KNOTS, _LENGTH = 10, 12, 40
@@ -20,22 +20,16 @@ def signals() -> Task:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(_NUM_TRAINED + _NUM_TESTED) % _NUM_CLASSES
     inputs = _draw(labels, _templates(generator), generator)
-    return Task(
+    return classification(
         name="signals",
         build_module=_network,
         train_set=TensorDataset(inputs[:_NUM_TRAINED], labels[:_NUM_TRAINED]),
         test_set=TensorDataset(inputs[_NUM_TRAINED:], labels[_NUM_TRAINED:]),
         batch_size=16,
         epochs=24,
-        loss=classify,
-        score=num_correct,
-        quality=lambda share: 100 * share,
-        metric="accuracy %",
-        higher_is_better=True,
         target=90.0,
         optimizer=lambda module: Adam(module.parameters(), lr=1e-3),
         scheduler=lambda optimizer, steps: ConstantLR(optimizer, factor=1.0),
-        labels=labels[:_NUM_TRAINED],
     )
 
 

@@ -58,14 +58,18 @@ class Task:
     labels: Tensor | None = None
     labels_per_worker: int | None = None
 
+    def divided(self, share: float) -> tuple[Tensor, Tensor]:
+        """Returns which samples of ``train_set`` are such a share of it, and which the rest: always the same ones."""
+        order = torch.randperm(len(cast(Sized, self.train_set)), generator=torch.Generator().manual_seed(0))
+        number = round(share * len(order))
+        return order[:number], order[number:]
+
     def with_validation(self) -> Task:
         """Returns the task with a fixed part of its training data in the place of the test set.
 
         Settings are chosen on it; the model trains on the rest, whatever the seed of the training.
         """
-        order = torch.randperm(len(cast(Sized, self.train_set)), generator=torch.Generator().manual_seed(0))
-        num_held_back = round(VALIDATION_SHARE * len(order))
-        held_back, kept = (part.sort().values for part in (order[:num_held_back], order[num_held_back:]))
+        held_back, kept = (part.sort().values for part in self.divided(VALIDATION_SHARE))
         return replace(
             self,
             train_set=Subset(self.train_set, kept.tolist()),
@@ -87,3 +91,8 @@ class Task:
                 f"labels_per_worker={labels_per_worker} must be from 1 to {num_labels}, the labels there are."
             )
         return replace(self, labels_per_worker=labels_per_worker)
+
+
+def evaluations(num_steps: int, number: int) -> set[int]:
+    """Returns after how many steps of a training the quality is measured so often, the last time at its end."""
+    return {round((i + 1) * num_steps / number) for i in range(number)}
