@@ -1,6 +1,6 @@
 """The only place that touches a private name of torch or lightning, so that an upgrade breaks one file.
 
-Each is checked before it is set, or read with a default: see :mod:`lightning_pipesync.private_names`.
+Each is checked before it is set, or read with a default: see :mod:`lightning_pipesync.core.private_names`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_pipesync.private_names import missing, require
+from lightning_pipesync.core.private_names import missing, require
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

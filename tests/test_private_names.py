@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync import PipeSyncPlugin, SelSyncStrategy, compat
 from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncTrainerMixin
+from lightning_pipesync.core.private_names import Overriding, require
 from lightning_pipesync.fabric.dear import DeARFabricStrategyMixin
 from lightning_pipesync.lightning.callback import PipelineCallbackMixin
 from lightning_pipesync.lightning.dear import DeARStrategyMixin
 from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
-from lightning_pipesync.private_names import Overriding, require
 from tests.lightning_models import Classifier
 
 

@@ -10,8 +10,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from typing_extensions import override
 
 from lightning_pipesync.compat import found_overflow, is_unscaled, mark_overflow
+from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.methods.method import SyncMethod
-from lightning_pipesync.private_names import Overriding
 
 
 class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):

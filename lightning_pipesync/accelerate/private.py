@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.private_names import missing, require
+from lightning_pipesync.core.private_names import missing, require
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

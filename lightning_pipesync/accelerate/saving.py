@@ -16,9 +16,9 @@ from lightning_pipesync.accelerate.model import SynchronizedModel
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.accelerate.private import prepared_models
+from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.core.views import without_views
 from lightning_pipesync.methods.selsync import SelSync
-from lightning_pipesync.private_names import Overriding
 
 
 class SavingAccelerator(Overriding, Accelerator):

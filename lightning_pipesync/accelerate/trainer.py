@@ -11,8 +11,8 @@ from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import accelerator_of_transformers
+from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.methods.selsync import SelSyncConfig
-from lightning_pipesync.private_names import Overriding
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

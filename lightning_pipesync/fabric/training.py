@@ -24,11 +24,11 @@ from lightning_pipesync.compat import (
     unwrapped,
 )
 from lightning_pipesync.core.ending import at_end_of_process
+from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule, TrainedModule
 from lightning_pipesync.methods.method import AveragingMethod, SyncMethod, parameters_of
 from lightning_pipesync.methods.registry import make_config
 from lightning_pipesync.methods.stepping import check_unscaling
-from lightning_pipesync.private_names import Overriding
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `lightning_fabric`, whose classes differ
     from lightning.fabric.accelerators import Accelerator

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.compat import logs_this_batch, saves_now
-from lightning_pipesync.private_names import Overriding
+from lightning_pipesync.core.private_names import Overriding
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base

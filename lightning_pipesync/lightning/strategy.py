@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.compat import change_train_loaders, check_trainer, mark_overflow, scaler_of
+from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.core.rng import rng_states, set_rng_states
 from lightning_pipesync.data.loaders import begin_at
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
@@ -23,7 +24,6 @@ from lightning_pipesync.lightning.loaders import no_warning_about_resuming, with
 from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
 from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.stepping import check_unscaling
-from lightning_pipesync.private_names import Overriding
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
     from lightning.pytorch import LightningModule, Trainer

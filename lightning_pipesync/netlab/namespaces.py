@@ -15,8 +15,8 @@ from pathlib import Path
 import pyroute2
 from pyroute2 import netns
 
+from lightning_pipesync.core.private_names import require
 from lightning_pipesync.netlab.processes import NAMESPACES, kill
-from lightning_pipesync.private_names import require
 
 _NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
 # pyroute2 creates a namespace in a process of its own; 2 seconds are too few for that on a machine that is busy.

@@ -58,7 +58,7 @@ class Overriding:
         if not theirs:  # a mixin, to which the library's class is added later
             return
         for base in cls.__mro__:
-            if base.__module__.partition(".")[0] != __package__:
+            if base.__module__.partition(".")[0] != __package__.partition(".")[0]:
                 continue
             for name, member in vars(base).items():
                 function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
