@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.private_names import missing, require
 
@@ -155,29 +155,15 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
     return twin
 
 
-def replace_sampler(loader: DataLoader, sampler: Any) -> DataLoader:
-    """Returns a data loader like ``loader``, a subclass of DataLoader or with a batch sampler too, over ``sampler``.
+def copy_loader(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
+    """Returns a shallow copy of ``loader`` with other samplers, which a DataLoader refuses to set after ``__init__``.
 
-    Raises:
-        ValueError: its class or that of its batch sampler cannot be made anew.
+    Worker processes that persist stay with the original.
     """
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.trainer.states import RunningStage
-    from lightning.pytorch.utilities import data
-
-    require(data, "_update_dataloader")
-    given = loader.batch_sampler
-    if type(given) is BatchSampler and loader.batch_size is None:  # of the user's own: Lightning would make no batches
-        loader = copy(loader)
-        vars(loader).update(batch_size=given.batch_size, drop_last=given.drop_last)
-    try:
-        return data._update_dataloader(loader, sampler, mode=RunningStage.TRAINING)
-    except (MisconfigurationException, TypeError) as error:
-        raise ValueError(
-            f"The {type(loader).__name__} cannot be made anew with another order of the data: its class, or that of "
-            "its batch sampler, has to keep the arguments of __init__ as attributes of the same names. "
-            f"({' '.join(str(error).split())})"
-        ) from error
+    require(loader, "_iterator")
+    loader = copy(loader)
+    vars(loader).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+    return loader
 
 
 def check_trainer(trainer: Trainer, precision: Any) -> None:

@@ -21,7 +21,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
 
 from lightning_pipesync import PipeSyncPlugin, SelSyncStrategy, compat
 from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncTrainerMixin
@@ -137,7 +136,7 @@ def test_what_lightning_wraps() -> None:
         compat.scaler_of(precision)
 
 
-def test_what_lightning_is_asked_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lightning_is_asked_and_set() -> None:
     with pytest.raises(RuntimeError, match=r"lightning \S+ has no DDPStrategy\._backward_sync_control"):
         compat.control_backward_sync(DDPStrategy(), None)  # a Trainer's has none
     checkpoint = ModelCheckpoint(every_n_train_steps=2)
@@ -146,9 +145,6 @@ def test_what_lightning_is_asked_and_set(monkeypatch: pytest.MonkeyPatch) -> Non
     del checkpoint._every_n_train_steps
     with pytest.raises(RuntimeError, match=r"lightning \S+ has no ModelCheckpoint\._every_n_train_steps"):
         compat.saves_now(trainer)
-    monkeypatch.delattr(lightning.pytorch.utilities.data, "_update_dataloader")
-    with pytest.raises(RuntimeError, match=r"data\._update_dataloader"):
-        compat.replace_sampler(DataLoader([1]), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

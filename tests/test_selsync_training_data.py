@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_pipesync import LabelSkewedSampler, SelDPSampler, SelSync
+from lightning_pipesync.data.loaders import with_order
 from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import SAMPLES, Classifier, dataset, fit, train_loader
 from tests.models import OPTIMIZERS
@@ -263,11 +264,6 @@ def test_an_order_of_the_users_own_stays() -> None:
         assert {int(labels[index]) for indices in told["skewed"][0] for index in indices} == {rank}
 
 
-class DataLoaderOf(DataLoader):
-    def __init__(self, what: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-
 def refusals() -> dict[str, Any]:
     data, rank = dataset(), dist.get_rank()
     model = Classifier()
@@ -287,7 +283,6 @@ def refusals() -> dict[str, Any]:
         "full_pass=True has no effect on a SelDPSampler": refused(
             passing, DataLoader(data, 8, sampler=SelDPSampler(data))
         ),
-        "DataLoaderOf cannot be made anew": refused(passing, DataLoaderOf("rows", data, batch_size=8)),
         "1 samples are too few": refused(passing, DataLoader(Subset(data, [0]))),
         "training batches in an epoch: rank 0 has 8, rank 1 has 9": refused(
             sharing, DataLoader(data, 6, sampler=range(32 + rank))
@@ -306,3 +301,48 @@ def test_what_cannot_be_followed_is_refused_on_all_ranks() -> None:
 def test_full_pass_is_seldps() -> None:
     with pytest.raises(ValueError, match=r"full_pass=True .* partition='defdp'"):
         SelSync(nn.Linear(1, 1), [], partition="defdp", full_pass=True)
+
+
+class DataLoaderOf(DataLoader):
+    """A subclass with an argument that it does not keep."""
+
+    def __init__(self, what: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class PairSampler(Sampler[list[int]]):
+    """A batch sampler with arguments of its own: pairs of samples, and the last one alone."""
+
+    def __init__(self, order: Any) -> None:
+        self.sampler, self.batch_size = order, 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        return iter([indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)])
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)
+
+
+@pytest.mark.parametrize("num_samples", [None, 3])
+def test_a_loader_of_any_class_gets_another_order(num_samples: int | None) -> None:
+    """A copy: the class is the user's, whose loader and batch sampler stay as they are."""
+    order = [7, 2, 5, 0, 3, 1, 6, 4]
+    loaders = [
+        DataLoaderOf("rows", range(8), batch_size=2),
+        DataLoaderOf("rows", range(8), batch_size=2, num_workers=1, persistent_workers=True),
+        DataLoader(range(8), batch_sampler=PairSampler(range(8))),
+        DataLoader(range(8), batch_sampler=BatchSampler(range(8), 2, drop_last=False)),
+    ]
+    for loader in loaders:
+        before = [batch.tolist() for batch in loader]
+        ordered = with_order(loader, order, num_samples)
+        assert type(ordered) is type(loader)
+        size = num_samples or 2
+        assert [batch.tolist() for batch in ordered] == [order[i : i + size] for i in range(0, 8, size)]
+        assert [batch.tolist() for batch in loader] == before == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_batch_sampler_without_a_sampler_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(list\) has no attribute 'sampler'"):
+        with_order(DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), [3, 2, 1, 0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_pipesync.compat import replace_sampler
+from lightning_pipesync.compat import copy_loader
 from lightning_pipesync.data.injection import adjusted_batch_size
 from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
@@ -124,23 +125,33 @@ def batch_size_before_injection(loader: DataLoader, injection: tuple[float, floa
     if sampler_of(loader) is loader.batch_sampler:
         raise ValueError(
             f"injection={injection} changes the size of batches, and the {type(loader.batch_sampler).__name__} of the "
-            "training loader cannot be made anew without an attribute 'sampler': give it one, or set injection=None."
+            "training loader has no attribute 'sampler': give it one, or set injection=None."
         )
     return adjusted_batch_size(batch_size(loader), *injection, world_size)
 
 
 def with_order(loader: DataLoader, sampler: Any, num_samples: int | None = None) -> DataLoader:
-    """Returns a loader of the same data in the order of ``sampler``; the user's stays as it is.
+    """Returns a shallow copy of ``loader`` in the order of ``sampler``; ``loader`` itself stays as it is.
 
     Args:
-        loader: a DataLoader, a subclass, or with a batch sampler of the user's own that has a ``batch_size``.
+        loader: a DataLoader, a subclass, or one with a batch sampler of the user's own, which is copied, too.
         sampler: the order.
         num_samples: another number of samples a batch.
+
+    Raises:
+        ValueError: the batch sampler has no attribute ``sampler``.
     """
-    loader = replace_sampler(loader, sampler)
-    if num_samples is not None:
-        loader.batch_sampler.batch_size = num_samples  # type: ignore[union-attr]
-    return loader
+    batch_sampler: Any = copy(loader.batch_sampler)
+    if batch_sampler is not None:
+        if not hasattr(batch_sampler, "sampler"):
+            raise ValueError(
+                f"The training loader's batch sampler ({type(batch_sampler).__name__}) has no attribute 'sampler' to "
+                "set another order of the data in: give it one."
+            )
+        batch_sampler.sampler = sampler
+        if num_samples is not None:
+            batch_sampler.batch_size = num_samples
+    return copy_loader(loader, sampler, batch_sampler)
 
 
 def with_seed_of_its_own(loader: DataLoader) -> DataLoader:
