@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.compat import tree_flatten
+from lightning_pipesync.core.torch_private import tree_flatten
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
 
 TIMEOUT_S = 10

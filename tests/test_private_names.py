@@ -22,10 +22,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim import SGD
 
-from lightning_pipesync import PipeSyncPlugin, SelSyncStrategy, compat
+from lightning_pipesync import PipeSyncPlugin, SelSyncStrategy
 from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncTrainerMixin
+from lightning_pipesync.core import torch_private
 from lightning_pipesync.core.private_names import Overriding, require
+from lightning_pipesync.fabric import private as fabric_private
 from lightning_pipesync.fabric.dear import DeARFabricStrategyMixin
+from lightning_pipesync.lightning import private as lightning_private
 from lightning_pipesync.lightning.callback import PipelineCallbackMixin
 from lightning_pipesync.lightning.dear import DeARStrategyMixin
 from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
@@ -99,52 +102,52 @@ def test_what_is_set_on_metrics() -> None:
     metric = torchmetrics.MeanMetric()
     for name in ("sync_on_compute", "_to_sync"):
         with pytest.raises(RuntimeError, match=rf"torchmetrics \S+ has no MeanMetric\.{name}"):
-            compat.keep_local(Without(metric, name))  # type: ignore[arg-type]
+            lightning_private.keep_local(Without(metric, name))  # type: ignore[arg-type]
     for name in ("_update_count", "_computed"):
         with pytest.raises(RuntimeError, match=rf"torchmetrics \S+ has no MeanMetric\.{name}"):
-            compat.accumulate(Without(metric, name), {}, 1)  # type: ignore[arg-type]
+            lightning_private.accumulate(Without(metric, name), {}, 1)  # type: ignore[arg-type]
 
 
 def test_what_optimizers_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that torch sets on some optimizers only: whether it does is tried once."""
     parameter = nn.Parameter(torch.zeros(1))
-    for check in (compat._check_fused, compat._check_scheduled):
+    for check in (torch_private._check_fused, torch_private._check_scheduled):
         check.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(compat, "Probe", lambda parameters, fused=None: SGD(parameters))
+        patch.setattr(torch_private, "Probe", lambda parameters, fused=None: SGD(parameters))
         with pytest.raises(RuntimeError, match=r"torch \S+ has no SGD\._step_supports_amp_scaling"):
-            compat.handles_unscaling(SGD([parameter]))
+            torch_private.handles_unscaling(SGD([parameter]))
         patch.setattr(torch.optim.lr_scheduler, "LambdaLR", lambda *_: None)
         with pytest.raises(RuntimeError, match=r"torch \S+ has no SGD\._opt_called"):
-            compat.mark_stepped(SGD([parameter]))
-    assert not compat.handles_unscaling(SGD([parameter]))
-    assert compat.handles_unscaling(SGD([parameter], fused=True))
-    compat.mark_stepped(SGD([parameter]))
+            torch_private.mark_stepped(SGD([parameter]))
+    assert not torch_private.handles_unscaling(SGD([parameter]))
+    assert torch_private.handles_unscaling(SGD([parameter], fused=True))
+    torch_private.mark_stepped(SGD([parameter]))
 
 
 def test_what_lightning_wraps() -> None:
     optimizer = SGD([nn.Parameter(torch.zeros(1))])
     wrapped = LightningOptimizer(optimizer)
-    assert compat.unwrapped(wrapped) is compat.unwrapped(optimizer) is optimizer  # type: ignore[arg-type]
+    assert fabric_private.unwrapped(wrapped) is fabric_private.unwrapped(optimizer) is optimizer  # type: ignore[arg-type]
     renamed = type("LightningSGD", (SGD,), {"__module__": LightningOptimizer.__module__})
     with pytest.raises(RuntimeError, match=r"lightning \S+ has no LightningSGD\._optimizer"):
-        compat.unwrapped(renamed([nn.Parameter(torch.zeros(1))]))
+        fabric_private.unwrapped(renamed([nn.Parameter(torch.zeros(1))]))
     precision = MixedPrecision("16-mixed", "cpu")
-    assert compat.scaler_of(precision) is precision.scaler
+    assert fabric_private.scaler_of(precision) is precision.scaler
     del precision.scaler
     with pytest.raises(RuntimeError, match=r"lightning \S+ has no MixedPrecision\.scaler"):
-        compat.scaler_of(precision)
+        fabric_private.scaler_of(precision)
 
 
 def test_what_lightning_is_asked_and_set() -> None:
     with pytest.raises(RuntimeError, match=r"lightning \S+ has no DDPStrategy\._backward_sync_control"):
-        compat.control_backward_sync(DDPStrategy(), None)  # a Trainer's has none
+        fabric_private.control_backward_sync(DDPStrategy(), None)  # a Trainer's has none
     checkpoint = ModelCheckpoint(every_n_train_steps=2)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[checkpoint], global_step=4)
-    assert compat.saves_now(trainer)
+    assert lightning_private.saves_now(trainer)
     del checkpoint._every_n_train_steps
     with pytest.raises(RuntimeError, match=r"lightning \S+ has no ModelCheckpoint\._every_n_train_steps"):
-        compat.saves_now(trainer)
+        lightning_private.saves_now(trainer)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_a_trainer_is_checked_before_it_trains(
         for cls in [cls for cls in type(owner).__mro__ if name in vars(cls)]:
             monkeypatch.delattr(cls, name)
     with pytest.raises(RuntimeError, match=rf"lightning \S+ has no {type(owner).__name__}\.{name}"):
-        compat.check_trainer(_with_module(trainer), trainer.precision_plugin)
+        lightning_private.check_trainer(_with_module(trainer), trainer.precision_plugin)
 
 
 def _with_module(trainer: Trainer) -> Trainer:

@@ -9,8 +9,8 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from typing_extensions import override
 
-from lightning_pipesync.compat import found_overflow, is_unscaled, mark_overflow
 from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.torch_private import found_overflow, is_unscaled, mark_overflow
 from lightning_pipesync.methods.method import SyncMethod
 
 

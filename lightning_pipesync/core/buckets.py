@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.compat import foreach_copy_, foreach_zero_
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import foreach_copy_, foreach_zero_
 
 MIB = 2**20
 #: Where a tensor in a flat buffer may begin, in bytes from its start. Matrix products of some processors round by how

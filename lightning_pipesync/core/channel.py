@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.compat import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.messages import Messages
+from lightning_pipesync.core.torch_private import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from lightning_pipesync.core.traffic import Traffic
 
 #: Bytes of a header, of which the first eight are its true size. What is longer follows in a message of its own.

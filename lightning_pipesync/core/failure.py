@@ -14,9 +14,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_pipesync.compat import address_of, store_of
 from lightning_pipesync.core.ending import at_end_of_process, error_at_end
 from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait
+from lightning_pipesync.core.torch_private import address_of, store_of
 from lightning_pipesync.core.verdict import SENTENCES, absent_ranks, chain, find_fault, has_raised
 
 #: Seconds between two beats, at most; a fraction of the timeout if that is short.

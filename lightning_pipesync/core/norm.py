@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import foreach_norm
+from lightning_pipesync.core.torch_private import foreach_norm
 
 
 class SquaredNorm:

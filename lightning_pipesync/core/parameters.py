@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.compat import is_dtensor
+from lightning_pipesync.core.torch_private import is_dtensor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.compat import is_dtensor
+from lightning_pipesync.core.torch_private import is_dtensor
 
 
 def without_views(state: dict[str, Any]) -> dict[str, Any]:

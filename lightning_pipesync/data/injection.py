@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import tree_flatten, tree_unflatten
+from lightning_pipesync.core.torch_private import tree_flatten, tree_unflatten
 
 
 class Transfer(Protocol):

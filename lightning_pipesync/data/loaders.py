@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_pipesync.compat import copy_loader
+from lightning_pipesync.core.torch_private import copy_loader
 from lightning_pipesync.data.injection import adjusted_batch_size
 from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 
-from lightning_pipesync.compat import import_twin, register_strategy
 from lightning_pipesync.fabric.classes import (
     STRATEGIES,
     DeARFabricStrategy,
@@ -13,6 +12,7 @@ from lightning_pipesync.fabric.classes import (
     SelSyncFabricStrategy,
 )
 from lightning_pipesync.fabric.ea_pipe import refuse_ea_pipe
+from lightning_pipesync.fabric.private import import_twin, register_strategy
 
 __all__ = ["DeARFabricStrategy", "PipeSGDFabricStrategy", "SelSyncFabricStrategy"]
 

@@ -16,16 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.compat import (
-    control_backward_sync,
-    is_unscaled,
-    mark_overflow,
-    scaler_of,
-    unwrapped,
-)
 from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.torch_private import is_unscaled, mark_overflow
 from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule, TrainedModule
+from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
 from lightning_pipesync.methods.method import AveragingMethod, SyncMethod, parameters_of
 from lightning_pipesync.methods.registry import make_config
 from lightning_pipesync.methods.stepping import check_unscaling

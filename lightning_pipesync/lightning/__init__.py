@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipesync.compat import import_twin, register_strategy
+from lightning_pipesync.fabric.private import import_twin, register_strategy
 from lightning_pipesync.lightning.classes import (
     STRATEGIES,
     DeARStrategy,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync.compat import unwrapped
+from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.method import AveragingMethod
 

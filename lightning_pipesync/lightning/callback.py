@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.compat import logs_this_batch, saves_now
 from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.lightning.private import logs_this_batch, saves_now
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.compat import unwrapped
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.views import without_views
+from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.dear.config import FusionMethod, Topology, Update

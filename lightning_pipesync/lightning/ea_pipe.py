@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync import compat
+from lightning_pipesync.core.torch_private import mark_stepped
+from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.pipelined import (
     adopt_metrics,
     check_training,
@@ -27,6 +28,7 @@ from lightning_pipesync.lightning.pipelined import (
     metrics_of,
     without_graph,
 )
+from lightning_pipesync.lightning.private import check_trainer, keep_local, run_hooks_before_step, without_rank
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
@@ -142,7 +144,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         assert module is not None
         assert self.accelerator is not None
         assert self.model is not None
-        compat.check_trainer(trainer, self.precision_plugin)
+        check_trainer(trainer, self.precision_plugin)
         self._begin_to_attach(trainer)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
@@ -157,7 +159,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         self.setup_precision_plugin()
         draw_alike(self.broadcast)
         for metric in metrics_of(module):
-            compat.keep_local(metric)  # what is evaluated, is evaluated once
+            keep_local(metric)  # what is evaluated, is evaluated once
         self.method = self.attach_method(module, self.optimizers)
         self._check_checkpoint()
 
@@ -195,7 +197,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
             for optimizer in self.optimizers:  # rank 0 can save a whole checkpoint when the processes have parted
                 state = self.optimizer_state(optimizer)
                 if self.global_rank == 0:
-                    compat.unwrapped(optimizer).load_state_dict(state)
+                    unwrapped(optimizer).load_state_dict(state)
 
     @override
     def teardown(self) -> None:
@@ -213,7 +215,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         dataloader = super().process_dataloader(dataloader)
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        compat.without_rank(dataloader)
+        without_rank(dataloader)
         return self.begin_where_stopped(dataloader) if self._training else dataloader
 
     # --- a training step --------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     ) -> Any:
         assert self.lightning_module is not None
         self._add_callback(self.lightning_module.trainer, first=False)
-        compat.mark_stepped(optimizer)  # the first steps of a stage only fill the pipeline
+        mark_stepped(optimizer)  # the first steps of a stage only fill the pipeline
         return closure()
 
     def after_backward(self, optimizer: Optimizer) -> None:
@@ -284,8 +286,8 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     def _update(self, stage: Stage) -> None:
         optimizer = self.optimizers[0]
-        compat.run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
-        stage.update(compat.unwrapped(optimizer).step)
+        run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
+        stage.update(unwrapped(optimizer).step)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Leaves it to the method, which knows the norm over all stages when all have made their backward pass.
@@ -377,7 +379,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the state for the whole model: of each parameter the mean over its replicas."""
-        merged: dict[str, Any] = compat.unwrapped(optimizer).state_dict()
+        merged: dict[str, Any] = unwrapped(optimizer).state_dict()
         if self.method is None or self._interrupted:
             return merged
         assert self.method.transport is not None

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.compat import run_hooks_before_step
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
+from lightning_pipesync.lightning.private import run_hooks_before_step
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.config import DelayCompensation
 

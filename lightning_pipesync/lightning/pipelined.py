@@ -16,7 +16,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_pipesync import compat
+from lightning_pipesync.core.torch_private import map_tensors
+from lightning_pipesync.fabric.private import scaler_of
+from lightning_pipesync.lightning.private import accumulate, accumulated, show_metrics, shown_metrics
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -44,7 +46,7 @@ def check_training(trainer: Trainer, precision: Precision) -> None:
             "strategy='ea_pipe' runs training_step on two stages for each batch, and cannot for one that takes the "
             "loader's iterator: have it take a batch."
         )
-    if compat.scaler_of(precision) is not None:
+    if scaler_of(precision) is not None:
         raise ValueError(
             "precision='16-mixed' scales the loss, and mini-batches in flight would have different scales: set "
             "precision='bf16-mixed' or '32-true'."
@@ -102,12 +104,12 @@ def _forgiven(name: str, hook: Callable[[], None]) -> None:
 def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:
     """Has all ranks know what rank 0 has logged, and what its metric objects have accumulated."""
     metrics = metrics_of(trainer.lightning_module)
-    mine = compat.shown_metrics(trainer), [compat.accumulated(metric) for metric in metrics]
-    shown, states = broadcast(compat.map_tensors(Tensor.cpu, mine))
+    mine = shown_metrics(trainer), [accumulated(metric) for metric in metrics]
+    shown, states = broadcast(map_tensors(Tensor.cpu, mine))
     if trainer.global_rank != 0:
-        compat.show_metrics(trainer, shown)
+        show_metrics(trainer, shown)
         for metric, (state, updates) in zip(metrics, states, strict=True):
-            compat.accumulate(metric, compat.map_tensors(methodcaller("to", metric.device), state), updates)
+            accumulate(metric, map_tensors(methodcaller("to", metric.device), state), updates)
 
 
 def loss_of(result: Any) -> Tensor:
@@ -124,4 +126,4 @@ def loss_of(result: Any) -> Tensor:
 
 def without_graph(result: Any) -> Any:
     """Returns what ``training_step`` has returned, its tensors detached."""
-    return compat.map_tensors(Tensor.detach, result)
+    return map_tensors(Tensor.detach, result)

@@ -15,12 +15,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync.compat import change_train_loaders, check_trainer, mark_overflow, scaler_of
 from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.core.rng import rng_states, set_rng_states
+from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.data.loaders import begin_at
+from lightning_pipesync.fabric.private import scaler_of
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.loaders import no_warning_about_resuming, with_resumable_order
+from lightning_pipesync.lightning.private import change_train_loaders, check_trainer
 from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
 from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.stepping import check_unscaling

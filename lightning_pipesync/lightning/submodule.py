@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.compat import tensors_in
+from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.layout import Call
 
 #: Values of each tensor that tell batches apart.

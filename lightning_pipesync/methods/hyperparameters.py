@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import version
+from lightning_pipesync.core.torch_private import version
 
 #: Learning rate and so on of each parameter group.
 Hyperparameters = list[dict[str, Any]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import handles_unscaling
+from lightning_pipesync.core.torch_private import handles_unscaling
 
 
 class StepGuard:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import foreach_copy_
+from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.core.transport import Transport
 
 #: By the name of a parameter, a part of it, flattened.

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_norm, mark_stepped
 from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, Fusion, buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig

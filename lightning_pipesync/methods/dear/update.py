@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import twin_optimizer
+from lightning_pipesync.core.torch_private import twin_optimizer
 
 
 @dataclass(frozen=True)

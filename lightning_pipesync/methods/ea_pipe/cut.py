@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from lightning_pipesync.compat import is_pipe_split, memory_of, tensors_in, written_by
+from lightning_pipesync.core.torch_private import tensors_in
+from lightning_pipesync.methods.ea_pipe.torch_private import is_pipe_split, memory_of, written_by
 
 _COPY = "copy it with clone(memory_format=torch.contiguous_format)"
 

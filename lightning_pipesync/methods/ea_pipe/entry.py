@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import map_tensors
+from lightning_pipesync.core.torch_private import map_tensors
 
 
 class Entry:

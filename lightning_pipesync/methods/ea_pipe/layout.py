@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import map_tensors, paths_in, tensors_in, tree_flatten, tree_unflatten
+from lightning_pipesync.core.torch_private import map_tensors, paths_in, tensors_in, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from lightning_pipesync.compat import map_tensors, tensors_in
+from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe.entry import Entry
 from lightning_pipesync.methods.ea_pipe.links import rank_of

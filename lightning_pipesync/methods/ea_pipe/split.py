@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipesync.compat import has_hooks, tensors_in
 from lightning_pipesync.core.channel import LocalChannel
+from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.entry import Entry
+from lightning_pipesync.methods.ea_pipe.torch_private import has_hooks
 from lightning_pipesync.methods.method import device_of
 
 #: How much longer than the best cut's the slowest stage may take, if that saves memory.

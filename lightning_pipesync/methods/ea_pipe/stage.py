@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_norm, tensors_in
+from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.entry import Entry
 from lightning_pipesync.methods.ea_pipe.links import Links

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
-from lightning_pipesync.compat import has_backward_hooks, telling_own_gradients
 from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
 from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, varying, with_strides
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
+from lightning_pipesync.methods.ea_pipe.torch_private import has_backward_hooks, telling_own_gradients
 
 #: Graphs of a model beyond which its input is taken to vary without end.
 MANY_GRAPHS = 32

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import version
 from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.torch_private import version
 
 
 class Versions:

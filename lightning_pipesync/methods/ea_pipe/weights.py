@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import stepping_unseen
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.states import OptimizerStates
+from lightning_pipesync.methods.ea_pipe.torch_private import stepping_unseen
 from lightning_pipesync.methods.ea_pipe.versions import Versions
 
 

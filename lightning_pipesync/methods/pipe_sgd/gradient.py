@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import foreach_mul_, foreach_norm
 from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import foreach_mul_, foreach_norm
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import mark_stepped
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.compat import Probe, foreach_copy_, twin_optimizer, version
 from lightning_pipesync.core.buckets import MIB, Bucket
+from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer, version
 from lightning_pipesync.methods.hyperparameters import Hyperparameters
 
 #: MiB of weights that take their trial step together: so much that an accelerator has enough to do, and on a CPU so

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import foreach_copy_
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.core.transport import Transport
 
 

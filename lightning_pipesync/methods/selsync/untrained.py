@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.compat import foreach_norm, version
 from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.torch_private import foreach_norm, version
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.selsync.tensors import can_be_averaged, differing, to_cpu
 

@@ -1,0 +1,186 @@
+"""Private names of torch: the only place that uses them, except for the graphs of EA-Pipe.
+
+Each is checked before it is set, or read with a default: see :mod:`lightning_pipesync.core.private_names`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree
+from torch.utils.data import DataLoader
+
+from lightning_pipesync.core.private_names import require
+
+
+class Probe(torch.optim.SGD):
+    """Tried in the place of SGD: if one is made, torch wraps SGD's ``step``, and subclasses' hooks are called twice."""
+
+
+require(torch, "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_norm")
+require(Tensor, "_version")
+require(Probe([torch.zeros(1)]), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies each source into its target, in one call."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def foreach_zero_(tensors: list[Tensor]) -> None:
+    """Has all values of all tensors be zero, in one call."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
+    """Multiplies all values of all tensors, in one call."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the L2 norm of each tensor as a 0-dim tensor: fp32, or fp64 if one of them is."""
+    if not tensors:
+        return []
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes <= {torch.float32} or dtypes <= {torch.float64}:
+        return list(torch._foreach_norm(tensors, 2))  # half again as fast as with a dtype
+    return list(torch._foreach_norm(tensors, 2, functools.reduce(torch.promote_types, dtypes, torch.float32)))
+
+
+def version(tensor: Tensor) -> int:
+    """Returns a number that grows whenever autograd sees ``tensor`` written in place."""
+    return tensor._version
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Returns whether ``tensor`` is a ``DTensor``."""
+    return isinstance(tensor, DTensor)
+
+
+def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Has ``scaler``, which has unscaled the gradients of ``optimizer``, skip the update and reduce its scale."""
+    for found_inf in _found_inf(scaler, optimizer):
+        found_inf.fill_(1.0)
+
+
+def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Returns, before ``scaler`` is updated, whether it skips the step of ``optimizer``."""
+    return any(bool(found_inf.item()) for found_inf in _found_inf(scaler, optimizer))
+
+
+def _found_inf(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
+    require(scaler, "_per_optimizer_states")
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Returns whether ``scaler`` has unscaled the gradients of ``optimizer`` since its last update."""
+    require(scaler, "_per_optimizer_states")
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+
+
+def handles_unscaling(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer`` unscales gradients within its step, as fused ones do."""
+    _check_fused()
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@functools.cache
+def _check_fused() -> None:
+    require(Probe([torch.zeros(1)], fused=True), "_step_supports_amp_scaling")
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tells learning rate schedulers, which warn otherwise, that ``optimizer`` has taken a step."""
+    _check_scheduled()
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _check_scheduled() -> None:
+    optimizer = Probe([torch.zeros(1)])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    optimizer.step()
+    require(optimizer, "_opt_called")
+
+
+def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> Optimizer:
+    """Returns an optimizer of the same class and attributes with parameter groups and state of its own.
+
+    The user's hooks on ``optimizer`` and what a scheduler has put around its ``step`` stay with the original.
+    """
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.param_groups = groups
+    twin.state = defaultdict(dict, state)
+    return twin
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Splits nested containers into their leaves and what rebuilds them."""
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """Rebuilds nested containers from their leaves."""
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in nested containers, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def paths_in(tree: Any) -> list[str]:
+    """Returns where in nested containers each leaf is, as one would index it."""
+    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Returns nested containers with what ``function`` makes of each tensor in them, in order, in its place."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def copy_loader(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
+    """Returns a shallow copy of ``loader`` with other samplers, which a DataLoader refuses to set after ``__init__``.
+
+    Worker processes that persist stay with the original.
+    """
+    require(loader, "_iterator")
+    loader = copy(loader)
+    vars(loader).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+    return loader
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Returns the store over which ``group`` was formed, whose keys are the group's own.
+
+    It shares its connection with the process. A ``clone()`` would not, but while it connects, a connection of Gloo's in
+    the same process may go silent.
+    """
+    return distributed_c10d._world.pg_map[group][1]
+
+
+def address_of(store: dist.Store) -> str | None:
+    """Returns ``host:port`` of the process that keeps what is in ``store``; None if that is no process."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else None
