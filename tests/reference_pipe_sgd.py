@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.core.shards import shard_of
 
 
 def through(codec: Codec, values: Tensor, dropped: Tensor | None) -> Tensor:

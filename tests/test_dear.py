@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipesync.core.views import without_views
+from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_refused, launch, raised
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp, state, train_ddp
@@ -163,7 +163,7 @@ def saved_without_waiting() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         optimizer.zero_grad()
         loss(model, i, dist.get_rank()).backward()
         sync.step()
-    saved = without_views(model.state_dict())
+    saved = unshare_storage(model.state_dict())
     sync.synchronize()
     flushed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert len({value.untyped_storage().data_ptr() for value in saved.values()}) == len(saved), (

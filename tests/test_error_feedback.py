@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.shards import shard_of
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync
+from lightning_pipesync.core.diagnosis import chain, find_fault
 from lightning_pipesync.core.failure import FRACTION_OF_TIMEOUT, PeerWatch
 from lightning_pipesync.core.heartbeat import Beat, Wait
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.core.verdict import chain, find_fault
 from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
 from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
@@ -169,7 +169,7 @@ def test_all_others_name_the_rank_that_is_lost(how: str) -> None:
             )
         else:
             assert_names(message, victim, how)
-        assert outcome["seconds"] < 30, "the timeout, the verdict, and what a busy machine adds"
+        assert outcome["seconds"] < 30, "the timeout, the diagnosis, and what a busy machine adds"
 
 
 def reap(jobs: Any, how: str) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def order_of_events(level: int) -> list[str]:
     optimizer = SGD(model.parameters(), lr=0.1)
     sync = PipeSGD(model, optimizer, pipeline_level=level, segments=2)
     events: list[str] = []
-    submit = sync._lane.submit
+    submit = sync._queue.submit
     step = 0
 
     def recording(kind: str, start: Any) -> Any:
@@ -209,7 +209,7 @@ def order_of_events(level: int) -> list[str]:
         handle.wait = recorded_wait  # type: ignore[method-assign]
         return handle
 
-    sync._lane.submit = recording  # type: ignore[method-assign]
+    sync._queue.submit = recording  # type: ignore[method-assign]
     model[0].register_full_backward_hook(lambda *_: events.append(f"first layer {step}"))
     for step in range(4):
         optimizer.zero_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_pipesync.core import ring
-from lightning_pipesync.core.shards import shard_of
+from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.transport import Transport
 from tests.harness import launch
 from tests.test_transport import through, values

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.handle import Promise, Worker
-from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.traffic import Traffic
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
@@ -96,11 +96,11 @@ def test_a_pipeline_in_one_process_waits_for_nobody() -> None:
 def wait_beside_training() -> tuple[dict[str, float], dict[str, float], float]:
     """Returns what was waited for by a thread beside training, then by training itself, and how long that took."""
     transport = Transport(timeout_s=30)
-    lane = Lane("test", transport.device, transport.traffic)
+    queue = CommQueue("test", transport.device, transport.traffic)
     if late := transport.rank == 1:
         time.sleep(LATE)
-    reducing = lane.submit("all_reduce", lambda: transport.all_reduce(torch.ones(8)))
-    lane.land()
+    reducing = queue.submit("all_reduce", lambda: transport.all_reduce(torch.ones(8)))
+    queue.flush()
     transport.traffic.seconds_waited.clear()
     time.sleep(0 if late else 3 * LATE)
     reducing.wait()
@@ -110,7 +110,7 @@ def wait_beside_training() -> tuple[dict[str, float], dict[str, float], float]:
         lambda: transport.all_gather(torch.ones(8)).wait(),
         lambda: transport.exchange_flags(1).wait(),
         lambda: transport.gather_objects("here"),
-        lambda: (lane.submit("reduce_scatter", lambda: transport.reduce_scatter(torch.ones(8))), lane.drain()),
+        lambda: (queue.submit("reduce_scatter", lambda: transport.reduce_scatter(torch.ones(8))), queue.wait_all()),
         lambda: send(transport),
     ]
     for wait in waits:
@@ -118,7 +118,7 @@ def wait_beside_training() -> tuple[dict[str, float], dict[str, float], float]:
         time.sleep(LATE if late else 0)
         wait()
     wall = time.perf_counter() - began
-    lane.close(10)
+    queue.close(10)
     transport.close()
     return beside, transport.traffic.seconds_waited, wall
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.core import pairwise
+from lightning_pipesync.core import all_to_all
+from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.shards import shard_of
 from lightning_pipesync.core.transport import Transport
 from tests.harness import DIED, kill_stopped_siblings, launch, raised
 
@@ -61,7 +61,7 @@ def test_all_reduce_sums_in_rank_order(world_size: int) -> None:
 
 
 def all_reduce_with_a_small_window() -> bool:
-    pairwise.WINDOW = 1
+    all_to_all.WINDOW = 1
     return all(all_reduce_all_kinds().values())
 
 

@@ -27,7 +27,7 @@ from lightning_pipesync.accelerate.private import (
     replace_prepared_optimizer,
 )
 from lightning_pipesync.accelerate.saving import SavingAccelerator
-from lightning_pipesync.core.ending import at_end_of_process
+from lightning_pipesync.core.shutdown import at_shutdown
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.selsync import SelSyncConfig
@@ -71,7 +71,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if self.pipesync is not None:
             check_support(self)
         self._prepared = Prepared()
-        at_end_of_process(self._prepared.end)  # many a loop ends without end_training()
+        at_shutdown(self._prepared.end)  # many a loop ends without end_training()
         self._preparing = False
         self._loader_checked = self._loader_is_for_training = False
 

@@ -17,7 +17,7 @@ from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.accelerate.private import prepared_models
 from lightning_pipesync.core.private_names import Overriding
-from lightning_pipesync.core.views import without_views
+from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.methods.selsync import SelSync
 
 
@@ -69,7 +69,7 @@ class SavingAccelerator(Overriding, Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the consolidated weights under the user's own names; a collective call."""
         self.consolidate()
-        return without_views(super().get_state_dict(model, unwrap))
+        return unshare_storage(super().get_state_dict(model, unwrap))
 
     @override
     def save_state(

@@ -171,3 +171,19 @@ def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
         places.append(slice(end, end + tensor.numel()))
         end += -(-tensor.numel() // step) * step
     return places, end
+
+
+def shard_numel(numel: int, world_size: int) -> int:
+    """Returns the number of values of every shard but the last ones, which may be shorter or empty."""
+    return -(-numel // world_size)
+
+
+def shard_slice(numel: int, rank: int, world_size: int) -> slice:
+    """Returns which of ``numel`` values ``rank`` owns."""
+    size = shard_numel(numel, world_size)
+    return slice(min(rank * size, numel), min((rank + 1) * size, numel))
+
+
+def shard_of(flat: Tensor, rank: int, world_size: int) -> Tensor:
+    """Returns the slice of ``flat`` (1-D) that ``rank`` owns: a view."""
+    return flat[shard_slice(flat.numel(), rank, world_size)]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from lightning_pipesync.core.traffic import Traffic
@@ -58,7 +58,7 @@ class Receiver(ABC):
         """
 
     def close(self, timeout_s: float) -> None:  # noqa: B027 - not all have a thread
-        """Ends the thread, after what is under way or after ``timeout_s`` seconds."""
+        """Ends the thread, after the messages in flight or after ``timeout_s`` seconds."""
 
 
 class LocalChannel(Sender, Receiver):
@@ -159,12 +159,12 @@ class MessageReceiver(Receiver):
 
     def __init__(self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic) -> None:
         self._messages, self._peer, self._device = messages, peer, device
-        self._lane = Lane(name, device, traffic)
+        self._queue = CommQueue(name, device, traffic)
         self._expected: deque[Handle[Any]] = deque()
 
     def expect(self) -> None:
-        self._expected.append(self._lane.submit("recv", self._start))
-        self._lane.land()  # its tensors have to be there before the next header is waited for
+        self._expected.append(self._queue.submit("recv", self._start))
+        self._queue.flush()  # its tensors have to be there before the next header is waited for
 
     def receive(self) -> Any:
         if not self._expected:
@@ -172,12 +172,12 @@ class MessageReceiver(Receiver):
         with self._messages.awaiting(self._peer):
             message = self._expected.popleft().wait()
         for tensor in tensors_in(message):
-            if tensor.is_cuda:  # allocated on the lane's stream, used on this one
+            if tensor.is_cuda:  # allocated on the queue's stream, used on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return message
 
     def close(self, timeout_s: float) -> None:
-        self._lane.close(timeout_s)
+        self._queue.close(timeout_s)
 
     def _start(self) -> Handle[Any]:
         frame = self._read(torch.empty(HEADER_BYTES, dtype=torch.uint8))

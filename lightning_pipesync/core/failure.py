@@ -14,10 +14,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.ending import at_end_of_process, error_at_end
+from lightning_pipesync.core.diagnosis import SENTENCES, absent_ranks, chain, find_fault, has_raised
 from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait
+from lightning_pipesync.core.shutdown import at_shutdown, error_at_shutdown
 from lightning_pipesync.core.torch_private import address_of, store_of
-from lightning_pipesync.core.verdict import SENTENCES, absent_ranks, chain, find_fault, has_raised
 
 #: Seconds between two beats, at most; a fraction of the timeout if that is short.
 INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
@@ -80,7 +80,7 @@ class PeerWatch:
             store = dist.PrefixStore(f"pipesync/{(store.add('pipesync/watches', 1) - 1) // world_size}", store)
             interval = min(INTERVAL, self.timeout.total_seconds() * FRACTION_OF_TIMEOUT)
             self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe)
-            self._at_end = at_end_of_process(lambda _: self.close(error_at_end()), first=True)
+            self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
 
     @contextmanager
     def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Iterator[None]:
@@ -145,7 +145,7 @@ class PeerWatch:
         seconds = f"timeout_s={self.timeout.total_seconds():g}"
         # Without the place in the backend's source, and without its advice.
         cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0].strip()
-        with self._judging:  # each thread that waits fails; one verdict is enough
+        with self._judging:  # each thread that waits fails; one diagnosis is enough
             if self._verdict is None:
                 self._verdict = self._judge()
             who, way = self._verdict

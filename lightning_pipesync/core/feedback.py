@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_pipesync.core.buckets import shard_numel
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.blocks import as_dtype, blocks
-from lightning_pipesync.core.shards import accumulation_dtype, shard_numel
+from lightning_pipesync.core.codecs.codec import accumulation_dtype
 
 
 class ErrorFeedback:

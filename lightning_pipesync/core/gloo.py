@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipesync.core.all_to_all import AllToAllExchange
+from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 from lightning_pipesync.core.handle import Promise, Worker
 from lightning_pipesync.core.messages import Messages
-from lightning_pipesync.core.pairwise import PairwiseExchange
 from lightning_pipesync.core.pool import BufferPool
 from lightning_pipesync.core.ring import RingExchange, worthwhile
-from lightning_pipesync.core.shards import accumulation_dtype, shard_of
 
 #: Numbers of operations before they begin anew; there are two series of them.
 NUM_TAGS = 2**29
@@ -41,13 +42,13 @@ class GlooExchange:
         self._reducing = Worker("pipesync-reduce")
         self._gathering = Worker("pipesync-gather")
 
-    def pairwise(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
+    def all_to_all(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
         """Starts one small message to and from each peer, all at once.
 
         These are numbered by themselves: another thread than that of the collectives may send them at any time.
         """
         self._small_tag = (self._small_tag + 1) % NUM_TAGS
-        return PairwiseExchange(self._messages(NUM_TAGS + self._small_tag), outgoing, incoming, window=self._world_size)
+        return AllToAllExchange(self._messages(NUM_TAGS + self._small_tag), outgoing, incoming, window=self._world_size)
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -110,7 +111,7 @@ class GlooExchange:
             incoming, outgoing = received, self._encode_slices(slices, codec, feedback)
             encoded = outgoing.copy()
         own_wire = outgoing.pop(self._rank, own)
-        exchange = self._pairwise(tag, outgoing, incoming)
+        exchange = self._all_to_all(tag, outgoing, incoming)
 
         def reduce() -> Tensor:
             contributions = {**incoming, self._rank: own_wire}
@@ -146,7 +147,7 @@ class GlooExchange:
         return wires
 
     def _sum_values(
-        self, exchange: PairwiseExchange, contributions: dict[int, Tensor], own: Tensor, divisor: int
+        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], own: Tensor, divisor: int
     ) -> None:
         """Adds in the order of the ranks, so that the result does not depend on who sums or what arrives first."""
         order = sorted(contributions)
@@ -163,7 +164,7 @@ class GlooExchange:
             own.copy_(total)
 
     def _sum_wires(
-        self, exchange: PairwiseExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor, divisor: int
+        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor, divisor: int
     ) -> None:
         """Decodes and adds in the order of the ranks; only the quotient is rounded to the type of ``own``."""
         dtype = accumulation_dtype(own.dtype)
@@ -210,18 +211,18 @@ class GlooExchange:
 
         return gather_and_decode
 
-    def _gather_slices(self, tag: int, slices: list[Tensor]) -> PairwiseExchange | RingExchange:
+    def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
         """Starts to send this rank's slice to all, and to fill in the others'."""
         if worthwhile(slices[0].nbytes, self._world_size):
             return RingExchange(self._messages(tag), slices, first=self._rank)
         own = slices[self._rank]
-        return self._pairwise(
+        return self._all_to_all(
             tag, dict.fromkeys(self._peers, own), {p: slices[p] for p in self._peers if slices[p].numel()}
         )
 
-    def _pairwise(self, tag: int, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> PairwiseExchange:
+    def _all_to_all(self, tag: int, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
         filled = {peer: message for peer, message in outgoing.items() if message.numel()}
-        return PairwiseExchange(self._messages(tag), filled, incoming)
+        return AllToAllExchange(self._messages(tag), filled, incoming)
 
     def _messages(self, tag: int) -> Messages:
         return Messages(self._group, tag, self._watch)

@@ -69,7 +69,7 @@ class Fault:
     """Which rank is at fault, and how.
 
     Attributes:
-        kind: a key of :data:`lightning_pipesync.core.verdict.SENTENCES`.
+        kind: a key of :data:`lightning_pipesync.core.diagnosis.SENTENCES`.
         rank: the rank.
         host: name of its machine.
         pid: of its process there.

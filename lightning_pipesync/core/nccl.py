@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
-from lightning_pipesync.core.shards import accumulation_dtype, shard_numel, shard_of
 
 
 class NcclExchange:

@@ -2,13 +2,13 @@
 
 [Note: one stream a link]
 In P - 1 steps every rank sends one slice to the next rank and receives one from the rank before, so that each link
-carries a single stream in each direction. A pairwise exchange sends as many bytes, but every receiver then has up to
+carries a single stream in each direction. An all-to-all exchange sends as many bytes, but every receiver then has up to
 P - 1 senders that compete for its link: on emulated hosts it took 1.1 times as long with 4 ranks, 1.2 to 1.4 with 8.
-What the ring costs are P - 1 messages one after the other, so that small slices are better sent pairwise.
+What the ring costs are P - 1 messages one after the other, so that small slices are better sent all-to-all.
 
 [Note: partial sums]
 In a reduce-scatter the slice of rank r starts at rank r + 1 and visits all others; each adds its own values, r as the
-last. The sums are of the type of the values: what a codec has encoded is never summed on the way, and travels pairwise.
+last. The sums are of the type of the values: encoded values are never summed on the way, and travel all-to-all.
 
 [Note: one order of waiting]
 A slice moves on while its receiver waits for it, so all ranks must wait for their rings in the same order: if one waits
@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.pool import BufferPool
 
-#: Slices of fewer bytes are faster pairwise, and with 2 ranks there is nothing to gain.
+#: Slices of fewer bytes are faster all-to-all, and with 2 ranks there is nothing to gain.
 MIN_SLICE_BYTES, MIN_RANKS = 128 * 1024, 3
 
 #: A slice travels in pieces of so many bytes: while one is added and sent on, the next arrives.
@@ -119,5 +119,5 @@ def in_pieces(values: Tensor) -> list[Tensor]:
 
 
 def worthwhile(slice_bytes: int, world_size: int) -> bool:
-    """Returns whether slices of so many bytes travel faster around a ring of so many ranks than pairwise."""
+    """Returns whether slices of so many bytes travel faster around a ring of so many ranks than all-to-all."""
     return slice_bytes >= MIN_SLICE_BYTES and world_size >= MIN_RANKS

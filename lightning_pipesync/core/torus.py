@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.gloo import GlooExchange
 from lightning_pipesync.core.nccl import NcclExchange
-from lightning_pipesync.core.shards import shard_slice
 
 
 class Torus:

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
 
+from lightning_pipesync.core.buckets import shard_of, shard_slice
 from lightning_pipesync.core.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.core.ending import destroy_process_groups_at_end
 from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.gloo import NUM_TAGS, GlooExchange
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.nccl import NcclExchange
-from lightning_pipesync.core.shards import shard_of, shard_slice
+from lightning_pipesync.core.shutdown import destroy_process_groups_at_shutdown
 from lightning_pipesync.core.torus import Torus, TorusExchange
 from lightning_pipesync.core.traffic import Traffic
 
@@ -83,7 +83,7 @@ class Transport:
         self.traffic = Traffic()
         self._groups: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=timeout_s)
-        destroy_process_groups_at_end()
+        destroy_process_groups_at_shutdown()
         # Flags, objects and single messages go through the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
         self.watch = PeerWatch(self._timeout, lambda: self.traffic.num_operations)
@@ -154,7 +154,7 @@ class Transport:
         This and :meth:`exchange_flags` wait for nothing else that is on its way, and may be called on another thread
         than the collectives. Messages are numbered in the order of these calls, which has to be the same on all ranks,
         so that two threads may take turns only where one waits for the other in between: DeAR's main thread calls when
-        its lane, which has called before, is drained.
+        its queue, which has called before, has no operation in flight.
         """
         return self._exchange_bytes("union", flags, lambda of_ranks: of_ranks.bool().any(dim=0).tolist())
 
@@ -298,7 +298,7 @@ class Transport:
         of_ranks = torch.zeros(self.world_size, len(own), dtype=torch.uint8)
         of_ranks[self.rank] = torch.tensor(own, dtype=torch.uint8)
         peers = [peer for peer in range(self.world_size) if peer != self.rank and own]
-        exchange = self._gloo.pairwise(
+        exchange = self._gloo.all_to_all(
             dict.fromkeys(peers, of_ranks[self.rank]), {peer: of_ranks[peer] for peer in peers}
         )
 

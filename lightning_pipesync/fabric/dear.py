@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.views import without_views
+from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.fabric.module import SyncedModule
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.methods.dear import DeAR
@@ -36,4 +36,4 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         state = super().get_module_state_dict(module)
-        return without_views(state) if isinstance(module, SyncedModule) else state
+        return unshare_storage(state) if isinstance(module, SyncedModule) else state

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.ending import at_end_of_process
 from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.shutdown import at_shutdown
 from lightning_pipesync.core.torch_private import is_unscaled, mark_overflow
 from lightning_pipesync.fabric.module import BackwardSyncControl, SyncedModule, TrainedModule
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
@@ -268,7 +268,7 @@ class FabricTrainingMixin(Overriding, _Base):
 
     def _begin(self, module: nn.Module) -> TrainedModule:
         if not self._synced:
-            at_end_of_process(self._detach)  # nobody tells a strategy of the end
+            at_shutdown(self._detach)  # nobody tells a strategy of the end
         else:
             self._let_go(module)
         self._synced.append(TrainedModule(module, self.attach_method))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.core.views import without_views
+from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.averaging import AveragingStrategyMixin
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
@@ -135,7 +135,7 @@ class DeARStrategyMixin(AveragingStrategyMixin):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return state if self.method is None else without_views(state)
+        return state if self.method is None else unshare_storage(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

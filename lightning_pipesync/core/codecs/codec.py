@@ -56,3 +56,8 @@ class Codec(ABC):
             raise ValueError(
                 f"compression={self.name!r} encodes floating-point values, not {dtype}: use compression='none'"
             )
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which values of ``dtype`` are summed: 16-bit floats in fp32, all else in their own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

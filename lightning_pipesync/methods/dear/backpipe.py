@@ -8,7 +8,7 @@ import operator
 
 from torch import Tensor
 
-from lightning_pipesync.core.lane import Lane
+from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.fused import FusedBuckets
 from lightning_pipesync.methods.dear.order import ExecutionOrder
@@ -28,7 +28,7 @@ class BackPipe:
     Args:
         buckets: what travels together.
         order: learns in which order gradients become ready.
-        lane: on which they travel.
+        queue: on which they travel.
         tuner: knows when other parameters are to travel together.
         transport: the way to the other ranks.
     """
@@ -37,11 +37,11 @@ class BackPipe:
         self,
         buckets: FusedBuckets,
         order: ExecutionOrder,
-        lane: Lane,
+        queue: CommQueue,
         tuner: FusionTuner,
         transport: Transport,
     ) -> None:
-        self._buckets, self._order, self._lane = buckets, order, lane
+        self._buckets, self._order, self._queue = buckets, order, queue
         self._tuner, self._transport = tuner, transport
         self._num_launched = 0
         self._reducing = self.reduced = self._outdated = False
@@ -83,7 +83,7 @@ class BackPipe:
 
     def drain(self) -> None:
         """Waits until nothing is under way, and all weights are up to date."""
-        self._lane.drain()
+        self._queue.wait_all()
         for bucket in self._buckets:
             bucket.wait()
 
@@ -99,8 +99,8 @@ class BackPipe:
         self._launch(len(self._buckets))
         missing = not all(all(bucket.present) for bucket in self._buckets)
         flag = MISSING * missing | OUTDATED * self._outdated | END_OF_TRIAL * self._tuner.end_of_trial()
-        exchanged = self._lane.submit("flags", lambda: self._transport.exchange_flags(flag))
-        self._lane.drain()
+        exchanged = self._queue.submit("flags", lambda: self._transport.exchange_flags(flag))
+        self._queue.wait_all()
         flags = functools.reduce(operator.or_, exchanged.wait())
         if flags & END_OF_TRIAL:
             self._tuner.over = True
@@ -117,7 +117,7 @@ class BackPipe:
         """Starts the reduce-scatters of the buckets up to ``end``."""
         for bucket in self._buckets[self._num_launched : end]:
             bucket.take_gradients()
-            self._lane.submit("reduce_scatter", bucket.start_reducing)
+            self._queue.submit("reduce_scatter", bucket.start_reducing)
         self._num_launched = max(end, self._num_launched)
 
     def _find_present(self) -> None:

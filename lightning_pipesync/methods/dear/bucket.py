@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -89,10 +89,10 @@ class FusedBucket:
         self.launched = True
         self.present = self.gradients.pack_gradients(self._tensors)
 
-    def feed(self, lane: Lane) -> None:
+    def feed(self, queue: CommQueue) -> None:
         """Starts to bring the weights up to date, with learning rate and so on as they are now."""
         self.update.keep_hyperparameters()
-        self._arriving = lane.submit("all_gather", self._start_feeding, lambda _: self._finish_feeding())
+        self._arriving = queue.submit("all_gather", self._start_feeding, lambda _: self._finish_feeding())
 
     def wait(self) -> None:
         """Blocks until the weights are up to date.

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, Fusion, buffer_reader
+from lightning_pipesync.core.comm_queue import CommQueue
+from lightning_pipesync.core.consistency import collect_consistent_parameters, raise_on_all_ranks
 from lightning_pipesync.core.exchange import exchange_fused
-from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.core.transport import Transport
@@ -94,7 +94,7 @@ class DeAR(AveragingMethod):
             torus_columns=self.config.torus_columns,
         )
         try:
-            parameters = agreed_parameters(self.transport, self.config, module, self._optimizers)
+            parameters = collect_consistent_parameters(self.transport, self.config, module, self._optimizers)
             self._tuning_file: TuningFile | None = None
             raise_on_all_ranks(self.transport, self._problem())
         except ValueError:
@@ -107,10 +107,10 @@ class DeAR(AveragingMethod):
         exchange_fused(self._read_buffers(), self.config.bucket_mb, self.transport.broadcast)
         self._module = module
         self._order = ExecutionOrder(module)
-        self._lane = Lane("pipesync-dear", self.transport.device, self.transport.traffic)
+        self._queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
         self._buckets = FusedBuckets(self._order, self._optimizers, self.config, self.transport)
         self._tuner = FusionTuner(self.config, self._buckets, self.transport, self._tuning_file)
-        self._backpipe = BackPipe(self._buckets, self._order, self._lane, self._tuner, self.transport)
+        self._backpipe = BackPipe(self._buckets, self._order, self._queue, self._tuner, self.transport)
         self._stepped: set[int] = set()  # optimizers that have used the gradients of this backward pass
         self._eager = False
         self.flushed = False
@@ -152,7 +152,7 @@ class DeAR(AveragingMethod):
         if self._buckets and (self._loaded or self._members != group_members(self._optimizers)):
             self._backpipe.forget()
             self.return_optimizer_states()
-            self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
+            self._take_over(collect_consistent_parameters(self.transport, self.config, self._module, self._optimizers))
         if not self._buckets:
             self._buckets.plan(self._tuner.fusion)
         elif self._tuner.over:
@@ -180,7 +180,7 @@ class DeAR(AveragingMethod):
         self.after_backward(optimizer)
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
         squares = torch.stack(foreach_norm(gradients)).square_()  # of one type on all ranks, as the buckets are
-        self._lane.drain()  # another optimizer's weights may be on their way
+        self._queue.wait_all()  # another optimizer's weights may be on their way
         norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for flat in gradients:
@@ -199,8 +199,8 @@ class DeAR(AveragingMethod):
         self.after_backward(optimizer)
         if stepped:  # otherwise a loss scaler skips the step
             for bucket in self._buckets.of_optimizer(index):
-                bucket.feed(self._lane)
-            self._lane.land()
+                bucket.feed(self._queue)
+            self._queue.flush()
         if index == 0:
             self._tuner.note_step()
         mark_stepped(self._optimizers[index])
@@ -227,7 +227,7 @@ class DeAR(AveragingMethod):
         self.after_backward(optimizer)
         gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
         finite = [bool(torch.isfinite(flat.mul_(factor)).all()) for flat in gradients]
-        self._lane.drain()
+        self._queue.wait_all()
         return any(self.transport.exchange_flags(not all(finite)).wait())
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
@@ -292,7 +292,7 @@ class DeAR(AveragingMethod):
         if state["settings"] != self._shape_settings():
             raise ValueError(f"The state was saved with {state['settings']}, this run has {self._shape_settings()}.")
         if self._members != group_members(self._optimizers):
-            self._take_over(agreed_parameters(self.transport, self.config, self._module, self._optimizers))
+            self._take_over(collect_consistent_parameters(self.transport, self.config, self._module, self._optimizers))
         self._buckets.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
         self._loaded.clear()
@@ -311,7 +311,7 @@ class DeAR(AveragingMethod):
         for guard in self._guards:
             guard.release()
         self._tuner.close(timeout_s)
-        self._lane.close(timeout_s)
+        self._queue.close(timeout_s)
         self._buckets.release()
         self.transport.close(timeout_s)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.agreement import check_agreement, check_same, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.consistency import check_consistency, check_same, raise_on_all_ranks
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import check_optimizer, collect_parameters
@@ -294,7 +294,7 @@ class EAPipe:
         )
         parameters = self._on_all_ranks(lambda: collect_parameters(self._model, []))
         if self.transport is not None:
-            check_agreement(self.transport, self.config, parameters, self._model)
+            check_consistency(self.transport, self.config, parameters, self._model)
             exchange_fused(_tensors_of(self._model), PIECE_MB, self._broadcast)
             exchange_fused(self._others, PIECE_MB, self._broadcast)
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_mul_, foreach_norm
@@ -100,7 +100,7 @@ class GradientInFlight:
 
     Args:
         plan: how it is packed.
-        lane: on which it travels (Algorithm 1, communication thread).
+        queue: on which it travels (Algorithm 1, communication thread).
         transport: the way to the other ranks.
     """
 
@@ -108,8 +108,8 @@ class GradientInFlight:
     loss_scale: float
     num_updates: int
 
-    def __init__(self, plan: GradientPlan, lane: Lane, transport: Transport) -> None:
-        self._plan, self._lane, self._transport = plan, lane, transport
+    def __init__(self, plan: GradientPlan, queue: CommQueue, transport: Transport) -> None:
+        self._plan, self._queue, self._transport = plan, queue, transport
         self._buffers = plan.take_buffers()
         self._weights: list[Bucket] | None = None
         self._awaited = [sum(member.tensor.requires_grad for member in members) for members in plan.buckets]
@@ -163,7 +163,7 @@ class GradientInFlight:
         """Sends all segments that have not been sent."""
         while self._num_sent < len(self._buffers):
             self._send_next()
-        self._lane.land()
+        self._queue.flush()
 
     def settle(self) -> None:
         """Waits until it is averaged (Algorithm 1, line 3); a collective call.
@@ -300,7 +300,7 @@ class GradientInFlight:
         self._own_present += bucket.pack_gradients([member.tensor for member in members])
         for piece, feedback in zip(self._plan.pieces(bucket), self._plan.feedback[index], strict=True):
             start = partial(self._transport.all_reduce, piece, codec=self._plan.codec, mean=True, feedback=feedback)
-            self._handles.append(self._lane.submit("all_reduce", start))
+            self._handles.append(self._queue.submit("all_reduce", start))
 
     def _by_name(self, buffers: list[Bucket] | None) -> dict[str, Tensor] | None:
         if buffers is None or self._transport.rank != 0:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.core.transport import Transport
@@ -47,7 +47,7 @@ class GradientPipe:
         optimizer: the user's own.
         parameters: its parameters, in the order of registration.
         config: the settings.
-        lane: on which gradients travel.
+        queue: on which gradients travel.
         transport: the way to the other ranks.
     """
 
@@ -56,11 +56,11 @@ class GradientPipe:
         optimizer: Optimizer,
         parameters: Sequence[NamedParameter],
         config: PipeSGDConfig,
-        lane: Lane,
+        queue: CommQueue,
         transport: Transport,
     ) -> None:
         self.optimizer, self._config = optimizer, config
-        self._lane, self._transport = lane, transport
+        self._queue, self._transport = queue, transport
         self.guard = StepGuard(optimizer, "PipeSGD")
         self.handed_over = False
         self.num_steps = self.num_updates = self.staleness = 0
@@ -207,7 +207,7 @@ class GradientPipe:
         self.num_steps, self.num_updates, self.staleness = state["steps"]
         self._in_flight.clear()
         for saved in state["in_flight"]:
-            gradient = GradientInFlight(self._plan, self._lane, self._transport)
+            gradient = GradientInFlight(self._plan, self._queue, self._transport)
             gradient.load_state_dict(saved)
             self._in_flight.append(gradient)
         for feedback, residuals in zip(self._feedback(), state["feedback"], strict=True):
@@ -226,7 +226,7 @@ class GradientPipe:
         if self._shown is not None and not self._shown.is_shown():  # but if it was set to zero, and added to
             self._shown.release()
             self._shown = None
-        return GradientInFlight(self._plan, self._lane, self._transport)
+        return GradientInFlight(self._plan, self._queue, self._transport)
 
     def _show_next(self, loss_scale: float) -> None:
         """Waits for the oldest gradient in flight, and has it be what is applied next (Algorithm 1, lines 3 and 4)."""

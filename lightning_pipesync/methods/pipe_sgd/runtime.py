@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.agreement import agreed_parameters, raise_on_all_ranks
 from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.comm_queue import CommQueue
+from lightning_pipesync.core.consistency import collect_consistent_parameters, raise_on_all_ranks
 from lightning_pipesync.core.exchange import exchange_fused
-from lightning_pipesync.core.lane import Lane
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.method import (
@@ -90,7 +90,7 @@ class PipeSGD(AveragingMethod):
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.transport = Transport(device_of(module), timeout_s=self.config.timeout_s, backend=backend)
         try:
-            parameters = agreed_parameters(self.transport, self.config, module, self._optimizers)
+            parameters = collect_consistent_parameters(self.transport, self.config, module, self._optimizers)
             raise_on_all_ranks(self.transport, self._problem())
         except ValueError:
             self.transport.close()
@@ -102,9 +102,9 @@ class PipeSGD(AveragingMethod):
         self._module = module
         self.flushed = False
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._lane = Lane("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
+        self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
         self._pipes = [
-            GradientPipe(optimizer, of_optimizer, self.config, self._lane, self.transport)
+            GradientPipe(optimizer, of_optimizer, self.config, self._queue, self.transport)
             for optimizer, of_optimizer in zip(self._optimizers, self._by_optimizer(parameters), strict=True)
         ]
         self._begin_to_watch(parameters)
@@ -160,7 +160,7 @@ class PipeSGD(AveragingMethod):
             return False
         self._paused.clear()
         if self._members != group_members(self._optimizers):
-            parameters = agreed_parameters(self.transport, self.config, self._module, self._optimizers)
+            parameters = collect_consistent_parameters(self.transport, self.config, self._module, self._optimizers)
             for one, of_optimizer in zip(self._pipes, self._by_optimizer(parameters), strict=True):
                 one.begin_anew(of_optimizer)
             self._begin_to_watch(parameters)
@@ -210,7 +210,7 @@ class PipeSGD(AveragingMethod):
     def flush(self) -> None:
         """Gives all ranks the buffers of rank 0; the true weights are the same already. A collective call."""
         self._paused += [] if self._look_ahead is None else self._look_ahead.pause()
-        self._lane.drain()  # broadcasts and all-reduces have one order on all ranks
+        self._queue.wait_all()  # broadcasts and all-reduces have one order on all ranks
         exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
         self.flushed = True
 
@@ -252,7 +252,7 @@ class PipeSGD(AveragingMethod):
                 f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
                 "same settings, or remove the key 'pipesync' from the checkpoint to begin with an empty pipeline."
             )
-        self._lane.drain()
+        self._queue.wait_all()
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)
 
@@ -265,7 +265,7 @@ class PipeSGD(AveragingMethod):
             hook.remove()
         for pipe in self._pipes:
             pipe.guard.release()
-        self._lane.close(timeout_s)
+        self._queue.close(timeout_s)
         self.transport.close(timeout_s)
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:

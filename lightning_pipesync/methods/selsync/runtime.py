@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.agreement import agreed_parameters
 from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.consistency import collect_consistent_parameters
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data import TrainLoader
@@ -80,7 +80,7 @@ class SelSync(SyncMethod):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.transport = Transport(device_of(module), timeout_s=self.config.timeout_s, backend=backend)
         try:
-            parameters = agreed_parameters(self.transport, self.config, module, optimizers)
+            parameters = collect_consistent_parameters(self.transport, self.config, module, optimizers)
         except ValueError:
             self.transport.close()
             raise

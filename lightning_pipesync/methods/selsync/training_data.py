@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_pipesync.core.agreement import check_same, raise_on_all_ranks
+from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (

@@ -24,7 +24,7 @@ from lightning_pipesync.core.messages import Messages
 WINDOW = 16
 
 
-class PairwiseExchange:
+class AllToAllExchange:
     """One message to each peer and one from each peer, see the notes above. All messages start on construction.
 
     Args:

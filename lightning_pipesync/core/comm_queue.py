@@ -1,14 +1,15 @@
-"""Communication that is issued in one order, beside training.
+"""A queue of communication operations, which a thread issues in order while training runs.
 
 [Note: one thread, one order]
-All operations of a lane are issued by one thread, in the order in which they are handed over, which has to be the same
-on all ranks. ``IN_FLIGHT`` of them are on their way at a time: enough to keep the network busy, and so few that what is
-needed first does not share it with all the rest.
+One thread issues all operations of a queue, in the order of submission, which must be the same on all ranks.
+``IN_FLIGHT`` of them are in flight at a time: enough to keep the network busy, and few enough that the operation
+needed first does not share the bandwidth with all others.
 
 [Note: streams]
-On CUDA the thread works on a stream of its own: it begins after what the caller had enqueued when it submitted, and who
-waits has his own stream wait for it, not the host. Waiting on the default stream would hold up the training instead.
-What an operation uses may be freed only by who has waited for it: the allocator knows nothing of this stream.
+On CUDA the thread works on its own stream. An operation starts after the work that the caller had enqueued before it
+submitted. Waiting for a handle makes the caller's stream wait, not the host; waiting on the default stream would delay
+training.
+Free the tensors of an operation only after waiting for it: the caching allocator does not know of this stream.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from lightning_pipesync.core.traffic import Traffic
 
 T = TypeVar("T")
 
-#: Operations on their way at a time, see [Note: one thread, one order].
+#: Operations in flight at a time, see [Note: one thread, one order].
 IN_FLIGHT = 2
 
 
-class Lane:
-    """Starts operations one after the other on a thread of its own.
+class CommQueue:
+    """Starts operations one after the other on its own thread.
 
-    After an error no further operation is started, and whoever waits for one gets the error.
+    After an error it starts no further operation, and every wait raises that error.
 
     Args:
-        name: of the thread.
-        device: where the tensors are.
-        traffic: counts how long training waits here; not its streams.
+        name: the thread's name.
+        device: the device of the tensors.
+        traffic: counts how long training waits for operations of this queue.
     """
 
     def __init__(self, name: str, device: torch.device, traffic: Traffic) -> None:
@@ -47,19 +48,19 @@ class Lane:
             self._worker.submit(lambda: torch.cuda.set_device(device))
         self._in_flight: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
-        self._submitted: deque[tuple[str, Promise[Any]]] = deque()  # what may not have ended yet
+        self._submitted: deque[tuple[str, Promise[Any]]] = deque()  # operations that may be unfinished
 
     def submit(
         self, kind: str, start: Callable[[], Handle[T]], after: Callable[[T], object] = lambda _: None
     ) -> Handle[T]:
-        """Queues an operation; returns what waits for it, and for ``after``, which gets its result on the thread.
+        """Queues an operation and returns a handle, which waits for the operation and for ``after``.
 
-        It may stay unfinished until as many others have been started as may be in flight, or until :meth:`land`.
+        The operation may stay unfinished until ``IN_FLIGHT`` more have started, or until :meth:`flush`.
 
         Args:
-            kind: as what waiting for it counts.
-            start: called on the thread.
-            after: called on the thread when it is complete.
+            kind: the kind of operation that waiting is counted under.
+            start: starts the operation; called on the thread.
+            after: called on the thread with the result when the operation is complete.
         """
         promise: Promise[tuple[T, torch.cuda.Event | None]] = Promise()
         started: Promise[Handle[T]] = Promise()
@@ -85,35 +86,35 @@ class Lane:
         self._submitted.append((kind, promise))
         return Handle(lambda: self._wait(kind, promise))
 
-    def land(self) -> None:
-        """Has all operations that were submitted finish, whether or not others follow; does not wait."""
-        self._worker.submit(self._land)
+    def flush(self) -> None:
+        """Starts finishing all submitted operations, without waiting for them."""
+        self._worker.submit(self._finish_in_flight)
 
-    def drain(self) -> None:
-        """Blocks until nothing is under way.
+    def wait_all(self) -> None:
+        """Blocks until all submitted operations are complete.
 
         Raises:
             RuntimeError: a peer is lost.
         """
-        landed: Promise[tuple[None, torch.cuda.Event | None]] = Promise()
-        self.land()
-        self._worker.submit(lambda: self._run(landed, lambda: (None, self._record())))
+        flushed: Promise[tuple[None, torch.cuda.Event | None]] = Promise()
+        self.flush()
+        self._worker.submit(lambda: self._run(flushed, lambda: (None, self._record())))
         for kind, promise in self._submitted:
             with self._traffic.waiting(kind):
                 promise.wait()
         self._submitted.clear()
-        self._result(landed)
+        self._result(flushed)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, after what is under way or after ``timeout_s`` seconds."""
+        """Ends the thread, after the operations in flight or after ``timeout_s`` seconds."""
         self._worker.close(timeout_s)
 
-    def _land(self) -> None:
+    def _finish_in_flight(self) -> None:
         while self._in_flight:
             self._in_flight.popleft()()
 
     def _run(self, promise: Promise[Any], function: Callable[[], Any]) -> None:
-        """Fulfils the promise, unless there has been an error."""
+        """Fulfils ``promise`` with the result of ``function``, or with the queue's first error."""
 
         def checked() -> Any:
             if self._error is not None:
@@ -130,12 +131,12 @@ class Lane:
     def _wait(self, kind: str, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
         with self._traffic.waiting(kind):
             result = self._result(promise)
-        while self._submitted and self._submitted[0][1].done:  # they end in the order in which they were submitted
+        while self._submitted and self._submitted[0][1].done:  # they end in the order of submission
             self._submitted.popleft()
         return result
 
     def _result(self, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
-        """Returns the result when it is there, for the caller's stream, too."""
+        """Returns the result; the caller's stream waits for it, too."""
         result, event = promise.wait()
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)

@@ -25,7 +25,7 @@ def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None
             raise ValueError(f"Rank {rank} cannot train: {text}")
 
 
-def agreed_parameters(
+def collect_consistent_parameters(
     transport: Transport, settings: object, module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[NamedParameter]:
     """Returns :func:`collect_parameters`, the same on all ranks; a collective call.
@@ -42,11 +42,11 @@ def agreed_parameters(
     except ValueError as error:
         problem = error
     raise_on_all_ranks(transport, problem)
-    check_agreement(transport, settings, parameters, module)
+    check_consistency(transport, settings, parameters, module)
     return parameters
 
 
-def check_agreement(
+def check_consistency(
     transport: Transport, settings: object, parameters: Sequence[NamedParameter], module: nn.Module
 ) -> None:
     """Compares the settings and the model's tensors over the ranks; a collective call.
@@ -68,7 +68,7 @@ def check_same(transport: Transport, described: Sequence[tuple[str, str]]) -> No
     """Compares what is ``described`` by name over the ranks, and its order; a collective call.
 
     Raises:
-        ValueError: as :func:`check_agreement`.
+        ValueError: as :func:`check_consistency`.
     """
     everyone = transport.gather_objects(described)
     for rank, other in enumerate(everyone):

@@ -1,9 +1,9 @@
-"""Which rank is at fault when one waits in vain, from what all ranks tell of themselves.
+"""Finds the rank at fault when a wait times out, from the heartbeats of all ranks.
 
 [Note: the first fault]
-A rank that is lost takes the others with it: whoever waits for it gives up, and is then lost to who waits for him. So
-what counts is who was the first to raise an exception of his own, or to fall silent; a silent rank may have lived on
-for one more beat. If nobody has, it is the rank at the end of the chain of those who wait, who waits for nobody.
+A lost rank brings down the others: a rank that waits for it gives up, and is then lost to the ranks that wait for it.
+So the rank at fault is the first one that raised an exception of its own or fell silent; a silent rank may have lived
+for one more beat. If there is none, it is the rank at the end of the chain of waiting ranks, which waits for no other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operations of a lane: in order, few at a time, and nobody waits for ever after an error."""
+"""Operations of a communication queue: in order, few at a time, and nobody waits for ever after an error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
+from lightning_pipesync.core.comm_queue import IN_FLIGHT, CommQueue
 from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.lane import IN_FLIGHT, Lane
 from lightning_pipesync.core.traffic import Traffic
 from tests.harness import raised
 
@@ -32,46 +32,46 @@ class Operations:
 
 
 @pytest.fixture
-def lane() -> Lane:
-    return Lane("test", torch.device("cpu"), Traffic())
+def queue() -> CommQueue:
+    return CommQueue("test", torch.device("cpu"), Traffic())
 
 
-def test_in_order_and_few_at_a_time(lane: Lane) -> None:
+def test_in_order_and_few_at_a_time(queue: CommQueue) -> None:
     operations, after = Operations(), []
-    handles = [lane.submit("sum", lambda i=i: operations.start(i), after.append) for i in range(4)]
+    handles = [queue.submit("sum", lambda i=i: operations.start(i), after.append) for i in range(4)]
     for number, handle in enumerate(handles):
         if number == 3:
-            lane.land()
+            queue.flush()
         operations.may_finish[number].set()
         assert handle.wait() == number
         assert after == list(range(number + 1)), "what is to be done after it is done when it has been waited for"
     assert IN_FLIGHT == 2
     assert operations.events == ["start 0", "start 1", "end 0", "start 2", "end 1", "start 3", "end 2", "end 3"]
-    lane.close(10)
+    queue.close(10)
 
 
-def test_draining_waits_for_all() -> None:
+def test_wait_all() -> None:
     operations, traffic = Operations(), Traffic()
-    lane = Lane("test", torch.device("cpu"), traffic)
-    lane.submit("sum", lambda: operations.start(0))
+    queue = CommQueue("test", torch.device("cpu"), traffic)
+    queue.submit("sum", lambda: operations.start(0))
     threading.Timer(0.2, operations.may_finish[0].set).start()
-    lane.drain()
+    queue.wait_all()
     assert operations.events == ["start 0", "end 0"]
     assert traffic.seconds_waited["sum"] > 0.1
-    lane.close(10)
+    queue.close(10)
 
 
-def test_an_error_is_everybodys(lane: Lane) -> None:
+def test_an_error_is_everybodys(queue: CommQueue) -> None:
     operations = Operations()
 
     def fail() -> Handle[int]:
         raise RuntimeError("a peer is lost")
 
-    failed = lane.submit("sum", fail)
-    later = lane.submit("sum", lambda: operations.start(0))
-    lane.land()
-    for wait in (failed.wait, later.wait, later.wait, lane.drain):
+    failed = queue.submit("sum", fail)
+    later = queue.submit("sum", lambda: operations.start(0))
+    queue.flush()
+    for wait in (failed.wait, later.wait, later.wait, queue.wait_all):
         assert raised(wait) == ("RuntimeError", "a peer is lost")
     assert operations.events == []
-    lane.close(10)
-    assert raised(lambda: lane.submit("sum", fail)) is not None
+    queue.close(10)
+    assert raised(lambda: queue.submit("sum", fail)) is not None

@@ -1,4 +1,4 @@
-"""Tensors that share the memory of a fused buffer."""
+"""Storage that tensors share, as views of a fused buffer do."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from torch import Tensor
 from lightning_pipesync.core.torch_private import is_dtensor
 
 
-def without_views(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a model's state, of the same type, with copies in place of views of a larger buffer.
+def unshare_storage(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` with a copy in place of each tensor that is a view of a larger buffer.
 
-    File formats take such views, as fused weights are, for copies of each other. Tied weights stay tied.
+    Some file formats refuse tensors that share storage, as fused weights do. Tied weights stay tied.
+
+    Args:
+        state: a model's ``state_dict``; it stays as it is.
+
+    Returns:
+        A mapping of the same type and attributes.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
-    result = copy(state)  # with torch's own attributes
+    result = copy(state)  # keeps the attributes that torch sets on it
     for name, value in state.items():
         if not isinstance(value, Tensor) or is_dtensor(value) or value.untyped_storage().nbytes() == value.nbytes:
             continue

@@ -1,0 +1,56 @@
+"""Cleanup at interpreter shutdown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+
+def at_shutdown(close: Callable[[float], object], *, first: bool = False) -> Finalize:
+    """Calls ``close`` when this process ends, also in forked processes.
+
+    So the messages of a rank's last step still arrive: a peer may be waiting for them. After an error peers may be
+    gone, and the time limit is shorter.
+
+    Args:
+        close: called with the number of seconds that it may take.
+        first: whether to call it before those that were registered without ``first``.
+
+    Returns:
+        A registration that can be cancelled.
+    """
+    return Finalize(None, lambda: close(10.0 if error_at_shutdown() is None else 1.0), exitpriority=2 if first else 1)
+
+
+def destroy_process_groups_at_shutdown() -> None:
+    """Destroys the process groups when this process ends, after the calls of :func:`at_shutdown`.
+
+    A Gloo thread that releases a tensor while the interpreter shuts down aborts the process with SIGABRT
+    (pytorch/pytorch#179291), so that a job that succeeded counts as failed. Frameworks leave the default group open.
+    Does nothing after an error, nor where CUDA is in use.
+    """
+    Finalize(None, _destroy_process_groups, exitpriority=0)
+
+
+def error_at_shutdown() -> BaseException | None:
+    """Returns the exception that ends this process; None if it ends without one."""
+    return sys.exc_info()[1] or getattr(sys, "last_value", None)
+
+
+def _destroy_process_groups() -> None:
+    if error_at_shutdown() is not None or torch.cuda.is_initialized() or not dist.is_initialized():
+        return
+
+    def destroy() -> None:
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+    thread = Thread(target=destroy, daemon=True)  # an operation that was not waited for may never end
+    thread.start()
+    thread.join(10.0)
