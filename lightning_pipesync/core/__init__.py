@@ -1,1 +1,1 @@
-"""The fusion and compression core that all methods share: `torch` and `torch.distributed` only."""
+"""Transport, tensor fusion and compression, which all methods share. Depends on torch alone."""

@@ -1,7 +1,7 @@
-"""One message to and from each of many peers over Gloo, at the speed of the network in both directions at once.
+"""All-to-all over Gloo: a message to and from each peer, at full rate in both directions at once.
 
 [Note: receives first]
-Gloo's own ``reduce_scatter_tensor`` does a whole all-reduce inside, and its ``all_gather`` is half duplex: over one TCP
+Gloo's own ``reduce_scatter_tensor`` is a whole all-reduce inside, and its ``all_gather`` is half duplex: over one TCP
 pair the "ready to receive" notice queues behind that rank's own outgoing data, so that the two directions take turns.
 Here every rank posts all its receives, then all its sends. Both directions then run at full rate, a reduce-scatter
 costs half an all-reduce, and the two halves together cost what one all-reduce does (DeAR, Fig. 5).
@@ -9,8 +9,8 @@ costs half an all-reduce, and the two halves together cost what one all-reduce d
 [Note: straight to the owner]
 In step s of P - 1 a rank sends to rank + s and receives from rank - s: at any time every rank has one sender and one
 receiver. With few ranks all steps are posted at once; with many, ``window`` steps are in flight, which bounds the open
-messages. Slices travel straight to their owner, never as partial sums, because a wire format is never summed: the
-number of compressions stays one however many ranks there are.
+messages. Each slice is sent directly to its owner, never as a partial sum, because a wire format is never summed: so
+each value is compressed once, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WINDOW = 16
 
 
 class AllToAllExchange:
-    """One message to each peer and one from each peer, see the notes above. All messages start on construction.
+    """Sends one message to each peer and receives one from each, see the notes above. Starts on construction.
 
     Args:
-        messages: how to send and receive.
-        outgoing: the tensor for each peer, by rank in the group; a peer left out gets no message.
-        incoming: where the message of each peer goes, likewise.
-        window: steps in flight; None means ``WINDOW``.
+        messages: sends and receives.
+        outgoing: the tensor for each peer, by rank in the group; a peer without one gets no message.
+        incoming: the tensor to receive into from each peer, by rank in the group; none is expected from other peers.
+        window: the most steps in flight; None means ``WINDOW``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AllToAllExchange:
                 self._sending[peer] = self._messages.start_sending(self._outgoing[peer], peer)
 
     def wait_for(self, peer: int) -> None:
-        """Blocks until the message of ``peer`` has arrived, if one is expected.
+        """Blocks until the message from ``peer`` has arrived, if one is expected.
 
         Raises:
             RuntimeError: the peer died or did not answer within the timeout.
@@ -67,7 +67,7 @@ class AllToAllExchange:
             self._messages.wait_received(self._receiving.pop(peer), peer)
 
     def finish(self) -> None:
-        """Blocks until everything has arrived and everything has been sent."""
+        """Blocks until all messages are received and sent."""
         while self._next_step < self._world_size:
             self._advance()
         for peer in list(self._receiving):
@@ -77,7 +77,7 @@ class AllToAllExchange:
         self._sending.clear()
 
     def _advance(self) -> None:
-        """Moves the window on by one step."""
+        """Advances the window by one step."""
         if self._receiving:
             oldest = next(iter(self._receiving))
             self._messages.wait_received(self._receiving.pop(oldest), oldest)

@@ -1,4 +1,4 @@
-"""Tensor fusion: many tensors in one flat buffer, so that one operation serves them all."""
+"""Tensor fusion: many tensors in one flat buffer, exchanged by one collective."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_copy_, foreach_zero_
 
 MIB = 2**20
-#: Where a tensor in a flat buffer may begin, in bytes from its start. Matrix products of some processors round by how
-#: their operands lie in memory; torch's own allocator places tensors on such boundaries, too.
+#: Alignment of each tensor in a flat buffer, in bytes, which is that of torch's own allocator. On some processors the
+#: rounding of a matrix product depends on the alignment of its operands.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """How tensors are fused: by size or by layers; with neither, every tensor has a bucket of its own.
+    """How tensors are fused: by size or by layers; with neither, every tensor has its own bucket.
 
     Attributes:
-        bucket_mb: a bucket holds up to this many MiB (DeAR-FB). A larger tensor has one to itself.
-        edge_mb: the first and the last bucket hold up to this many MiB, and those between up to twice as many as their
-            neighbor towards the end, until ``bucket_mb`` is reached; None: all are alike.
+        bucket_mb: the most MiB of a bucket (DeAR-FB). A larger tensor has its own bucket.
+        edge_mb: the most MiB of the first and of the last bucket. From both ends inwards buckets grow by a factor of up
+            to 2, until ``bucket_mb``. None: all buckets have the same limit.
         num_layers: a bucket holds the tensors of this many layers (DeAR-NL).
 
     Raises:
@@ -48,7 +48,7 @@ class Fusion:
             raise ValueError(f"num_layers must be at least 1, got {self.num_layers!r}.")
 
     def divide(self, parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
-        """Cuts a sequence of parameters that may travel together into buckets."""
+        """Splits parameters of one kind, see :func:`of_one_kind`, into buckets."""
         left = sum(num_bytes(parameter) for parameter in parameters)
         buckets: list[list[NamedParameter]] = []
         capacity, filled, passed = 0.0, 0, 0
@@ -68,7 +68,7 @@ class Fusion:
         return buckets
 
     def _capacity(self, passed: int, left: int) -> float:
-        """Returns the bytes of a bucket before which, and from which on, there are so many bytes."""
+        """Returns the most bytes of a bucket that starts after ``passed`` bytes, with ``left`` bytes to go."""
         if self.bucket_mb is None:
             return 0
         edge = (self.edge_mb or self.bucket_mb) * MIB
@@ -84,12 +84,12 @@ def plan_buckets(parameters: Sequence[NamedParameter], fusion: Fusion) -> list[l
     """Divides parameters into buckets; never across dtype, device or optimizer parameter group.
 
     Args:
-        parameters: in the order in which their gradients become ready: the reverse of :func:`collect_parameters` is
-            a good guess, an order that was observed is better.
-        fusion: when a bucket is full.
+        parameters: in the order in which their gradients become ready: an observed order, or else the reverse of
+            :func:`collect_parameters` as an estimate.
+        fusion: the limits of a bucket.
 
     Returns:
-        The buckets in the order in which they become ready, that of their last members.
+        The buckets in the order in which they become ready, which is the order of their last members.
     """
     position = {id(parameter): index for index, parameter in enumerate(parameters)}
     plan = [bucket for kind in of_one_kind(parameters) for bucket in fusion.divide(kind)]
@@ -97,7 +97,7 @@ def plan_buckets(parameters: Sequence[NamedParameter], fusion: Fusion) -> list[l
 
 
 def of_one_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
-    """Returns the parameters by what must not be mixed in a bucket: dtype, device, optimizer parameter group."""
+    """Groups the parameters by dtype, device and optimizer parameter group, which a bucket must not mix."""
     kinds: dict[tuple[torch.dtype, torch.device, tuple[int, int] | None], list[NamedParameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.tensor.dtype, parameter.tensor.device, parameter.group), []).append(parameter)
@@ -105,7 +105,7 @@ def of_one_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParamete
 
 
 def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:
-    """Returns what reads the module's buffers, each once, also when the module has replaced them by new tensors."""
+    """Returns a function that reads the module's current buffers, each once, also after it replaces them."""
     places: dict[int, tuple[nn.Module, str]] = {}
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
@@ -114,19 +114,19 @@ def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:
 
 
 class Bucket:
-    """A flat buffer with a place for each of some tensors of one dtype on one device.
+    """A flat buffer for tensors of one dtype on one device.
 
-    Every place begins at a multiple of :data:`ALIGNMENT` bytes. Whenever tensors are packed, the gaps between them hold
-    zeros: what is not finite in one step may have spread to them, by way of a factor or of a codec's scale.
+    Each tensor starts at a multiple of :data:`ALIGNMENT` bytes. Packing zeroes the gaps between tensors: a value that
+    is not finite may have spread to them in an earlier step, through a factor or a codec's scale.
 
     Args:
-        tensors: what the places are for.
-        strided: whether a place has the tensor's memory format, too, as the gradient of one in channels_last has.
+        tensors: the tensors that the buffer holds.
+        strided: whether the views also have the tensors' memory formats, such as channels_last.
 
     Attributes:
         flat: the buffer, 1-D.
-        places: for each tensor which values of ``flat`` are its own.
-        views: these values, in the tensor's shape.
+        places: the slice of ``flat`` of each tensor.
+        views: views of these slices in the tensors' shapes.
     """
 
     def __init__(self, tensors: Sequence[Tensor], strided: bool = False) -> None:
@@ -148,7 +148,7 @@ class Bucket:
 
     @torch.no_grad()
     def pack_gradients(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Copies the gradients of ``parameters`` into the buffer, zero for one that is missing; returns which exist."""
+        """Copies the gradients of ``parameters`` into the buffer, zeros for None; returns which are not None."""
         pairs = [(v, p.grad) for v, p in zip(self.views, parameters, strict=True) if p.grad is not None]
         if len(pairs) < len(parameters):
             self.flat.zero_()
@@ -164,7 +164,7 @@ class Bucket:
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
-    """Returns where in a flat buffer each tensor's values are, and how many values the buffer has."""
+    """Returns the slice of each tensor in a flat buffer, and the number of values of the buffer."""
     places, end = [], 0
     step = ALIGNMENT // tensors[0].element_size()
     for tensor in tensors:
@@ -174,12 +174,12 @@ def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
 
 
 def shard_numel(numel: int, world_size: int) -> int:
-    """Returns the number of values of every shard but the last ones, which may be shorter or empty."""
+    """Returns the number of values of a shard; the last shards may have fewer, or none."""
     return -(-numel // world_size)
 
 
 def shard_slice(numel: int, rank: int, world_size: int) -> slice:
-    """Returns which of ``numel`` values ``rank`` owns."""
+    """Returns the slice of a flat buffer of ``numel`` values that ``rank`` owns."""
     size = shard_numel(numel, world_size)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
 

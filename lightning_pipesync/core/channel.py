@@ -1,8 +1,8 @@
-"""Nested tensors on their way from one stage of a pipeline to the next, in order.
+"""Channels: ordered messages of nested tensors from one pipeline stage to the next.
 
 [Note: receives are posted first]
-A message is a header of fixed size, which says what follows, and the tensors. Gloo moves a tensor only when the other
-side has posted its receive, and that needs the header: so a thread waits for it while the stage computes.
+A message is a header of fixed size, which describes the tensors, and the tensors. Gloo transfers a tensor only once the
+receiver has posted its receive, which needs the header: so a thread waits for the header while the stage computes.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from lightning_pipesync.core.traffic import Traffic
 
-#: Bytes of a header, of which the first eight are its true size. What is longer follows in a message of its own.
+#: Bytes of a header. The first eight are the size of the description; a longer description follows as a message.
 HEADER_BYTES = 1024
 
 
 class Sender(ABC):
-    """The end of a channel where messages go in."""
+    """The sending end of a channel."""
 
     @abstractmethod
     def send(self, tree: Any) -> None:
-        """Sends tensors in nested containers, and small picklable things among them; does not wait for the delivery.
+        """Starts sending tensors in nested containers, with small picklable objects among them; does not wait.
 
         The tensors must not be changed afterwards.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Blocks until everything is delivered."""
+        """Blocks until all messages are delivered."""
 
 
 class Receiver(ABC):
-    """The end of a channel where messages come out, in the order in which they were sent."""
+    """The receiving end of a channel. Messages arrive in the order in which they were sent."""
 
     @abstractmethod
     def expect(self) -> None:
-        """Begins to receive the next message, beside whatever the caller does then."""
+        """Starts receiving the next message in the background."""
 
     @abstractmethod
     def receive(self) -> Any:
-        """Returns the next message. Its tensors are new, and need a gradient if those that were sent did.
+        """Returns the next message. Its tensors are new; they require a gradient if the sent ones did.
 
         Raises:
             RuntimeError: the other rank is lost.
@@ -65,7 +65,7 @@ class LocalChannel(Sender, Receiver):
     """A channel within one process.
 
     Args:
-        wire_dtype: what wider floating-point tensors are rounded to; None: they stay as they are.
+        wire_dtype: the dtype that wider floating-point tensors are rounded to; None: no rounding.
     """
 
     def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
@@ -91,7 +91,7 @@ class LocalChannel(Sender, Receiver):
 
 @dataclass(frozen=True)
 class _Described:
-    """What the receiver has to know of a tensor."""
+    """The description of a tensor in a header."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -103,11 +103,11 @@ class MessageSender(Sender):
     """Sends to another rank.
 
     Args:
-        messages: numbered apart from all others in flight.
+        messages: with a tag that no other messages in flight have.
         peer: rank of the receiver.
-        traffic: counts the bytes, and how long training waits for a delivery.
-        wire_dtype: what floating-point tensors with more bits travel as; None: as they are.
-        window: messages on their way at a time; a further one waits for the delivery of the oldest.
+        traffic: counts the bytes sent, and the seconds that training waits for deliveries.
+        wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
+        window: the most messages in flight; the next one waits for the delivery of the oldest.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MessageSender(Sender):
 
     def _wire(self, tensor: Tensor) -> Tensor:
         wire = narrow(tensor.detach(), self._wire_dtype).cpu().contiguous()
-        # A parameter itself may be passed on, and be updated before it is delivered.
+        # The tensor may be a parameter, which may be updated before it is delivered.
         return wire.clone() if isinstance(tensor, nn.Parameter) else wire
 
     def _wait_for_oldest(self) -> None:
@@ -150,11 +150,11 @@ class MessageReceiver(Receiver):
     """Receives from another rank.
 
     Args:
-        messages: numbered apart from all others in flight.
+        messages: with a tag that no other messages in flight have.
         peer: rank of the sender.
-        device: where the tensors go.
-        name: of the thread.
-        traffic: counts how long training waits for a message.
+        device: the device of the received tensors.
+        name: the thread's name.
+        traffic: counts the seconds that training waits for messages.
     """
 
     def __init__(self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic) -> None:
@@ -164,7 +164,7 @@ class MessageReceiver(Receiver):
 
     def expect(self) -> None:
         self._expected.append(self._queue.submit("recv", self._start))
-        self._queue.flush()  # its tensors have to be there before the next header is waited for
+        self._queue.flush()  # its tensors must arrive before the thread waits for the next header
 
     def receive(self) -> Any:
         if not self._expected:
@@ -206,15 +206,15 @@ class MessageReceiver(Receiver):
 
 
 def narrow(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Returns a floating-point tensor in ``dtype``, if that has fewer bits; any other as it is, and a single number."""
-    single = tensor.dim() == 0  # a squared norm, say: nothing would be saved, and fp16 may not hold it
+    """Casts a floating-point tensor to ``dtype`` if that has fewer bits; any other, and a 0-dim one, stays as it is."""
+    single = tensor.dim() == 0  # such as a squared norm: little to save, and fp16 may overflow
     if dtype is None or single or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
         return tensor
     return tensor.to(dtype)
 
 
 def _framed(text: bytes) -> list[Tensor]:
-    """Returns the header with ``text`` in it, or announcing it, and then ``text``."""
+    """Returns the header with ``text`` in it, or, if it is too long, a header with its size, and ``text``."""
     frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     frame[:8].view(torch.int64)[0] = len(text)
     body = torch.frombuffer(bytearray(text), dtype=torch.uint8)

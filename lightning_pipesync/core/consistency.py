@@ -1,4 +1,4 @@
-"""Checks, before training, that all ranks are about to train the same thing."""
+"""Checks, before training, that all ranks train the same model with the same settings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_pipesync.core.transport import Transport
 
 
 def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None:
-    """Raises ``problem`` on this rank, and what it says on all others; a collective call.
+    """Raises if any rank has a ``problem``, on all ranks; a collective call.
 
     Raises:
-        ValueError: some rank has a problem.
+        ValueError: ``problem`` itself on its rank; on other ranks, an error with its message.
     """
     problems = transport.gather_objects(None if problem is None else str(problem))
     if problem is not None:
@@ -28,10 +28,10 @@ def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None
 def collect_consistent_parameters(
     transport: Transport, settings: object, module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[NamedParameter]:
-    """Returns :func:`collect_parameters`, the same on all ranks; a collective call.
+    """Returns :func:`collect_parameters`, after checking that it is the same on all ranks; a collective call.
 
     Raises:
-        ValueError: on every rank: they cannot be trained, there are none, or the ranks differ.
+        ValueError: on every rank: a parameter cannot be trained, there is none, or the ranks differ.
     """
     parameters: list[NamedParameter] = []
     problem: ValueError | None = None
@@ -52,7 +52,7 @@ def check_consistency(
     """Compares the settings and the model's tensors over the ranks; a collective call.
 
     Raises:
-        ValueError: on every rank, naming the first thing that is not the same on all, and its value on two ranks.
+        ValueError: on every rank; the message names the first difference, and its value on two ranks.
     """
     described = [("settings", repr(settings))]
     for parameter in parameters:
@@ -65,7 +65,7 @@ def check_consistency(
 
 
 def check_same(transport: Transport, described: Sequence[tuple[str, str]]) -> None:
-    """Compares what is ``described`` by name over the ranks, and its order; a collective call.
+    """Compares pairs of a name and a description, and their order, over the ranks; a collective call.
 
     Raises:
         ValueError: as :func:`check_consistency`.

@@ -1,4 +1,4 @@
-"""What communication costs, and how short a training step can be: the models of the papers."""
+"""Cost models of the papers: the time of a collective, and the shortest time of a training step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The alpha-beta model of a network (DeAR, Section II-D): what the collectives of a ring cost on it.
+    """The alpha-beta model of a network (DeAR, Section II-D): the time of its ring collectives.
 
     Attributes:
-        alpha: seconds that a message costs whatever its size.
-        beta: seconds that a byte costs.
+        alpha: latency of a message, in seconds.
+        beta: seconds per byte.
         alpha_error: standard error of alpha, if it was fitted.
         beta_error: standard error of beta, if it was fitted.
     """
@@ -27,11 +27,11 @@ class LinkCost:
 
     @classmethod
     def fit(cls, num_bytes: Sequence[float], seconds: Sequence[float], world_size: int, halves: int = 2) -> LinkCost:
-        """Fits the model to measurements, by least squares of the relative errors; neither comes out negative.
+        """Fits the model to measurements by least squares of the relative errors; alpha and beta are not negative.
 
         Args:
-            num_bytes: sizes of the whole buffer, two or more different ones.
-            seconds: what the operation took, for each of them.
+            num_bytes: sizes of the whole buffer, of which at least two differ.
+            seconds: the duration for each size.
             world_size: number of ranks, at least 2.
             halves: 2 for an all-reduce (Eq. 5), 1 for a reduce-scatter (Eq. 3) or an all-gather (Eq. 4).
 
@@ -45,7 +45,7 @@ class LinkCost:
         weighted = columns / np.asarray(seconds)[:, None]
         target = np.ones(len(seconds))
         (alpha, beta), *_ = np.linalg.lstsq(weighted, target, rcond=None)
-        if alpha < 0:  # a straight line through the origin
+        if alpha < 0:  # a line through the origin
             alpha, beta = 0.0, float(weighted[:, 1] @ target / (weighted[:, 1] @ weighted[:, 1]))
         residuals = target - weighted @ np.array([alpha, beta])
         freedom = max(1, len(seconds) - 2)
@@ -67,14 +67,14 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The parts of a training step, in seconds, and what it takes if all that can overlap does.
+    """The parts of a training step, in seconds, and its duration when everything overlaps that can.
 
     Attributes:
         forward: t_ff.
         backward: t_bp.
-        update: of the optimizer, which overlaps with nothing.
+        update: the optimizer step, which overlaps with nothing.
         reduce_scatter: t_rs of the whole gradient.
-        all_gather: t_ag.
+        all_gather: t_ag of the whole gradient.
     """
 
     forward: float
@@ -84,7 +84,7 @@ class StepCost:
     all_gather: float
 
     def compressed(self, ratio: float) -> StepCost:
-        """Returns the same with messages that are smaller by a factor of ``ratio``."""
+        """Returns the cost with messages smaller by a factor of ``ratio``."""
         return replace(self, reduce_scatter=self.reduce_scatter / ratio, all_gather=self.all_gather / ratio)
 
     @property
@@ -123,21 +123,21 @@ class StepCost:
         return max(self.compute, self.all_reduce)
 
     def max_speedup(self, world_size: int) -> float:
-        """S_max of DeAR on so many ranks over one (Eq. 6), where the update takes no time."""
+        """Returns S_max, the speed-up of DeAR on ``world_size`` ranks over one (Eq. 6), if the update takes no time."""
         compute = self.forward + self.backward
         hidden = min(self.reduce_scatter, self.backward) + min(self.all_gather, self.forward)
         return world_size * compute / (compute + self.all_reduce - hidden)
 
 
 def end_of_pipeline(ready: Sequence[float], durations: Sequence[float]) -> float:
-    """Returns when the last of several operations ends that run one after the other, none before it is ready.
+    """Returns when the last of several serial operations ends, each of which starts once it is ready.
 
-    With the times in backward at which DDP's buckets are ready, and what the all-reduce of each takes, it is when the
-    gradients are there: Eq. 8 with buckets that are neither infinitely small nor free.
+    For the times at which DDP's buckets become ready in backward, and the durations of their all-reduces, this is when
+    all gradients are reduced: Eq. 8 with buckets of finite size and cost.
 
     Args:
-        ready: when each operation may start, in seconds, in the order in which they are issued.
-        durations: how long each takes.
+        ready: the earliest start of each operation, in seconds, in order of issue.
+        durations: the duration of each operation, in seconds.
     """
     end = 0.0
     for start, duration in zip(ready, durations, strict=True):

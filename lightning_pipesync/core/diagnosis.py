@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from lightning_pipesync.core.heartbeat import Beat, Fault
 
-#: What each kind of fault is in words; ``ago`` is seconds since then.
+#: The description of each kind of fault; ``ago`` is the number of seconds since it happened.
 SENTENCES = {
     "raised": "it raised {detail}, {ago:.0f} s ago",
     "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
@@ -24,12 +24,12 @@ SENTENCES = {
 
 
 def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interval: float) -> Fault | None:
-    """Returns which rank is at fault, see [Note: the first fault]; None if nothing tells.
+    """Returns the rank at fault, see [Note: the first fault]; None if the beats do not tell.
 
     Args:
-        beats: the last one of each rank, by rank.
+        beats: the last beat of each rank, by rank.
         silent: ranks whose beats have stopped.
-        rank: who waits in vain, as its beat says.
+        rank: the rank whose wait has timed out.
         interval: seconds between two beats.
     """
     suspects = [(beats[peer].at + interval, "silent", peer) for peer in silent if beats[peer].blames is None]
@@ -45,7 +45,7 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     if absent := absent_ranks(beats, rank):
         peer = min(absent, key=lambda peer: beats[peer].exchanges)
         behind = [one for one in absent if beats[one].exchanges == beats[peer].exchanges]
-        # Who is in an operation of another library's does not tell that he waits.
+        # A rank in an operation of another library publishes no wait.
         return _fault("absent", peer, beats[peer], since) if len(behind) == 1 else None
     ended = [(beats[peer].at, peer) for peer in reached if beats[peer].left == "" and beats[peer].blames is None]
     if ended:
@@ -56,18 +56,18 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
 
 
 def has_raised(beat: Beat) -> bool:
-    """Returns whether a rank has left with an exception of which no other rank is the reason."""
+    """Returns whether a rank has ended with an exception that no other rank caused."""
     return bool(beat.left) and not beat.lost_peer and beat.blames is None
 
 
 def absent_ranks(beats: Sequence[Beat], rank: int) -> list[int]:
-    """Returns the ranks on which ``rank`` waits, itself or through others, that live and wait for nobody."""
+    """Returns the live ranks for which ``rank`` waits, directly or through others, and which wait for no rank."""
     reached = sorted(peer for peer in _reached(beats, rank) if peer != rank)
     return [peer for peer in reached if beats[peer].left is None and next(_awaited(beats, peer), None) is None]
 
 
 def chain(beats: Sequence[Beat], rank: int, end: int) -> list[int]:
-    """Returns the ranks from ``rank`` to ``end``, of which each waits for the next one; none if that cannot be told."""
+    """Returns the ranks from ``rank`` to ``end``, each of which waits for the next; none if the beats do not tell."""
     before = _reached(beats, rank)
     if end not in before:
         return []
@@ -78,7 +78,7 @@ def chain(beats: Sequence[Beat], rank: int, end: int) -> list[int]:
 
 
 def _reached(beats: Sequence[Beat], rank: int) -> dict[int, int]:
-    """Returns for each rank on which ``rank`` waits, itself or through others, the one that waits for it."""
+    """Returns, for each rank for which ``rank`` waits directly or through others, the rank that waits for it."""
     before, to_follow = {rank: rank}, [rank]
     for waiting in to_follow:
         for peer in _awaited(beats, waiting):
@@ -89,7 +89,7 @@ def _reached(beats: Sequence[Beat], rank: int) -> dict[int, int]:
 
 
 def _awaited(beats: Sequence[Beat], rank: int) -> Iterator[int]:
-    """Yields the ranks for which ``rank`` waits, or because of which it has given up."""
+    """Yields the ranks for which ``rank`` waits, or the one that it has found at fault."""
     beat = beats[rank]
     for wait in beat.waits:
         yield from [wait.peer] if wait.peer is not None else (peer for peer in range(len(beats)) if peer != rank)

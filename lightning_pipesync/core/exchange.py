@@ -1,4 +1,4 @@
-"""One collective operation on many tensors."""
+"""A collective on many tensors, fused into buckets."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import NamedParameter
 
-#: Buckets in flight at a time in :func:`exchange_fused`: so much memory it needs besides the tensors.
+#: Buckets in flight at a time in :func:`exchange_fused`, which bounds its additional memory.
 IN_FLIGHT = 2
 
 
 @torch.no_grad()
 def exchange_fused(tensors: Sequence[Tensor], bucket_mb: float, start: Callable[[Tensor], Handle[Any]]) -> None:
-    """Replaces ``tensors`` by what a collective operation makes of them, fused into buffers that are freed at once.
+    """Runs a collective in place on ``tensors``, fused into temporary buckets.
 
     Args:
         tensors: of any dtypes and devices, the same on all ranks.
-        bucket_mb: MiB that travel in one piece.
-        start: the operation, in place on a flat buffer.
+        bucket_mb: the most MiB of a bucket.
+        start: starts the collective, in place on a flat buffer.
     """
     named = [NamedParameter("", tensor, "", None) for tensor in tensors]
     pending: deque[tuple[Handle[Any], Bucket, list[Tensor]]] = deque()

@@ -1,4 +1,4 @@
-"""What a user reads when a peer is lost."""
+"""The error of a lost peer: which rank is at fault, and why."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait
 from lightning_pipesync.core.shutdown import at_shutdown, error_at_shutdown
 from lightning_pipesync.core.torch_private import address_of, store_of
 
-#: Seconds between two beats, at most; a fraction of the timeout if that is short.
+#: The most seconds between two beats, and the most as a fraction of the timeout.
 INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
 
-#: Beats that a rank may miss before it counts as silent.
+#: The number of beats that a rank may miss before it counts as silent.
 PATIENCE = 3
 
 UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
 
-#: How errors of a connection begin: with a place in Gloo's source, or, where a call has a timeout of its own or the
-#: connection has timed out before, without one.
+#: The start of a connection error's message: a place in Gloo's source; none if the call has its own timeout or the
+#: connection has timed out before.
 CONNECTION_ERROR = re.compile(r"\[\S*/gloo/|Application timeout caused pair closure|Operation timed out!")
 
-#: Seconds in which the store has to answer.
+#: The timeout of the store, in seconds.
 STORE_S = 5.0
 
-#: Seconds that the end of a process waits to tell the others of it.
+#: The most seconds that a process waits to publish that it ends.
 GOODBYE_S = 1.0
 
 
 class PeerWatch:
-    """Knows for what this rank waits, tells the others, and says which rank is at fault when one waits in vain.
+    """Publishes what this rank waits for, and names the rank at fault when a wait times out.
+
+    Before :meth:`start` it names no rank.
 
     Attributes:
-        timeout: after which a peer that does not answer counts as lost.
-
-    Before :meth:`start` it names nobody.
+        timeout: the time after which a peer that does not answer counts as lost.
 
     Args:
-        timeout: as above.
-        exchanges: returns how many operations this rank has begun.
+        timeout: the time after which a peer that does not answer counts as lost.
+        exchanges: returns the number of operations that this rank has started.
     """
 
     def __init__(self, timeout: timedelta, exchanges: Callable[[], int]) -> None:
@@ -59,24 +59,22 @@ class PeerWatch:
         self._waits: dict[int, Wait] = {}  # by thread
         self._error: BaseException | None = None
         self._left = False
-        self._judging = threading.Lock()
-        self._verdict: tuple[str, str] | None = None
+        self._diagnosing = threading.Lock()
+        self._diagnosis: tuple[str, str] | None = None
         self._heartbeat: Heartbeat | None = None
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Begins to tell the others of this rank; a collective call, since it begins the clock.
-
-        All ranks must be connected.
+        """Starts the heartbeat; a collective call, which also starts the job's clock.
 
         Args:
-            group: of all ranks.
+            group: a group of all ranks, which must be connected.
         """
         self._begin = time.monotonic()
         if dist.get_world_size() > 1:
             store = store_of(group)
             self._address = address_of(store)
             world_size = dist.get_world_size()
-            # A later group of the same process may find the keys of an earlier one, if an agent keeps the store.
+            # A later group of the same process finds the keys of an earlier one if an agent keeps the store.
             store = dist.PrefixStore(f"pipesync/{(store.add('pipesync/watches', 1) - 1) // world_size}", store)
             interval = min(INTERVAL, self.timeout.total_seconds() * FRACTION_OF_TIMEOUT)
             self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe)
@@ -84,12 +82,12 @@ class PeerWatch:
 
     @contextmanager
     def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Iterator[None]:
-        """Within it this rank waits for ``peer``; a connection's error is raised as one that says who is at fault.
+        """Context in which this rank waits for ``peer``; a connection error becomes one that names the rank at fault.
 
         Args:
-            what: for what it waits, in words.
-            peer: who has to act; None: any other rank.
-            ahead: a thread waits, before this rank needs it.
+            what: a description of what it waits for.
+            peer: the rank that it waits for; None: any other.
+            ahead: whether a thread waits before this rank needs the result.
 
         Raises:
             RuntimeError: a peer is lost.
@@ -111,10 +109,9 @@ class PeerWatch:
                 self._waits[thread] = outer
 
     def leave(self, error: BaseException) -> None:
-        """Tells the other ranks that this one leaves with an exception.
+        """Publishes that this rank ends with an exception.
 
-        If a connection's error has come from a library that does not know who is at fault, its message gets a last
-        line that says so.
+        To a connection error of another library it appends a line that names the rank at fault.
         """
         if self._heartbeat is not None and is_connection_error(error):
             what = "an operation of the default process group"
@@ -123,10 +120,10 @@ class PeerWatch:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tells the other ranks that this one has left, and ends the thread.
+        """Publishes that this rank has ended, and ends the thread.
 
         Args:
-            error: the exception with which it leaves; None: that which is being handled, if there is one.
+            error: the exception that it ends with; None: the one that is being handled, if any.
         """
         if self._heartbeat is None or self._left:
             return
@@ -136,23 +133,23 @@ class PeerWatch:
         if has_raised(last) and self._fault is None:
             self._heartbeat.tell(Fault("raised", self._rank, self._host, self._pid, last.left or "", last.at))
             if self._rank == 0:
-                self._see_all_told({0})
+                self._wait_until_known({0})
         self._heartbeat.close(GOODBYE_S)
         self._at_end.cancel()
 
     def _accusation(self, what: str, error: BaseException) -> str:
-        """Returns one line that says who is at fault for that this rank has waited in vain for ``what``."""
+        """Returns one line that names the rank at fault for the failed wait for ``what``."""
         seconds = f"timeout_s={self.timeout.total_seconds():g}"
-        # Without the place in the backend's source, and without its advice.
+        # The message without the place in the backend's source and without its advice.
         cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0].strip()
-        with self._judging:  # each thread that waits fails; one diagnosis is enough
-            if self._verdict is None:
-                self._verdict = self._judge()
-            who, way = self._verdict
+        with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
+            if self._diagnosis is None:
+                self._diagnosis = self._diagnose()
+            who, way = self._diagnosis
         return f"{who}; rank {self._rank} waited in vain for {what}{way} ({seconds}; {cause})."
 
-    def _judge(self) -> tuple[str, str]:
-        """Returns who is at fault, and through whom this rank has waited for him; tells the others."""
+    def _diagnose(self) -> tuple[str, str]:
+        """Returns who is at fault, and through which ranks this one has waited for it; publishes the fault."""
         if self._heartbeat is None:
             return UNKNOWN, ""
         heartbeat = self._heartbeat
@@ -173,13 +170,13 @@ class PeerWatch:
         if told is None:
             heartbeat.tell(fault)
         if self._rank == 0:
-            self._see_all_told(silent | {fault.rank})
+            self._wait_until_known(silent | {fault.rank})
         way = chain(beats, self._rank, fault.rank)
         through = "".join(_because(beats[waiting]) for waiting in way[1:-1])
         return self._accuse(fault), through
 
     def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
-        """Waits until all ranks have been heard of since ``first``, or have had the time for it.
+        """Waits until all ranks have published a beat since ``first``, or have had the time for it.
 
         Returns:
             The last beats, and the ranks that are silent.
@@ -191,16 +188,16 @@ class PeerWatch:
                 break
         return beats, silent
 
-    def _see_all_told(self, lost: Collection[int]) -> None:
-        """Waits until all ranks but those know who is at fault: this process may have the store, and will end."""
-        with suppress(RuntimeError):  # the store does not answer: nobody can be told any more
+    def _wait_until_known(self, lost: Collection[int]) -> None:
+        """Waits until all ranks but ``lost`` know the fault: this process may run the store, and will end."""
+        with suppress(RuntimeError):  # the store does not answer: no rank can learn of it any more
             for beats in self._later_beats():
                 live = (beat for rank, beat in enumerate(beats) if rank not in lost)
                 if all(beat.blames is not None or beat.left is not None for beat in live):
                     break
 
     def _later_beats(self) -> Iterator[list[Beat]]:
-        """Yields the ranks' last beats, several times in the time in which a rank that lives will be heard of.
+        """Yields the last beats repeatedly, for the time in which a live rank publishes one.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -241,7 +238,7 @@ class PeerWatch:
 
     @property
     def _fault(self) -> Fault | None:
-        """What this rank or another one has found."""
+        """The fault that this rank or another one has found."""
         return None if self._heartbeat is None else self._heartbeat.fault
 
     def _now(self) -> float:
@@ -249,21 +246,21 @@ class PeerWatch:
 
 
 def is_connection_error(error: BaseException | None) -> bool:
-    """Returns whether ``error`` is one of a connection to another process, as PyTorch raises it."""
+    """Returns whether ``error`` is a connection error of PyTorch."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and CONNECTION_ERROR.match(str(error)) is not None
 
 
 def _is_normal_end(error: BaseException | None) -> bool:
-    """Returns whether a process that leaves with ``error`` has done what it was to do."""
+    """Returns whether a process that ends with ``error`` has succeeded."""
     if isinstance(error, SystemExit):
         return error.code in (0, None)
     return isinstance(error, (GeneratorExit, StopIteration))
 
 
 def _because(beat: Beat) -> str:
-    """Returns why a rank has let another one wait, to go on with in a sentence."""
+    """Returns a clause that says why a rank has made another one wait."""
     if beat.waits:
         return f", which waited for {beat.waits[0].what}"
     return f", which has given up because of rank {beat.blames}"

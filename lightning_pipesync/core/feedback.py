@@ -1,4 +1,4 @@
-"""Error feedback: what a codec dropped is added to what is encoded next."""
+"""Error feedback: a codec's error is added to the next values that it encodes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_pipesync.core.codecs.codec import accumulation_dtype
 
 
 class ErrorFeedback:
-    """The residuals of one flat buffer that is exchanged again and again with a lossy codec.
+    """The residuals of a flat buffer that is exchanged repeatedly with a lossy codec.
 
-    A lossy all-reduce compresses twice: each rank its own values before the reduce-scatter, the owner of a shard the
-    reduced shard before the all-gather. Each place keeps its own residual.
+    A lossy all-reduce compresses twice: each rank compresses its values before the reduce-scatter, and the owner of a
+    shard the reduced shard before the all-gather. Each compression has its own residual.
 
     Attributes:
         contribution: residual of this rank's values, shape ``[numel]``.
@@ -38,13 +38,18 @@ class ErrorFeedback:
 
 
 def encode_with_feedback(codec: Codec, source: Tensor, wire: Tensor, residual: Tensor | None) -> None:
-    """Encodes ``source`` plus what earlier calls dropped, and keeps in ``residual`` what this one drops.
+    """Encodes ``source`` plus ``residual``, and sets ``residual`` to the error of this encoding.
 
     Error feedback of Seide et al. 2014 and Karimireddy et al. 2019 (EF-SGD): over many steps the decoded values add up
-    to the sources, but for the last residual. ``residual`` has the shape of ``source`` and is zero before the first
-    call; both change in place: ``source`` becomes what was encoded. If ``source`` is bf16 or fp16, keep the residual in
-    fp32: then what is rounded off their sum is fed back too. Entries of the residual that are not finite become zero,
-    so that one overflow is sent once and does not poison later steps. Without a residual this is ``codec.encode``.
+    to the sources, up to the last residual. Both tensors change in place: ``source`` becomes the encoded sum. Entries
+    of the residual that are not finite become zero, so that an overflow does not affect later steps.
+
+    Args:
+        codec: the codec.
+        source: the values, 1-D.
+        wire: where the encoded values go.
+        residual: the error so far, of the shape of ``source``, zero before the first call. For a ``source`` in bf16 or
+            fp16 keep it in fp32: then the rounding of the sum is fed back, too. None: plain ``codec.encode``.
     """
     if residual is None:
         codec.encode(source, wire)

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather over Gloo, from messages between pairs of ranks: around a ring, or straight."""
+"""Reduce-scatter and all-gather over Gloo, as rings or all-to-all exchanges of messages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.pool import BufferPool
 from lightning_pipesync.core.ring import RingExchange, worthwhile
 
-#: Numbers of operations before they begin anew; there are two series of them.
+#: Operations are numbered by tags modulo this, in two series.
 NUM_TAGS = 2**29
 
 
 class GlooExchange:
     """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
 
-    The caller's thread posts the messages of a reduce-scatter. One worker thread sums what arrives and posts the
-    all-gather; another completes the all-gathers. So a whole all-reduce proceeds beside training.
+    The caller's thread posts the messages of a reduce-scatter. One worker thread sums the arriving slices and posts the
+    all-gather; another completes the all-gathers. So a whole all-reduce runs while training goes on.
 
     Args:
         group: a Gloo process group that nothing else uses.
-        watch: knows how long to wait for one message, and who is at fault if it does not come.
+        watch: has the timeout of a message, and names the rank at fault if it does not arrive.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: PeerWatch) -> None:
@@ -45,7 +45,7 @@ class GlooExchange:
     def all_to_all(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
         """Starts one small message to and from each peer, all at once.
 
-        These are numbered by themselves: another thread than that of the collectives may send them at any time.
+        These have a series of tags of their own: a thread other than that of the collectives may send them at any time.
         """
         self._small_tag = (self._small_tag + 1) % NUM_TAGS
         return AllToAllExchange(self._messages(NUM_TAGS + self._small_tag), outgoing, incoming, window=self._world_size)
@@ -53,14 +53,14 @@ class GlooExchange:
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Sums ``flat`` over the ranks into the slice that this rank owns; returns what waits for that slice."""
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
         promise: Promise[Tensor] = Promise()
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
         self._reducing.submit(lambda: promise.run(reduce))
         return promise.wait
 
     def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns what waits for the slices of the others."""
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others."""
         promise: Promise[Tensor] = Promise()
         gather = self._start_all_gather(self._next_tag(), flat, codec, feedback)
         self._gathering.submit(lambda: promise.run(gather))
@@ -69,7 +69,7 @@ class GlooExchange:
     def all_reduce(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Does both halves, one after the other; returns what waits for ``flat``."""
+        """Runs both halves in sequence; returns a function that waits for ``flat``."""
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
         gather_tag = self._next_tag()
         gathering: Promise[Callable[[], Tensor]] = Promise()
@@ -80,12 +80,12 @@ class GlooExchange:
             return self._start_all_gather(gather_tag, flat, codec, feedback)
 
         self._reducing.submit(lambda: gathering.run(reduce_and_start_to_gather))
-        # In the order of the calls, not in that in which this rank's sums happen to be ready: see ring.py.
+        # In the order of the calls, not the order in which this rank's sums are ready: see ring.py.
         self._gathering.submit(lambda: promise.run(lambda: gathering.wait()()))
         return promise.wait
 
     def release_memory(self) -> None:
-        """Gives back the memory that was kept for messages of sizes that may not come again."""
+        """Frees the buffers that are kept for reuse."""
         self._pool.clear()
 
     def close(self, timeout_s: float) -> None:
@@ -103,7 +103,7 @@ class GlooExchange:
         own = slices[self._rank]
         num_bytes = codec.wire_bytes(own.numel(), flat.dtype)
         received = {peer: self._pool.take(num_bytes) for peer in self._peers if num_bytes}
-        if codec.lossless:  # the values themselves travel, without a copy
+        if codec.lossless:  # the values themselves are sent, without a copy
             incoming = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
             outgoing = {peer: slices[peer] for peer in self._peers}
             encoded: dict[int, Tensor] = {}
@@ -138,7 +138,7 @@ class GlooExchange:
         return reduce
 
     def _encode_slices(self, slices: list[Tensor], codec: Codec, feedback: ErrorFeedback | None) -> dict[int, Tensor]:
-        """Encodes every rank's slice, this rank's too: what is summed is what was encoded, whoever sums it."""
+        """Encodes every rank's slice, this rank's too, so that only encoded values are summed, on every rank."""
         wires = {}
         for rank, source in enumerate(slices):
             wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), source.dtype))
@@ -149,7 +149,7 @@ class GlooExchange:
     def _sum_values(
         self, exchange: AllToAllExchange, contributions: dict[int, Tensor], own: Tensor, divisor: int
     ) -> None:
-        """Adds in the order of the ranks, so that the result does not depend on who sums or what arrives first."""
+        """Adds in rank order, so that the result depends neither on the summing rank nor on the order of arrival."""
         order = sorted(contributions)
         if self._rank == 1:
             order[:2] = [1, 0]  # the same sum, in place
@@ -166,7 +166,7 @@ class GlooExchange:
     def _sum_wires(
         self, exchange: AllToAllExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor, divisor: int
     ) -> None:
-        """Decodes and adds in the order of the ranks; only the quotient is rounded to the type of ``own``."""
+        """Decodes and adds in rank order; only the quotient is rounded to the dtype of ``own``."""
         dtype = accumulation_dtype(own.dtype)
         total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
         for rank in sorted(contributions):
@@ -197,7 +197,7 @@ class GlooExchange:
         own = slices[self._rank]
         wires = [self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for piece in slices]
         encode_with_feedback(codec, own, wires[self._rank], None if feedback is None else feedback.shard[: own.numel()])
-        codec.decode(wires[self._rank], own, flat.dtype)  # the owner, too, goes on with what the others will decode
+        codec.decode(wires[self._rank], own, flat.dtype)  # the owner, too, uses the values that the others decode
         encoded = self._gather_slices(tag, wires)
 
         def gather_and_decode() -> Tensor:
@@ -212,7 +212,7 @@ class GlooExchange:
         return gather_and_decode
 
     def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
-        """Starts to send this rank's slice to all, and to fill in the others'."""
+        """Starts sending this rank's slice to all others, and receiving theirs."""
         if worthwhile(slices[0].nbytes, self._world_size):
             return RingExchange(self._messages(tag), slices, first=self._rank)
         own = slices[self._rank]

@@ -1,4 +1,4 @@
-"""A handle on an operation that runs beside training, and the threads that drive such operations."""
+"""Handles of asynchronous operations, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _this_thread = threading.local()
 
 
 class Handle(Generic[T]):
-    """What an asynchronous operation returns. Handles may be waited for in any order, and more than once."""
+    """A handle of an asynchronous operation. Handles may be waited for in any order, and more than once."""
 
     def __init__(self, wait: Callable[[], T]) -> None:
         self._wait: Callable[[], T] | None = wait
@@ -41,11 +41,11 @@ class Promise(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether there is an outcome."""
+        """Whether there is a result or an error."""
         return self._done.is_set()
 
     def run(self, function: Callable[[], T]) -> None:
-        """Runs ``function`` and keeps what it returns, or the exception it raises."""
+        """Runs ``function`` and keeps its result, or the exception that it raises."""
         try:
             self._result = function()
         except BaseException as error:
@@ -53,7 +53,7 @@ class Promise(Generic[T]):
         self._done.set()
 
     def wait(self) -> T:
-        """Blocks until there is an outcome; returns the result or raises the error."""
+        """Blocks until :attr:`done`; returns the result or raises the error."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -74,7 +74,7 @@ class Worker:
         """Queues ``job``, which must not raise.
 
         Raises:
-            RuntimeError: the thread has been closed: nobody would ever run the job.
+            RuntimeError: the thread is closed.
         """
         with self._lock:
             if self._closed:
@@ -82,7 +82,7 @@ class Worker:
             self._jobs.put(job)
 
     def close(self, timeout_s: float) -> None:
-        """Lets the queued jobs finish and ends the thread; waits for it at most ``timeout_s`` seconds."""
+        """Ends the thread after the queued jobs; waits at most ``timeout_s`` seconds."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)
@@ -95,5 +95,5 @@ class Worker:
 
 
 def on_worker_thread() -> bool:
-    """Returns whether the calling thread is a :class:`Worker`'s; any other one trains, also one of autograd's own."""
+    """Returns whether the calling thread is a :class:`Worker`'s. All others, autograd's included, count as training."""
     return getattr(_this_thread, "is_worker", False)

@@ -1,8 +1,8 @@
-"""What every rank tells the others of itself through the job's store, so that one that is lost can be named.
+"""Heartbeats: each rank publishes its state in the job's store, so that a lost rank can be named.
 
-[Note: nobody waits for the store]
-A call to a store whose server is frozen may never return, whatever its timeout. All calls are made by the thread of the
-heartbeat; who wants something of it waits for the thread, and only so long.
+[Note: only the heartbeat's thread calls the store]
+A call to a store whose server is frozen may never return, whatever its timeout. So the thread of the heartbeat makes
+all calls, and other threads wait for it with a timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: Where the first fault that a rank has found is told to all.
+#: The key of the first fault that a rank has found.
 _FAULT_KEY = "pipesync/fault"
 
 
@@ -27,8 +27,8 @@ class Wait:
     """What a rank waits for.
 
     Attributes:
-        what: in words.
-        peer: the rank that has to act; None: any other.
+        what: a description.
+        peer: the rank that it waits for; None: any other.
         since: seconds since the start of the job's clock.
     """
 
@@ -39,18 +39,18 @@ class Wait:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank tells of itself.
+    """The state of a rank, as it publishes it.
 
     Attributes:
-        number: of the beat; while it grows, the rank is alive. 0: it has never been heard of.
+        number: the number of the beat; while it grows, the rank is alive. 0: the rank has not published any.
         at: seconds since the start of the job's clock.
-        host: name of its machine.
-        pid: of its process there.
-        exchanges: operations that it has begun so far.
-        waits: for what it waits now.
-        blames: the rank because of which it has given up.
-        left: None while it takes part; then the exception with which it has left, empty if there was none.
-        lost_peer: whether that exception is one of a connection, so that another rank is the reason.
+        host: the name of its machine.
+        pid: its process id there.
+        exchanges: the number of operations that it has started.
+        waits: what it waits for now.
+        blames: the rank that it has found at fault.
+        left: None while it takes part; then the exception that it ended with, empty if there was none.
+        lost_peer: whether that exception is a connection error, so that another rank is the cause.
     """
 
     number: int = 0
@@ -66,15 +66,15 @@ class Beat:
 
 @dataclass(frozen=True)
 class Fault:
-    """Which rank is at fault, and how.
+    """The rank at fault, and the kind of fault.
 
     Attributes:
         kind: a key of :data:`lightning_pipesync.core.diagnosis.SENTENCES`.
         rank: the rank.
-        host: name of its machine.
-        pid: of its process there.
-        detail: what else is known.
-        at: since when, in seconds since the start of the job's clock.
+        host: the name of its machine.
+        pid: its process id there.
+        detail: the exception, or the number of operations.
+        at: when it happened, in seconds since the start of the job's clock.
     """
 
     kind: str
@@ -86,20 +86,20 @@ class Fault:
 
 
 class Heartbeat:
-    """Tells of this rank, every ``interval`` seconds, and hears of a fault that another one has found.
+    """Publishes this rank's state every ``interval`` seconds, and learns of a fault that another rank has found.
 
-    A beat is one message to the store and one question; what the other ranks tell is read on request only.
+    A beat is one write to the store and one query; the other ranks' beats are read on request only.
 
     Attributes:
-        interval: seconds.
-        fault: the last fault that a rank has told of.
+        interval: seconds between two beats.
+        fault: the fault that a rank has published, if any.
 
     Args:
-        store: whose keys nobody else uses.
-        rank: of this process.
-        world_size: number of ranks.
-        interval: seconds.
-        describe: makes the beat, whose number it is given.
+        store: a store with keys of its own.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        interval: seconds between two beats.
+        describe: returns this rank's beat, given its number.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Heartbeat:
         self._thread.start()
 
     def read(self, timeout_s: float) -> list[Beat]:
-        """Returns the last beat of each rank, by rank, this one's made now, and sets :attr:`fault`.
+        """Publishes a beat, and returns the last beat of each rank, by rank; updates :attr:`fault`.
 
         Raises:
-            RuntimeError: the store does not answer within ``timeout_s`` seconds, or not any more.
+            RuntimeError: the store does not answer within ``timeout_s`` seconds, or has failed before.
         """
         if not self._thread.is_alive():
             raise RuntimeError("The store does not answer any more.")
@@ -139,7 +139,7 @@ class Heartbeat:
             raise RuntimeError("The store does not answer.") from error
 
     def tell(self, fault: Fault) -> None:
-        """Tells all ranks which one is at fault, and this rank's beat with it; does not wait."""
+        """Publishes the rank at fault, and a beat of this rank; does not wait."""
         self.fault = fault
 
         def tell() -> None:
@@ -150,12 +150,12 @@ class Heartbeat:
         self._jobs.put(tell)
 
     def close(self, timeout_s: float) -> None:
-        """Tells of this rank for the last time and ends the thread; waits for that at most ``timeout_s`` seconds."""
+        """Publishes a last beat and ends the thread; waits at most ``timeout_s`` seconds."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        with suppress(Exception):  # the store is gone, and will not come back
+        with suppress(Exception):  # the store is gone for good
             while True:
                 self._beat()
                 if self.fault is None and self._store.check([_FAULT_KEY]):
@@ -173,7 +173,7 @@ class Heartbeat:
     def _read(self) -> list[Beat]:
         if self.fault is None and self._store.check([_FAULT_KEY]):
             self.fault = Fault(**json.loads(self._store.get(_FAULT_KEY)))
-        if self._store.check(self._keys):  # asking for one that is not there would wait for it
+        if self._store.check(self._keys):  # a query of a missing key would block
             return [_beat_from(json.loads(value)) for value in self._store.multi_get(self._keys)]
         return [
             _beat_from(json.loads(self._store.get(key))) if self._store.check([key]) else Beat() for key in self._keys

@@ -1,4 +1,4 @@
-"""Single messages between two ranks of a Gloo process group."""
+"""Point-to-point messages between two ranks of a Gloo process group."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_pipesync.core.failure import PeerWatch
 
 
 class Messages:
-    """Sends to and receives from peers, by rank in the group. Between two ranks messages keep their order.
+    """Sends to and receives from peers, by rank in the group. Messages between two ranks keep their order.
 
-    Every method raises RuntimeError, with the rank at fault, if a process has died or does not answer in time.
+    Every method raises RuntimeError, which names the rank at fault, if a process has died or does not answer in time.
 
     Attributes:
-        rank: of this process in the group.
-        world_size: number of ranks in the group.
+        rank: the rank of this process in the group.
+        world_size: the number of ranks in the group.
 
     Args:
         group: the process group.
-        tag: tells these messages from others in flight.
-        watch: knows how long to wait for one message, and who is at fault if it does not come.
-        ahead: whether a thread receives what this rank may not need yet; see :meth:`awaiting`.
+        tag: distinguishes these messages from others in flight.
+        watch: has the timeout of a message, and names the rank at fault if it does not arrive.
+        ahead: whether a thread receives messages before this rank needs them, see :meth:`awaiting`.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int, watch: PeerWatch, *, ahead: bool = False) -> None:
@@ -42,17 +42,17 @@ class Messages:
             return cast(dist.Work, dist.isend(tensor, self._global(peer), self._group, self._tag))
 
     def wait_received(self, work: dist.Work, peer: int) -> None:
-        """Blocks until what :meth:`start_receiving` has posted is there."""
+        """Blocks until a receive of :meth:`start_receiving` is complete."""
         with self._receiving(peer):
             work.wait(self._watch.timeout)
 
     def wait_sent(self, work: dist.Work, peer: int) -> None:
-        """Blocks until what :meth:`start_sending` has posted may be changed again."""
+        """Blocks until a send of :meth:`start_sending` is complete, and its tensor may be changed."""
         with self._sending(peer):
             work.wait(self._watch.timeout)
 
     def awaiting(self, peer: int) -> AbstractContextManager[None]:
-        """Within it this rank needs what a thread receives from ``peer``."""
+        """Context in which this rank waits for a message that a thread receives from ``peer``."""
         rank = self._global(peer)
         return self._watch.waiting(f"a message from rank {rank}", rank)
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather over NCCL, on a stream of their own, without a host synchronization."""
+"""Reduce-scatter and all-gather over NCCL, on a side stream, without a host synchronization."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
 class NcclExchange:
     """Reduce-scatter and all-gather of flat CUDA tensors over an NCCL process group.
 
-    Everything is enqueued on one side stream, in the order of the calls. An operation starts when the work that is on
-    the caller's stream at that moment is done; waiting for it makes the caller's stream wait, never the host.
+    All operations are enqueued on one side stream, in the order of the calls. An operation starts after the work that
+    is on the caller's stream at the call; waiting for it makes the caller's stream wait, never the host.
 
     Args:
         group: an NCCL process group that nothing else uses.
@@ -33,17 +33,17 @@ class NcclExchange:
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Sums ``flat`` over the ranks into the slice that this rank owns; returns what waits for that slice."""
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
         return self._enqueue(flat, lambda: self._reduce_scatter(flat, codec, mean, feedback), feedback)
 
     def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns what waits for the slices of the others."""
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others."""
         return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback), feedback)
 
     def all_reduce(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Does both halves, one after the other; returns what waits for ``flat``."""
+        """Runs both halves in sequence; returns a function that waits for ``flat``."""
 
         def both() -> Tensor:
             self._reduce_scatter(flat, codec, mean, feedback)
@@ -52,7 +52,7 @@ class NcclExchange:
         return self._enqueue(flat, both, feedback)
 
     def broadcast(self, flat: Tensor, src: int) -> Callable[[], Tensor]:
-        """Copies rank ``src``'s ``flat`` to all ranks; returns what waits for it."""
+        """Copies rank ``src``'s ``flat`` to all ranks; returns a function that waits for it."""
 
         def copy() -> Tensor:
             dist.broadcast(flat.view(torch.uint8), src, group=self._group)
@@ -61,10 +61,10 @@ class NcclExchange:
         return self._enqueue(flat, copy)
 
     def release_memory(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no buffer is kept."""
 
     def close(self, timeout_s: float) -> None:
-        """Nothing to end: there is no thread."""
+        """Does nothing: there is no thread."""
 
     def _enqueue(
         self, flat: Tensor, operation: Callable[[], Tensor], feedback: ErrorFeedback | None = None
@@ -75,7 +75,7 @@ class NcclExchange:
             done = self._stream.record_event()
         residuals = [] if feedback is None else [feedback.contribution, feedback.shard]
         for tensor in (flat, *residuals):
-            tensor.record_stream(self._stream)  # the allocator may not hand its memory on before this stream is through
+            tensor.record_stream(self._stream)  # the allocator must not reuse its memory before this stream is done
 
         def wait() -> Tensor:
             torch.cuda.current_stream(self._device).wait_event(done)
@@ -89,7 +89,7 @@ class NcclExchange:
             padded = self._padded(flat)
             total = torch.empty(shard_numel(flat.numel(), self._world_size), dtype=flat.dtype, device=flat.device)
             dist.reduce_scatter_tensor(total, padded, group=self._group)
-        else:  # NCCL would sum 16-bit floats, or wire formats, as they are
+        else:  # NCCL would sum 16-bit floats in 16 bits, and wire formats as bytes
             total = self._exchange_and_sum(flat, codec, feedback)
         if mean:
             total.div_(self._world_size)
@@ -133,10 +133,10 @@ class NcclExchange:
         return flat.copy_(decoded.view(-1)[: flat.numel()])
 
     def _wires(self, num_bytes: int) -> Tensor:
-        """Returns a buffer with a row for each rank, every row aligned for any element type."""
+        """Returns a buffer with a row per rank, each aligned for any dtype."""
         return torch.empty(self._world_size, -(-num_bytes // 16) * 16, dtype=torch.uint8, device=self._device)
 
     def _padded(self, flat: Tensor) -> Tensor:
-        """Returns ``flat`` itself if it divides evenly among the ranks, else a copy with zeros behind it."""
+        """Returns ``flat`` if its size is a multiple of the number of ranks, else a copy padded with zeros."""
         missing = shard_numel(flat.numel(), self._world_size) * self._world_size - flat.numel()
         return torch.nn.functional.pad(flat, (0, missing)) if missing else flat

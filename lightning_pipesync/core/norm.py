@@ -14,7 +14,7 @@ class SquaredNorm:
     """The squared L2 norm of a whole gradient, computed in one pass without waiting for the device.
 
     Args:
-        gradients: dense tensors on one device; none at all has norm 0.
+        gradients: dense tensors on one device; the norm of none is 0.
     """
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
@@ -32,7 +32,7 @@ class SquaredNorm:
             self._result = squares
 
     def item(self) -> float:
-        """Returns the value; on CUDA the host waits for the backward pass, not for what was enqueued since."""
+        """Returns the value; on CUDA the host waits for the backward pass, not for work enqueued since."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._result.item()

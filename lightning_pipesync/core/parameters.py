@@ -1,4 +1,4 @@
-"""Which parameters a method has to look after, and whose they are."""
+"""The parameters that a method trains, with their layers and optimizers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_pipesync.core.torch_private import is_dtensor
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter and where it belongs.
+    """A parameter, its layer and its optimizer.
 
     Attributes:
         name: its first name in the module; tied parameters occur once.
         tensor: the parameter.
-        layer: name of the module that holds it.
-        group: indices of its optimizer and of its parameter group there; None if no optimizer has it.
+        layer: the name of the module that holds it.
+        group: the indices of its optimizer and of its parameter group there; None if no optimizer has it.
     """
 
     name: str
@@ -54,7 +54,7 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             for k, tensor in enumerate(group["params"]):
-                if id(tensor) not in known:  # trained, though the module does not register it
+                if id(tensor) not in known:  # an optimizer trains it, but the module does not register it
                     known.add(id(tensor))
                     layer = f"optimizer{i}.group{j}"
                     parameters.append(NamedParameter(f"{layer}.{k}", tensor, layer, groups[id(tensor)]))
@@ -74,12 +74,12 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
 
 
 def modules_with_parameters(module: nn.Module) -> list[nn.Module]:
-    """Returns the modules that register parameters themselves, ``module`` and those within it."""
+    """Returns ``module`` and its submodules, those that register parameters themselves."""
     return [child for child in module.modules() if any(True for _ in child.parameters(recurse=False))]
 
 
 def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Has ``hook`` called when a backward pass has accumulated the gradient; also of one that is frozen for now."""
+    """Registers a post-accumulate-gradient hook, also on a parameter that is frozen for now."""
     requires_grad = parameter.requires_grad
     handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(requires_grad)
@@ -87,10 +87,10 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> Removabl
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Checks that an optimizer can work on a replica.
+    """Checks that an optimizer can update a replica by itself.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it evaluates its closure repeatedly, or communicates.
     """
     if isinstance(optimizer, LBFGS):
         raise ValueError("The optimizer LBFGS evaluates its closure several times a step, which is not supported.")

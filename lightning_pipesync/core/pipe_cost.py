@@ -1,4 +1,4 @@
-"""The timing models of Pipe-SGD and its convergence bound: what pipelining can gain, and what it may cost."""
+"""The timing models and the convergence bound of Pipe-SGD."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from lightning_pipesync.core.cost import LinkCost
 def convergence_bound(iterations: float, staleness: int, radius: float = 1.0, lipschitz: float = 1.0) -> float:
     """Returns 8 F L sqrt((k + 1) / T), Pipe-SGD's convergence rate for convex objectives (Pipe-SGD, "Convergence").
 
-    An upper bound of how far the mean objective of T steps is from the best one; real trainings can be far below it.
+    An upper bound on the distance of the mean objective over T steps from the optimum; real trainings can be far below.
 
     Args:
         iterations: T.
         staleness: k; 0 is synchronous SGD.
-        radius: F, which bounds the distance of the weights to the best ones.
-        lipschitz: L, which bounds the norm of a gradient.
+        radius: F, the bound on the distance of the weights from the optimum.
+        lipschitz: L, the bound on the norm of a gradient.
     """
     return 8 * radius * lipschitz * math.sqrt((staleness + 1) / iterations)
 
 
 def iterations_to_bound(bound: float, staleness: int, radius: float = 1.0, lipschitz: float = 1.0) -> float:
-    """Returns T, after which :func:`convergence_bound` is ``bound``: k + 1 times as many as without a delay."""
+    """Returns T at which :func:`convergence_bound` is ``bound``: k + 1 times that of synchronous SGD."""
     return (staleness + 1) * (8 * radius * lipschitz / bound) ** 2
 
 
@@ -39,7 +39,7 @@ class PipeCost:
         world_size: p.
         link: alpha and beta.
         gamma: seconds to add two bytes.
-        synchronization: S, seconds until all ranks have begun an all-reduce.
+        synchronization: S, seconds until all ranks have started an all-reduce.
     """
 
     update: float
@@ -61,20 +61,20 @@ class PipeCost:
 
         Args:
             segments: L; 1 is level 1.
-            compression: the size of the gradient over that of what travels.
+            compression: the ratio of the size of the gradient to its size on the wire.
         """
         fixed = 2 * (self.world_size - 1) * self.link.alpha + self.synchronization
         return segments * fixed + self._transfer / compression + self._addition
 
     def ideal(self, staleness: int) -> float:
-        """Returns l_total / T with unlimited resources: k + 1 steps are under way at a time (Fig. 5)."""
+        """Returns l_total / T with unlimited resources: k + 1 steps run at a time (Fig. 5)."""
         return (self.compute + self.communication()) / (staleness + 1)
 
     def step(self, staleness: int = 1, segments: int = 1, compression: float = 1.0) -> float:
-        """Returns l_total / T with limited resources: one computes, and one communicates, at a time (Fig. 6).
+        """Returns l_total / T with limited resources: one step computes and one communicates at a time (Fig. 6).
 
-        The same for every staleness above 0. Without any, the all-reduce is hidden under nothing; in segments, under
-        what follows the first of them in the backward pass.
+        It is the same for every staleness above 0. With staleness 0, one segment overlaps with nothing; several
+        segments overlap with the rest of the backward pass after the first one.
         """
         communication = self.communication(segments, compression)
         if staleness > 0:
@@ -83,39 +83,39 @@ class PipeCost:
         return self.forward + first + max(self.backward - first, communication) + self.update
 
     def bound_speedup(self, staleness: int = 1, segments: int = 1, compression: float = 1.0) -> float:
-        """Returns the time to a convergence bound in synchronous steps, uncompressed, over that with this staleness.
+        """Returns the speed-up in time to a convergence bound over uncompressed synchronous steps.
 
-        What pipelining gains at least if the objective is convex; below 1 it may lose. What it gains if the delay costs
-        no steps is ``step(0)`` over ``step(staleness)``.
+        A lower bound of the speed-up for a convex objective; below 1 pipelining may be slower. If the delay costs no
+        steps, the speed-up is ``step(0) / step(staleness)``.
         """
         steps = iterations_to_bound(1.0, staleness) / iterations_to_bound(1.0, 0)
         return self.step(0, segments) / (steps * self.step(staleness, segments, compression))
 
     def level_2(self, segments: int, first_segment: float, compression: float = 1.0) -> float:
-        """Returns l_total_pipe_2 / T as the poster has it, where only what precedes the first segment is in the way.
+        """Returns l_total_pipe_2 / T of the poster, where only the time until the first segment cannot overlap.
 
         Args:
             segments: L.
             first_segment: l_b1, seconds of backward until the first segment is ready.
-            compression: the size of the gradient over that of what travels.
+            compression: the ratio of the size of the gradient to its size on the wire.
         """
         return max(self.update + self.forward + first_segment, self.communication(segments, compression))
 
     def scaling_efficiency(self, compression: float = 1.0) -> float:
-        """Returns SE, the speed-up over one worker on as many epochs, over the number of workers."""
+        """Returns SE, the speed-up over one worker for the same number of epochs, divided by the number of workers."""
         return self.compute / self.step(compression=compression)
 
     def optimum(self, segments: int) -> tuple[int, int]:
-        """Returns the best staleness k* and the best level of pipelining, if level 2 has so many segments.
+        """Returns the best staleness k* and the best level of pipelining, with ``segments`` segments at level 2.
 
-        More staleness than is needed only harms, and so does a higher level that is not faster. It is (1, 1), as the
-        poster finds, but where the backward pass hides the communication of synchronous segments, or there is none.
+        Of equally fast choices it is the one with the least staleness, then the lowest level. It is (1, 1), as on the
+        poster, unless the backward pass hides the communication of synchronous segments, or there is none.
         """
         choices = [(staleness, level) for staleness in (0, 1) for level in (1, 2)]
         return min(choices, key=lambda choice: (self.step(choice[0], segments if choice[1] == 2 else 1), choice))
 
     def compute_bound_compression(self) -> float:
-        """Returns the least compression with which the step takes no longer than computation; infinite if none does.
+        """Returns the least compression with which a step takes no longer than its computation; infinite if none does.
 
         From there on linear speed-up is possible: the communication ratio is below 50 %.
         """

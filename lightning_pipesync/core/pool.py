@@ -1,4 +1,4 @@
-"""Memory that is used again."""
+"""A pool of reusable buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class BufferPool:
-    """Byte buffers that are used again, so that nothing is allocated after the first step."""
+    """Byte buffers for reuse, so that nothing is allocated after the first step."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
@@ -24,12 +24,12 @@ class BufferPool:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give(self, buffers: list[Tensor]) -> None:
-        """Takes back what :meth:`take` returned."""
+        """Returns buffers of :meth:`take` to the pool."""
         with self._lock:
             for buffer in buffers:
                 self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def clear(self) -> None:
-        """Gives the memory back that nobody uses."""
+        """Frees the buffers that are not in use."""
         with self._lock:
             self._free.clear()

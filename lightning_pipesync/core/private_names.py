@@ -1,4 +1,4 @@
-"""Names of other libraries that nobody promises to keep: one that is gone is an error, at once and by name."""
+"""Checks for private names of other libraries: a missing one raises an error that names it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-#: Libraries whose names are relied on.
+#: The libraries whose private names are used.
 LIBRARIES = (
     "torch",
     "lightning",
@@ -20,9 +20,9 @@ LIBRARIES = (
 
 
 def require(owner: Any, *names: str) -> None:
-    """Checks that ``owner``, an object, class or module of a library, has the attributes that are about to be used.
+    """Checks that ``owner``, an object, class or module of a library, has the attributes ``names``.
 
-    To set one that was renamed would have no effect, and no error either.
+    Without the check, setting an attribute that was renamed would have no effect and raise no error.
 
     Raises:
         RuntimeError: it lacks one.
@@ -33,7 +33,7 @@ def require(owner: Any, *names: str) -> None:
 
 
 def missing(owner: Any, name: str) -> RuntimeError:
-    """Returns the error that says which library lacks what."""
+    """Returns the error that names the library, its version and the missing name."""
     origin = next(origin for origin in _origins(owner) if _library(origin) is not None)
     library = str(_library(origin))
     return RuntimeError(
@@ -43,13 +43,13 @@ def missing(owner: Any, name: str) -> RuntimeError:
 
 
 class Overriding:
-    """A base of classes that override methods of a library's class, marked with ``@override``.
+    """Base of classes that override methods of a library's class, marked with ``@override``.
 
-    A method that was renamed there would never be called again, and nobody would notice: what is saved then are wrong
-    weights, say. So each of them must be there, when the class is made that has both in its bases.
+    If the library renames such a method, the override is never called, and for example wrong weights are saved. So each
+    overridden method is checked when a class with both bases is created.
 
     Raises:
-        RuntimeError: one is not.
+        RuntimeError: the library's class has no such method.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ def _origins(owner: Any) -> tuple[Any, ...]:
 
 
 def _library(origin: Any) -> str | None:
-    """Returns the library of a class or module; None if it is none of those that are relied on."""
+    """Returns the library of a class or module; None if it is not one of :data:`LIBRARIES`."""
     name = origin.__name__ if isinstance(origin, ModuleType) else origin.__module__
     root = str(name.partition(".")[0])
     return root if root in LIBRARIES else None

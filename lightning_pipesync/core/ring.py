@@ -1,18 +1,18 @@
-"""Slices that travel around a ring of ranks over Gloo: reduce-scatter and all-gather of large buffers.
+"""Ring reduce-scatter and all-gather of large buffers over Gloo.
 
 [Note: one stream a link]
 In P - 1 steps every rank sends one slice to the next rank and receives one from the rank before, so that each link
 carries a single stream in each direction. An all-to-all exchange sends as many bytes, but every receiver then has up to
 P - 1 senders that compete for its link: on emulated hosts it took 1.1 times as long with 4 ranks, 1.2 to 1.4 with 8.
-What the ring costs are P - 1 messages one after the other, so that small slices are better sent all-to-all.
+The ring costs P - 1 messages in sequence, so that small slices are better sent all-to-all.
 
 [Note: partial sums]
-In a reduce-scatter the slice of rank r starts at rank r + 1 and visits all others; each adds its own values, r as the
+In a reduce-scatter the slice of rank r starts at rank r + 1 and visits all others; each adds its own values, rank r
 last. The sums are of the type of the values: encoded values are never summed on the way, and travel all-to-all.
 
 [Note: one order of waiting]
-A slice moves on while its receiver waits for it, so all ranks must wait for their rings in the same order: if one waits
-for ring A and another for ring B, neither moves.
+A slice advances while its receiver waits for it, so all ranks must wait for their rings in the same order: if one rank
+waits for ring A and another for ring B, neither advances.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_pipesync.core.pool import BufferPool
 #: Slices of fewer bytes are faster all-to-all, and with 2 ranks there is nothing to gain.
 MIN_SLICE_BYTES, MIN_RANKS = 128 * 1024, 3
 
-#: A slice travels in pieces of so many bytes: while one is added and sent on, the next arrives.
+#: Bytes of a piece. While a piece of a slice is added and forwarded, the next one arrives.
 PIECE_BYTES = 512 * 1024
 
 #: Receives posted ahead.
@@ -37,15 +37,15 @@ WINDOW = 16
 
 
 class RingExchange:
-    """Sends every rank's first slice around the ring, see the notes above. It starts on construction.
+    """Sends one slice of each rank around the ring, see the notes above. Starts on construction.
 
     Args:
-        messages: how to send and receive.
-        slices: of every rank, by rank: 1-D views of one buffer.
-        first: the rank whose slice this rank sends first; then it receives those of ``first - 1``, ``first - 2``, and
-            so on, and sends all but the last one of them on.
-        adding: a pool for the memory in which a piece arrives before it is added to the slice; without one a piece
-            arrives in the slice itself.
+        messages: sends and receives.
+        slices: the slice of each rank, by rank: 1-D views of one buffer.
+        first: the rank whose slice this rank sends first; then it receives the slices of ``first - 1``, ``first - 2``,
+            and so on, and forwards all but the last one.
+        adding: the pool of the buffers for arriving pieces, which are added to the slice; None: a piece is received
+            into the slice itself.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RingExchange:
         self._next, self._previous = (messages.rank + 1) % world_size, (messages.rank - 1) % world_size
         owners = [(first - step) % world_size for step in range(world_size)]
         self._pieces: list[Tensor] = []
-        #: How many pieces have arrived when the slice of each rank is complete.
+        #: The number of pieces that have arrived when the slice of each rank is complete.
         self._complete: dict[int, int] = {}
         for owner in owners[1:]:
             self._pieces += in_pieces(slices[owner])
@@ -81,7 +81,7 @@ class RingExchange:
             self._advance()
 
     def finish(self) -> None:
-        """Blocks until everything has arrived and everything has been sent."""
+        """Blocks until all slices are received and sent."""
         while self._receiving:
             self._advance()
         for work in self._sending:
@@ -106,7 +106,7 @@ class RingExchange:
         self._receiving.append(self._messages.start_receiving(arrival, self._previous))
 
     def _arrival_of(self, index: int) -> Tensor:
-        """Returns the memory in which a piece arrives."""
+        """Returns the memory that a piece is received into."""
         piece = self._pieces[index]
         if not self._staging:
             return piece
@@ -114,10 +114,10 @@ class RingExchange:
 
 
 def in_pieces(values: Tensor) -> list[Tensor]:
-    """Returns the pieces in which a slice travels; none if it is empty."""
+    """Splits a slice into pieces; none if it is empty."""
     return [piece for piece in values.split(PIECE_BYTES // values.element_size()) if piece.numel()]
 
 
 def worthwhile(slice_bytes: int, world_size: int) -> bool:
-    """Returns whether slices of so many bytes travel faster around a ring of so many ranks than all-to-all."""
+    """Returns whether a ring is faster than all-to-all for slices of ``slice_bytes`` bytes."""
     return slice_bytes >= MIN_SLICE_BYTES and world_size >= MIN_RANKS

@@ -1,4 +1,4 @@
-"""The state of torch's random numbers."""
+"""The states of torch's random number generators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of the generators that a training on ``device`` draws from."""
+    """Returns the states of the generators that training on ``device`` uses."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -15,7 +15,7 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_states(states: dict[str, Tensor]) -> None:
-    """Has the random numbers go on where they were when :func:`rng_states` was called."""
+    """Restores the generator states that :func:`rng_states` returned."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -1,4 +1,4 @@
-"""Private names of torch: the only place that uses them, except for the graphs of EA-Pipe.
+"""Private names of torch that several methods need; those that only EA-Pipe needs are with it.
 
 Each is checked before it is set, or read with a default: see :mod:`lightning_pipesync.core.private_names`.
 """
@@ -25,7 +25,7 @@ from lightning_pipesync.core.private_names import require
 
 
 class Probe(torch.optim.SGD):
-    """Tried in the place of SGD: if one is made, torch wraps SGD's ``step``, and subclasses' hooks are called twice."""
+    """Used for checks in place of SGD: creating an SGD wraps its ``step``, and calls the hooks of subclasses twice."""
 
 
 require(torch, "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_norm")
@@ -40,13 +40,13 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def foreach_zero_(tensors: list[Tensor]) -> None:
-    """Has all values of all tensors be zero, in one call."""
+    """Zeroes all tensors, in one call."""
     if tensors:
         torch._foreach_zero_(tensors)
 
 
 def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
-    """Multiplies all values of all tensors, in one call."""
+    """Multiplies all tensors by ``factor``, in one call."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
@@ -57,12 +57,12 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
         return []
     dtypes = {tensor.dtype for tensor in tensors}
     if dtypes <= {torch.float32} or dtypes <= {torch.float64}:
-        return list(torch._foreach_norm(tensors, 2))  # half again as fast as with a dtype
+        return list(torch._foreach_norm(tensors, 2))  # 1.5 times as fast as with a dtype
     return list(torch._foreach_norm(tensors, 2, functools.reduce(torch.promote_types, dtypes, torch.float32)))
 
 
 def version(tensor: Tensor) -> int:
-    """Returns a number that grows whenever autograd sees ``tensor`` written in place."""
+    """Returns the version counter, which in-place writes that autograd sees increment."""
     return tensor._version
 
 
@@ -72,7 +72,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Has ``scaler``, which has unscaled the gradients of ``optimizer``, skip the update and reduce its scale."""
+    """Makes ``scaler``, which has unscaled the gradients of ``optimizer``, skip the update and reduce its scale."""
     for found_inf in _found_inf(scaler, optimizer):
         found_inf.fill_(1.0)
 
@@ -94,7 +94,7 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 def handles_unscaling(optimizer: Optimizer) -> bool:
-    """Returns whether ``optimizer`` unscales gradients within its step, as fused ones do."""
+    """Returns whether ``optimizer`` unscales gradients within its step, as fused optimizers do."""
     _check_fused()
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -105,7 +105,7 @@ def _check_fused() -> None:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tells learning rate schedulers, which warn otherwise, that ``optimizer`` has taken a step."""
+    """Marks ``optimizer`` as stepped for learning rate schedulers, which warn otherwise."""
     _check_scheduled()
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -119,9 +119,9 @@ def _check_scheduled() -> None:
 
 
 def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> Optimizer:
-    """Returns an optimizer of the same class and attributes with parameter groups and state of its own.
+    """Returns an optimizer of the same class and attributes, with other parameter groups and another state.
 
-    The user's hooks on ``optimizer`` and what a scheduler has put around its ``step`` stay with the original.
+    The user's hooks on ``optimizer``, and a scheduler's wrapper of its ``step``, stay with the original.
     """
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
@@ -134,7 +134,7 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Splits nested containers into their leaves and what rebuilds them."""
+    """Flattens nested containers into their leaves and a spec to rebuild them."""
     return _pytree.tree_flatten(tree)
 
 
@@ -149,12 +149,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def paths_in(tree: Any) -> list[str]:
-    """Returns where in nested containers each leaf is, as one would index it."""
+    """Returns the path of each leaf in nested containers, as an index expression."""
     return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Returns nested containers with what ``function`` makes of each tensor in them, in order, in its place."""
+    """Returns the nested containers with ``function`` applied to each tensor, in order."""
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
@@ -162,7 +162,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 def copy_loader(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
     """Returns a shallow copy of ``loader`` with other samplers, which a DataLoader refuses to set after ``__init__``.
 
-    Worker processes that persist stay with the original.
+    Persistent worker processes stay with the original.
     """
     require(loader, "_iterator")
     loader = copy(loader)
@@ -171,16 +171,16 @@ def copy_loader(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoa
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Returns the store over which ``group`` was formed, whose keys are the group's own.
+    """Returns the store of ``group``, with keys of its own.
 
-    It shares its connection with the process. A ``clone()`` would not, but while it connects, a connection of Gloo's in
-    the same process may go silent.
+    It shares the process's connection. A ``clone()`` would open another one, and while it connects, a Gloo connection
+    in the same process may stall.
     """
     return distributed_c10d._world.pg_map[group][1]
 
 
 def address_of(store: dist.Store) -> str | None:
-    """Returns ``host:port`` of the process that keeps what is in ``store``; None if that is no process."""
+    """Returns ``host:port`` of the server of ``store``; None if it has none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else None

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather on a 2-D torus: among neighbors first, then across."""
+"""Reduce-scatter and all-gather on a 2-D torus: along rows, then along columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipesync.core.nccl import NcclExchange
 
 
 class Torus:
-    """The ranks in rows of so many neighbors: rank 0, 1, ... in the first row.
+    """The grid of ranks, row by row: ranks 0, 1, ... are the first row.
 
     Attributes:
         columns: number of ranks in a row.
@@ -26,7 +26,7 @@ class Torus:
         columns: ranks in a row, as many as a host has accelerators or a rack hosts; None: as square as possible.
 
     Raises:
-        ValueError: the ranks cannot be divided so.
+        ValueError: the number of ranks is not a multiple of ``columns``, or has no divisor.
     """
 
     def __init__(self, world_size: int, columns: int | None) -> None:
@@ -50,11 +50,11 @@ class Torus:
         return list(range(rank % self.columns, self.rows * self.columns, self.columns))
 
     def row_slice(self, numel: int, rank: int) -> slice:
-        """Returns which of ``numel`` values ``rank`` sums for its row."""
+        """Returns the slice of ``numel`` values that ``rank`` sums for its row."""
         return shard_slice(numel, rank % self.columns, self.columns)
 
     def shard_slice(self, numel: int, rank: int) -> slice:
-        """Returns which of ``numel`` values ``rank`` owns in the end: a part of its :meth:`row_slice`."""
+        """Returns the slice of ``numel`` values that ``rank`` owns: a part of its :meth:`row_slice`."""
         outer = self.row_slice(numel, rank)
         inner = shard_slice(outer.stop - outer.start, rank // self.columns, self.rows)
         return slice(outer.start + inner.start, outer.start + inner.stop)
@@ -63,10 +63,10 @@ class Torus:
 class TorusExchange:
     """The 2-D torus of the lecture: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
 
-    The all-reduce along columns, too, is in two halves, so that each rank has its own share of the sum in between. Only
-    1 / (ranks in a row) of a buffer crosses the rows, and a message passes (ranks in a row) + (rows) - 2 others on its
-    way in place of (all ranks) - 1. An operation gets as far as its first direction alone; the second one starts when
-    it is waited for: wait in the order of the calls, on all ranks.
+    The all-reduce along columns has two halves, too, so that each rank owns a shard of the sum in between. Only
+    1 / columns of a buffer travels between rows, and a ring has columns + rows - 2 steps instead of the number of ranks
+    less 1. An operation runs along its first direction in the background; the second direction starts when the
+    operation is waited for: wait in the order of the calls, on all ranks.
 
     Args:
         torus: the ranks in rows.
@@ -83,12 +83,12 @@ class TorusExchange:
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Sums ``flat`` over the ranks into the slice that this rank owns; returns what waits for that slice."""
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
         return lambda: self._column.reduce_scatter(summed_in_row(), codec, mean, feedback)()
 
     def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns what waits for the slices of the others."""
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others."""
         gathered_in_column = self._column.all_gather(self._row_slice(flat), codec, feedback)
 
         def gather_in_row() -> Tensor:
@@ -100,17 +100,17 @@ class TorusExchange:
     def all_reduce(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Does both halves, one after the other; returns what waits for ``flat``."""
+        """Runs both halves in sequence; returns a function that waits for ``flat``."""
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
 
-        def go_on() -> Tensor:
+        def reduce_in_column() -> Tensor:
             self._column.all_reduce(summed_in_row(), codec, mean, feedback)()
             return self._row.all_gather(flat, codec, feedback)()
 
-        return go_on
+        return reduce_in_column
 
     def release_memory(self) -> None:
-        """Gives back the memory that was kept for messages of sizes that may not come again."""
+        """Frees the buffers that are kept for reuse."""
         self._row.release_memory()
         self._column.release_memory()
 

@@ -1,4 +1,4 @@
-"""What crossed the network and how long training waited for it."""
+"""Counters of bytes sent and seconds waited."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ class Traffic:
     """Bytes sent and seconds waited, counted per kind of operation.
 
     Attributes:
-        bytes_sent: payload bytes this rank handed to the network, by kind; headers of TCP or NCCL are not in it.
-        seconds_waited: seconds that training was blocked until something had arrived or been delivered: the exposed
-            communication, by kind. What the package's own threads wait for beside training is not in it, nor what a
-            CUDA stream waits for, nor a framework's own barriers.
-        operations: how many operations were issued, by kind.
+        bytes_sent: payload bytes that this rank has sent, by kind, without the headers of TCP or NCCL.
+        seconds_waited: seconds that communication has blocked training, by kind: the exposed communication. Without the
+            waits of this package's threads, of CUDA streams, and of a framework's own barriers.
+        operations: the number of operations issued, by kind.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self, kind: str) -> Iterator[None]:
-        """Counts the seconds spent inside as waited for ``kind``; nothing beside training, or within another wait."""
+        """Counts the seconds spent inside as waited for ``kind``, except on worker threads and within another wait."""
         if on_worker_thread() or getattr(self._this_thread, "waits", False):
             yield
             return
@@ -48,7 +47,7 @@ class Traffic:
 
     @property
     def num_operations(self) -> int:
-        """How many operations were issued, of all kinds together; may be asked by another thread."""
+        """The number of operations issued, of all kinds; may be read by another thread."""
         return sum(list(self.operations.values()))
 
     @property

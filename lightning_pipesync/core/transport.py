@@ -1,8 +1,8 @@
-"""All traffic of a method goes through here, over process groups that nothing else uses.
+"""The transport: all communication of a method, over process groups that nothing else uses.
 
 [Note: one order]
-Every rank must issue the same operations in the same order. What a rank does may therefore never depend on its own
-gradients alone: a decision is exchanged first (:meth:`Transport.exchange_flags`), then taken by all.
+Every rank must issue the same operations in the same order. So no operation may depend on the gradients of one rank
+alone: the ranks first exchange their flags (:meth:`Transport.exchange_flags`), then all take the same decision.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ T = TypeVar("T")
 class Transport:
     """Asynchronous collectives and messages among the ranks of the default process group.
 
-    Tensors are 1-D and contiguous; the collectives work in place. Numbers of values need not divide by the number of
-    ranks. CPU tensors travel over Gloo. CUDA tensors travel over NCCL, or, where ``backend="gloo"``, through the host.
+    Tensors are 1-D and contiguous; the collectives work in place. The number of values need not be a multiple of the
+    number of ranks. CPU tensors use Gloo. CUDA tensors use NCCL, or, with ``backend="gloo"``, Gloo through the host.
 
     Attributes:
         rank: this process, in ``range(world_size)``.
         world_size: number of processes.
-        device: where the tensors of the collectives are.
+        device: the device of the tensors.
         traffic: bytes sent and seconds waited, per kind of operation.
-        watch: says which rank is at fault when one waits in vain.
+        watch: names the rank at fault when a wait times out.
 
     Args:
-        device: where the tensors of the collectives are.
+        device: the device of the tensors.
         timeout_s: seconds after which a peer that does not answer counts as lost.
-        backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices where it is there, else Gloo.
-        topology: ``"flat"``: every rank with every other. ``"torus2d"``: along rows, then along columns; without
-            compression.
+        backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices if available, else Gloo.
+        topology: ``"flat"``: every rank exchanges with every other. ``"torus2d"``: along rows, then along columns;
+            without compression.
         torus_columns: neighboring ranks in a row of the torus; None: as square as possible.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialized, or a rank did not connect in time.
-        ValueError: ``timeout_s`` is not positive, the backend does not fit the device, or the ranks cannot form the
-            torus, or do not agree on it.
+        ValueError: ``timeout_s`` is not positive, the backend does not fit the device, the ranks cannot form the torus,
+            or they differ in the topology.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Transport:
         self._groups: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=timeout_s)
         destroy_process_groups_at_shutdown()
-        # Flags, objects and single messages go through the host: reading them must not wait for the device.
+        # Flags, objects and single messages use Gloo on the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
         self.watch = PeerWatch(self._timeout, lambda: self.traffic.num_operations)
         self._gloo = GlooExchange(self._control, self.watch)
         self._nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
         self._exchange: GlooExchange | NcclExchange | TorusExchange = self._nccl or self._gloo
         try:
-            self._torus = self._agreed_torus(topology, torus_columns)
+            self._torus = self._make_torus(topology, torus_columns)
         except ValueError:
             self.close()
             raise
@@ -100,26 +100,26 @@ class Transport:
             self._exchange = TorusExchange(self._torus, self.rank, row, column)
         for group in self._groups:
             if dist.get_backend(group) == "gloo":
-                dist.barrier(group)  # its connections have carried something, before the store is used beside them
+                dist.barrier(group)  # its connections are in use before the store is used at the same time
         self.watch.start(self._control)
-        # A rank that is done early, and closes, must not break the connections that a slower one is still making.
+        # A rank that closes early must not break the connections that a slower one is still making.
         with self.watch.waiting("all ranks to connect"):
             dist.barrier(self._control)
 
     def reduce_scatter(
         self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
     ) -> Handle[Tensor]:
-        """Sums ``flat`` over the ranks, each rank a slice of it.
+        """Sums ``flat`` over the ranks; each rank gets a slice of the sum.
 
         Args:
-            flat: 1-D contiguous tensor, not to be touched until the handle has been waited for. Then this rank's
+            flat: 1-D contiguous tensor, not to be used until the handle has been waited for. Then this rank's
                 :meth:`shard` of it holds the sum and the rest is undefined.
-            codec: what travels. It is decoded and summed in fp32 (fp64 for fp64) by the owner of the slice.
-            mean: divide the sum by the number of ranks.
-            feedback: the residuals of this buffer, to make good what the codec drops.
+            codec: the wire format. The owner of a slice decodes and sums in fp32 (fp64 for fp64).
+            mean: whether to divide the sum by the number of ranks.
+            feedback: the residuals of this buffer, for error feedback.
 
         Returns:
-            A handle on this rank's slice, shape ``[ceil(numel / world_size)]``, less for the last ranks.
+            A handle of this rank's slice, of shape ``[ceil(numel / world_size)]``, or less on the last ranks.
         """
         codec = self._check(flat, codec, mean)
         self._issue("reduce_scatter", self._contribution_bytes(flat, codec))
@@ -130,7 +130,7 @@ class Transport:
     ) -> Handle[Tensor]:
         """Fills ``flat`` with every rank's :meth:`shard` of it; arguments as in :meth:`reduce_scatter`.
 
-        With a lossy codec this rank's own slice, too, becomes what the others decode: all ranks hold the same values.
+        With a lossy codec this rank's own slice is decoded, too, so that all ranks hold the same values.
         """
         codec = self._check(flat, codec)
         self._issue("all_gather", self._gather_bytes(flat, codec))
@@ -139,22 +139,21 @@ class Transport:
     def all_reduce(
         self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
     ) -> Handle[Tensor]:
-        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both beside training."""
+        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both in the background."""
         codec = self._check(flat, codec, mean)
         self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
         return self._launch("all_reduce", flat, lambda t: self._exchange.all_reduce(t, codec, mean, feedback))
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
-        """Tells all ranks this rank's ``flag``, one byte (0 to 255); the handle's result is every rank's, by rank."""
+        """All-gathers ``flag``, one byte (0 to 255); the handle's result is every rank's flag, by rank."""
         return self._exchange_bytes("flags", [flag], lambda flags: flags[:, 0].tolist())
 
     def union(self, flags: Sequence[bool]) -> Handle[list[bool]]:
-        """Tells for each of some ``flags``, as many on every rank, whether it is true on any rank.
+        """Reduces ``flags``, the same number on every rank, by "or" over the ranks.
 
-        This and :meth:`exchange_flags` wait for nothing else that is on its way, and may be called on another thread
-        than the collectives. Messages are numbered in the order of these calls, which has to be the same on all ranks,
-        so that two threads may take turns only where one waits for the other in between: DeAR's main thread calls when
-        its queue, which has called before, has no operation in flight.
+        This and :meth:`exchange_flags` do not wait for other operations in flight, and may be called on another thread
+        than the collectives. Their order must be the same on all ranks, so that two threads may take turns only if one
+        waits for the other in between: DeAR's main thread calls when its queue has no operation in flight.
         """
         return self._exchange_bytes("union", flags, lambda of_ranks: of_ranks.bool().any(dim=0).tolist())
 
@@ -165,7 +164,7 @@ class Transport:
         return self._handle("send", lambda: self._finish(work, f"rank {dst} to receive a message", dst))
 
     def recv(self, tensor: Tensor, src: int) -> Handle[None]:
-        """Receives into a contiguous CPU tensor what rank ``src`` sent with :meth:`send`."""
+        """Receives a message of :meth:`send` from rank ``src`` into a contiguous CPU tensor."""
         self._issue("recv", 0)
         work = dist.irecv(tensor, src, self._control)
         return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}", src))
@@ -173,18 +172,18 @@ class Transport:
     def channel_to(
         self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1
     ) -> MessageSender:
-        """Returns the near end of a channel to rank ``dst``, which calls :meth:`channel_from` with the same ``series``.
+        """Returns the sending end of a channel to rank ``dst``, which calls :meth:`channel_from` with the same series.
 
         Args:
-            dst: the receiver.
-            series: number of the channel; two that are open between the same ranks differ in it.
-            wire_dtype: what wider floating-point tensors travel as; None: as they are.
-            window: messages on their way before the next one waits.
+            dst: the rank of the receiver.
+            series: the number of the channel, unique among the open channels between the two ranks.
+            wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
+            window: the most messages in flight.
         """
         return MessageSender(self._series(series), dst, self.traffic, wire_dtype, window)
 
     def channel_from(self, src: int, series: int) -> MessageReceiver:
-        """Returns the far end of a channel from rank ``src``."""
+        """Returns the receiving end of a channel from rank ``src``."""
         messages = self._series(series, ahead=True)
         return MessageReceiver(messages, src, self.device, f"pipesync-channel-{series}", self.traffic)
 
@@ -203,7 +202,7 @@ class Transport:
         return self._handle("broadcast", wait)
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Its bytes do not count."""
+        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Bytes are not counted."""
         objects: list[Any] = [None] * self.world_size
         with self.traffic.waiting("objects"), self.watch.waiting("what all ranks have to tell"):
             dist.all_gather_object(objects, obj, group=self._control)
@@ -212,10 +211,10 @@ class Transport:
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
         """Returns every rank's ``state`` on rank 0, by rank, and None elsewhere; blocks.
 
-        The states travel one after the other. Tensors come back on the CPU.
+        The states are sent one after the other. Their tensors are on the CPU.
         """
         buffer = io.BytesIO()
-        serialization.save(state, buffer)  # who replaces torch.save, to count or redirect, means what is written
+        serialization.save(state, buffer)  # not torch.save, which users may replace to count or redirect files
         wire = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
         sizes = self.gather_objects(wire.numel())
         if self.rank != 0:
@@ -226,13 +225,13 @@ class Transport:
             received = wire if rank == 0 else torch.empty(size, dtype=torch.uint8)
             if rank != 0:
                 self.recv(received, rank).wait()
-            # These are this job's own processes, whose states may hold what the safe mode refuses.
+            # From this job's own processes, and possibly with objects that weights_only=True refuses.
             read = io.BytesIO(received.numpy().tobytes())
             states.append(serialization.load(read, map_location="cpu", weights_only=False))
         return states
 
     def new_group(self) -> dist.ProcessGroup:
-        """Returns a process group of all ranks for a library that communicates itself; a collective call."""
+        """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
         return self._new_group("gloo" if self._nccl is None else "nccl")
 
     def shard(self, flat: Tensor) -> Tensor:
@@ -240,52 +239,52 @@ class Transport:
         return flat[self.shard_slice(flat.numel(), self.rank)]
 
     def shard_slice(self, numel: int, rank: int) -> slice:
-        """Returns which of a buffer's ``numel`` values ``rank`` owns."""
+        """Returns the slice of a buffer of ``numel`` values that ``rank`` owns."""
         if self._torus is not None:
             return self._torus.shard_slice(numel, rank)
         return shard_slice(numel, rank, self.world_size)
 
     def feedback(self, flat: Tensor) -> ErrorFeedback:
-        """Returns new residuals for ``flat``, where its wire format is made."""
+        """Returns new residuals for ``flat``, on the device where it is encoded."""
         return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size)
 
     def release_memory(self) -> None:
-        """Gives back the memory that was kept for messages of sizes that may not come again."""
+        """Frees the buffers that are kept for reuse."""
         self._exchange.release_memory()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for what is in flight.
+        """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for operations in flight.
 
-        While an exception is handled, the other ranks are told of it.
+        If an exception is being handled, the other ranks learn of it.
         """
         self.watch.close()
         self._exchange.close(timeout_s)
         if self._exchange is not self._gloo:
             self._gloo.close(timeout_s)
         for group in self._groups:
-            with suppress(Exception):  # a group whose peers have died cannot be left in order
+            with suppress(Exception):  # fails if a peer has died
                 dist.destroy_process_group(group)
         self._groups.clear()
 
     def _series(self, number: int, *, ahead: bool = False) -> Messages:
-        """Returns messages that are numbered apart from the collectives, which go through the same group."""
+        """Returns messages with a tag that the collectives, which use the same group, do not use."""
         return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Returns a group of some ranks, all if None; a collective call of all."""
+        """Returns a group of ``ranks``, all if None; a collective call on all ranks."""
         group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
         if ranks is None or self.rank in ranks:
             self._groups.append(group)
         return group
 
-    def _agreed_torus(self, topology: str, columns: int | None) -> Torus | None:
+    def _make_torus(self, topology: str, columns: int | None) -> Torus | None:
         wanted = self.gather_objects((topology, columns))
         if len(set(wanted)) > 1:
             raise ValueError(f"The ranks differ in (topology, torus_columns): {wanted}.")
         return Torus(self.world_size, columns) if topology == "torus2d" else None
 
     def _exchange_within(self, ranks_of: Callable[[int], list[int]]) -> GlooExchange | NcclExchange:
-        """Returns the exchange among this rank's own ones of the groups into which ``ranks_of`` divides all ranks."""
+        """Returns the exchange in this rank's group, one of those that ``ranks_of`` divides all ranks into."""
         backend = "gloo" if self._nccl is None else "nccl"
         divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
         groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
@@ -293,7 +292,7 @@ class Transport:
         return GlooExchange(own, self.watch) if self._nccl is None else NcclExchange(own, self.device)
 
     def _exchange_bytes(self, kind: str, own: Sequence[int], read: Callable[[Tensor], T]) -> Handle[T]:
-        """Tells all ranks some bytes of this rank; ``read`` gets those of all, shape ``[world_size, len(own)]``."""
+        """All-gathers bytes; ``read`` makes the result from those of all ranks, shape ``[world_size, len(own)]``."""
         self._issue(kind, len(own) * (self.world_size - 1))
         of_ranks = torch.zeros(self.world_size, len(own), dtype=torch.uint8)
         of_ranks[self.rank] = torch.tensor(own, dtype=torch.uint8)
@@ -327,12 +326,12 @@ class Transport:
         self.traffic.count(kind, num_bytes)
 
     def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
-        """What a rank sends in a reduce-scatter: to each other rank its slice."""
+        """Returns the bytes that a rank sends in a reduce-scatter: to each other rank its slice."""
         peers = (rank for rank in range(self.world_size) if rank != self.rank)
         return sum(codec.wire_bytes(shard_of(flat, rank, self.world_size).numel(), flat.dtype) for rank in peers)
 
     def _gather_bytes(self, flat: Tensor, codec: Codec) -> int:
-        """What a rank sends in an all-gather: its own slice to each other rank; or, around a ring, others' as large."""
+        """Returns the bytes that a rank sends in an all-gather: as many slices as there are other ranks."""
         return codec.wire_bytes(self.shard(flat).numel(), flat.dtype) * (self.world_size - 1)
 
     def _staged(self, flat: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Codecs: how floating-point values look on the wire."""
+"""Codecs: the wire formats of floating-point values."""
 
 from __future__ import annotations
 

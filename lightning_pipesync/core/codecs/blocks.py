@@ -1,9 +1,9 @@
-"""Cache-sized blocks and their scratch.
+"""Cache-sized blocks and their scratch memory.
 
-[Note: scratch] Work that needs several passes goes block by block, so that all passes but the first find the block in
-cache. The scratch is thread local, because one codec object serves a compute thread and a communication thread at once,
-and it is kept between calls. Off the CPU a call is one block and takes its scratch from the device's caching allocator,
-which knows about streams; a kept buffer would be overwritten by a second stream while the first still reads it.
+[Note: scratch] Operations of several passes work block by block, so that all passes but the first find the block in
+cache. The scratch is thread local, because a compute thread and a communication thread use one codec object at once,
+and it is kept between calls. On other devices a call is one block, whose scratch comes from the caching allocator,
+which knows of streams: a second stream would overwrite a kept buffer while the first still reads it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 BLOCK_PER_THREAD = 2**17
-"""Values that one CPU thread holds in cache at a time: 512 KiB in fp32. A multiple of `Int8.CHUNK`."""
+"""Values of a block per CPU thread, which fit its cache: 512 KiB in fp32. A multiple of `Int8.CHUNK`."""
 
 
 def blocks(values: Tensor) -> Iterator[slice]:
-    """Yields the blocks in which to work on 1-D `values`: see [Note: scratch]."""
+    """Yields the slices of the blocks of 1-D `values`, see [Note: scratch]."""
     numel = values.numel()
     size = BLOCK_PER_THREAD * torch.get_num_threads() if values.device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, size):

@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""The interface of a codec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Codec(ABC):
-    """How floating-point values look on the wire.
+    """A wire format of floating-point values.
 
     A wire format is never summed: receivers decode and sum in fp32. A codec holds no state between calls, may be used
     from several threads at once, is deterministic, and never makes the host wait for a device. In all methods
@@ -20,8 +20,8 @@ class Codec(ABC):
     - `wire` is 1-D uint8 of exactly `wire_bytes` bytes that starts at a multiple of 16 bytes in its storage;
     - `dtype` is that of the source, which may differ from the target's (bf16 gradients are summed in fp32).
 
-    A NaN or an infinity in the source comes out as a NaN or an infinity, though not always as the same one. An
-    fp64 value beyond the range of fp32 counts as an infinity, but for `none`.
+    A NaN or an infinity in the source decodes to a NaN or an infinity, not always the same one. Except with `none`, an
+    fp64 value beyond the range of fp32 counts as an infinity.
     """
 
     name: ClassVar[str]
@@ -59,5 +59,5 @@ class Codec(ABC):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which values of ``dtype`` are summed: 16-bit floats in fp32, all else in their own."""
+    """Returns the dtype in which values of ``dtype`` are summed: fp32 for 16-bit floats, else ``dtype`` itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -71,7 +71,7 @@ class FP16(_Cast):
 class Truncate16(_Cast):
     """The 16 high bits of the value as fp32, so rounded toward zero; relative error below 2^-7 (Pipe-SGD, Compression).
 
-    What is left is a bfloat16. A NaN whose mark is in the dropped bits alone comes out as an infinity.
+    The result is a bfloat16. A NaN whose payload is in the dropped bits alone becomes an infinity.
     """
 
     name = "truncate16"
@@ -81,5 +81,5 @@ class Truncate16(_Cast):
         high_halves = wire.view(torch.int16)
         for block in blocks(source):
             values = as_dtype(source[block], torch.float32)
-            # Little endian, as is every processor that torch is built for: the high half is the second.
+            # Every processor that torch is built for is little endian: the high half is the second.
             high_halves[block].copy_(values.view(torch.int16)[1::2])

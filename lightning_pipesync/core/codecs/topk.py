@@ -17,8 +17,8 @@ class TopK(Codec):
     """The k = ceil(ratio * numel) values of largest magnitude; all others are zero.
 
     Wire: k indices in int32, then k values in fp32, in no particular order. NaNs and infinities are larger than any
-    number. Of equal magnitudes it is not said which are kept. Unlike the other codecs it allocates in each call: at
-    the default ratio temporaries that together come to 0.8 of an fp32 source.
+    number. Which of equal magnitudes are kept is unspecified. Unlike the other codecs it allocates in each call: at
+    the default ratio, temporaries of 0.8 times the size of an fp32 source.
     """
 
     name: ClassVar[str] = "topk"
