@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
-from lightning_pipesync.data.loaders import LoaderInPlace, with_order, with_seldp
+from lightning_pipesync.data.loaders import LoaderWrapper, with_order, with_seldp
 from lightning_pipesync.methods.registry import MethodConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
 
 
-class InjectedLoader(LoaderInPlace):
+class InjectedLoader(LoaderWrapper):
     """A prepared loader that appends rows of other ranks' batches to each batch (SelSync III-E).
 
     Args:

@@ -13,14 +13,14 @@ from lightning_pipesync.core.torch_private import tree_flatten, tree_unflatten
 
 
 class Transfer(Protocol):
-    """A send or receive under way."""
+    """A send or receive in flight."""
 
     def wait(self) -> object:
-        """Returns once the tensor may be reused (send) or holds the message (receive); raises if that fails."""
+        """Blocks until the tensor may be reused (send) or holds the message (receive); raises if that fails."""
 
 
 class PointToPoint(Protocol):
-    """What data injection needs of a transport.
+    """The part of a transport that data injection needs.
 
     Tensors are contiguous CPU tensors. Messages between a pair of ranks arrive in the order in which they were sent.
     A rank posts the receives of a round before its sends, and waits for all of them before the next round.
@@ -35,35 +35,34 @@ class PointToPoint(Protocol):
         """The number of ranks."""
 
     def send(self, tensor: Tensor, dst: int) -> Transfer:
-        """Begins to send ``tensor`` to rank ``dst``."""
+        """Starts sending ``tensor`` to rank ``dst``."""
 
     def recv(self, tensor: Tensor, src: int) -> Transfer:
-        """Begins to receive into ``tensor`` a message of its size from rank ``src``."""
+        """Starts receiving a message from rank ``src`` into ``tensor``, which has its size."""
 
 
 class DataInjection:
     """Appends rows from a few randomly chosen ranks to each rank's batch (SelSync III-E).
 
     The Trainer, ``SelSync.prepare_train_loader`` and ``prepare_train_loader`` of Accelerate and Fabric make one if
-    ``injection=(alpha, beta)`` is set. By itself it serves a loop whose batches do not come from a DataLoader, with
-    any method of this package, or with none::
+    ``injection=(alpha, beta)`` is set. Use it directly in a loop whose batches do not come from a DataLoader, with any
+    method of this package or without one::
 
         inject = DataInjection(0.5, 0.5, sync.transport)
         for batch in batches(adjusted_batch_size(32, 0.5, 0.5, world_size)):
             x, y = inject(batch)
 
     A batch is any nesting of lists, tuples and dicts of tensors of shape ``(rows, ...)``, of any type, on any device;
-    what comes back is the same nesting of new tensors of shape ``(rows + received, ...)``, on the same devices. Rows
-    travel through the host as bytes, without a gradient. ``received`` counts the rows that the sharing ranks send, but
-    this one.
+    the result is the same nesting of new tensors of shape ``(rows + received, ...)``, on the same devices. Rows are
+    sent through the host as bytes, without a gradient. ``received`` is the number of rows from the other sharing ranks.
 
     In each call ceil(alpha*N) of the N ranks are drawn at random, the same on all ranks, and each of them sends the
     first round(beta*rows) rows of its batch, but at least one, to all other ranks. Batches are expected in random
     order, as a shuffling sampler leaves them, so that the first rows are a random choice. Numbers of rows may differ
     between ranks and steps; apart from that, the batches of all ranks must have the same leaves.
 
-    A call is collective: every rank must make the same number of calls, and a rank that raises leaves the others to
-    the transport's timeout. Choose the loader's batch size with ``adjusted_batch_size``.
+    A call is collective: every rank must make the same number of calls. If a rank raises, the others raise after the
+    transport's timeout. Choose the loader's batch size with ``adjusted_batch_size``.
 
     Args:
         alpha: Fraction of the ranks that share in a step, from 0 to 1.
@@ -92,8 +91,8 @@ class DataInjection:
 
         Raises:
             TypeError: If a leaf is not a tensor.
-            ValueError: If a leaf is 0-dim, the leaves differ in their number of rows, or a sharing rank's batch is not
-                made up as this rank's is.
+            ValueError: If a leaf is 0-dim, the leaves differ in their number of rows, or a sharing rank's batch has
+                another structure.
         """
         step = self._step
         self._step += 1
@@ -117,15 +116,15 @@ class DataInjection:
         return sorted(draw.sample(range(self._transport.world_size), num_sharing))
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the number of calls so far, which a resumed run continues from."""
+        """Returns the number of calls so far."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues from a ``state_dict``."""
+        """Resumes from a ``state_dict``."""
         self._step = state["step"]
 
     def _exchange(self, sharing: list[int], shared: list[Tensor], layout: str) -> list[list[Tensor]]:
-        """Sends the shared rows if this rank is to share, and receives those of the other sharing ranks.
+        """Sends the shared rows if this rank shares, and receives those of the other sharing ranks.
 
         Two rounds: a header of three int64 numbers (rows, bytes in the payload, bytes of those that are the layout),
         then the payload, which is the layout in UTF-8 followed by each leaf's rows.
@@ -149,7 +148,7 @@ class DataInjection:
         payloads = [torch.empty(num_bytes, dtype=torch.uint8) for _, num_bytes, _ in sizes]
         self._round(sources, payloads, targets, payload)
 
-        # Only now, with every message delivered, so that a mismatch leaves no sender waiting.
+        # After all messages are delivered, so that a mismatch leaves no sender waiting.
         received = []
         for source, (num_rows, _, num_layout_bytes), theirs in zip(sources, sizes, payloads, strict=True):
             their_layout, rows = theirs[:num_layout_bytes], theirs[num_layout_bytes:]
@@ -175,7 +174,7 @@ def adjusted_batch_size(batch_size: int, alpha: float, beta: float, world_size: 
     """Returns the batch size b' to load so that a batch after injection has about ``batch_size`` rows (SelSync Eq. 3).
 
     Args:
-        batch_size: Rows b that a rank shall train on in a step.
+        batch_size: The number of rows b that a rank trains on in a step.
         alpha: Fraction of the ranks that share in a step, from 0 to 1.
         beta: Fraction of its rows that a sharing rank sends, from 0 to 1.
         world_size: Number of ranks N.
@@ -196,7 +195,7 @@ def adjusted_batch_size(batch_size: int, alpha: float, beta: float, world_size: 
 
 
 def _check_fraction(name: str, value: float) -> None:
-    # NaN compares false, so this refuses it too.
+    # Also refuses NaN, which compares false.
     if not 0 <= value <= 1:
         raise ValueError(f"{name}={value} must be a number from 0 to 1.")
 
@@ -227,11 +226,11 @@ def _row_layout(leaf: Tensor) -> str:
 
 def _to_bytes(rows: Tensor) -> Tensor:
     """Returns the bytes of rows, of shape ``(num_bytes,)``, on the CPU."""
-    # Not contiguous(), which leaves a single row its stride, and view refuses that.
+    # Not contiguous(), which keeps the stride of a single row, and view refuses it.
     return rows.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _from_bytes(part: Tensor, num_rows: int, leaf: Tensor) -> Tensor:
     """Returns bytes as rows of the leaf's shape and type, on its device."""
-    # The copy is aligned to its type, which a part of a payload need not be.
+    # A copy, because a part of a payload may not be aligned to the dtype.
     return part.clone().view(leaf.dtype).view(num_rows, *leaf.shape[1:]).to(leaf.device)

@@ -1,4 +1,4 @@
-"""What training changes about a DataLoader: the order of the data, where it begins, the size of a batch."""
+"""Changes to a training DataLoader: the order of the data, its start, and the batch size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
 
 
-class LoaderInPlace:
-    """What stands in the place of a loader: it is as long, and what else is asked of it is the loader's.
+class LoaderWrapper:
+    """A wrapper of a loader, with the same length and attributes.
 
     Attributes:
-        loader: the loader.
+        loader: the wrapped loader.
     """
 
     loader: Any
@@ -29,20 +29,20 @@ class LoaderInPlace:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # asked for by who copies this, before it is there
+        if name == "loader":  # copy() asks for it before it is set
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 def sampler_of(loader: DataLoader) -> Any:
-    """Returns what orders the data: with a batch sampler of the user's own, the loader's is not in use."""
+    """Returns the sampler in use: that of the batch sampler, or the batch sampler itself if it has none."""
     if loader.batch_sampler is None:
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
 
 
 def has_default_order(loader: DataLoader) -> bool:
-    """Returns whether ``loader`` has no order of the user's own: it goes through the data set, or shuffles it."""
+    """Returns whether the order of ``loader`` is torch's: sequential, or a shuffle of the whole data set."""
     sampler = sampler_of(loader)
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
@@ -60,11 +60,11 @@ def with_seldp(
     """Returns a loader of the same data in the order of SelDP (SelSync III-D).
 
     Args:
-        loader: of a map-style data set.
-        order: what SelDP takes the place of; its data set, ranks, shuffle, seed and ``drop_last`` stay.
+        loader: a loader of a map-style data set.
+        order: the sampler to replace, whose data set, ranks, shuffle, seed and ``drop_last`` stay.
         full_pass: see :class:`SelDPSampler`.
-        num_samples: another number of samples a batch.
-        limit: how much of the loader is used in an epoch: a number of batches, or a fraction.
+        num_samples: a new batch size.
+        limit: the part of the loader that an epoch uses: a number of batches, or a fraction.
     """
     sampler = SelDPSampler(
         order.dataset,
@@ -84,35 +84,35 @@ def with_seldp(
 
 
 def resumable(order: DistributedSampler[Any]) -> ResumableSampler:
-    """Returns the same order, which can begin within an epoch, see :func:`begin_at`."""
+    """Returns a sampler of the same order that can start within an epoch, see :func:`begin_at`."""
     return ResumableSampler(order.dataset, order.num_replicas, order.rank, order.shuffle, order.seed, order.drop_last)
 
 
 def begin_at(loader: DataLoader, epoch: int, num_batches: int, on_skip: Callable[[], object] = lambda: None) -> bool:
-    """Has ``loader``, if its order is one that can, begin where a resumed run does.
+    """Sets where ``loader`` starts in a resumed run, if its sampler is a :class:`ResumableSampler`.
 
     Args:
-        loader: as training uses it.
-        epoch: the epoch in which the run goes on.
-        num_batches: how many batches that epoch already had; more than ``loader`` has if it was cycled, or used up.
-        on_skip: called before its first sample is fetched, if it begins within an epoch.
+        loader: the training loader.
+        epoch: the epoch in which the run resumes.
+        num_batches: the number of batches of that epoch that are done; more than ``loader`` has if it was cycled.
+        on_skip: called before the first sample is fetched, if the loader starts within an epoch.
 
     Returns:
-        Whether it begins within an epoch.
+        Whether the loader starts within an epoch.
     """
     sampler = sampler_of(loader)
     if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
         return False
-    sampler.set_epoch(epoch)  # who iterates does so, too, but after worker processes have begun to fetch
+    sampler.set_epoch(epoch)  # whoever iterates does so, too, but after worker processes have started to fetch
     if num_batches == 0 or len(loader) == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        return False  # with those, the loader itself goes on where it was
+        return False  # such a loader resumes by itself
     rounds, batches = divmod(num_batches, len(loader))
     sampler.start, sampler.on_skip = (epoch, rounds * len(sampler) + batches * batch_size(loader)), on_skip
     return True
 
 
 def batch_size_before_injection(loader: DataLoader, injection: tuple[float, float], world_size: int) -> int:
-    """Returns the number of samples a batch that leaves room for what data injection adds (SelSync Eq. 3).
+    """Returns the batch size of the loader before data injection adds rows (SelSync Eq. 3).
 
     Raises:
         ValueError: the loader does not make batches, or its batch sampler has no ``batch_size`` or ``sampler``.
@@ -134,9 +134,9 @@ def with_order(loader: DataLoader, sampler: Any, num_samples: int | None = None)
     """Returns a shallow copy of ``loader`` in the order of ``sampler``; ``loader`` itself stays as it is.
 
     Args:
-        loader: a DataLoader, a subclass, or one with a batch sampler of the user's own, which is copied, too.
-        sampler: the order.
-        num_samples: another number of samples a batch.
+        loader: a DataLoader of any class; its batch sampler is copied, too.
+        sampler: the new order.
+        num_samples: a new batch size.
 
     Raises:
         ValueError: the batch sampler has no attribute ``sampler``.
@@ -155,9 +155,9 @@ def with_order(loader: DataLoader, sampler: Any, num_samples: int | None = None)
 
 
 def with_seed_of_its_own(loader: DataLoader) -> DataLoader:
-    """Gives ``loader`` a generator of its own, if it has none, and returns it.
+    """Sets a generator on ``loader`` if it has none, and returns the loader.
 
-    Without one, every epoch draws a seed from the global generator, and a resumed run draws fewer.
+    Without one, every epoch draws a seed from the global generator, and a resumed run draws fewer seeds.
     """
     if loader.generator is None:
         loader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
@@ -165,7 +165,7 @@ def with_seed_of_its_own(loader: DataLoader) -> DataLoader:
 
 
 def batch_size(loader: DataLoader) -> int:
-    """Returns the number of samples a batch: 1 if the loader leaves it to the data set to make batches.
+    """Returns the batch size; 1 if the loader does not batch.
 
     Raises:
         ValueError: the batch sampler has no ``batch_size``.
@@ -182,5 +182,5 @@ def batch_size(loader: DataLoader) -> int:
 
 
 def counts_samples(loader: DataLoader) -> bool:
-    """Returns whether so many batches are so many samples: a batch sampler of the user's own may do as it likes."""
+    """Returns whether the number of samples follows from the number of batches, as with torch's batch sampler."""
     return loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler

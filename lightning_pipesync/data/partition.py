@@ -1,4 +1,4 @@
-"""Label-skewed (non-IID) split of a classification data set, a few labels a worker."""
+"""Label-skewed (non-IID) partition of a classification data set, with a few labels per worker."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def label_skewed_partition(
 ) -> list[Tensor]:
     """Splits a data set so that each worker holds only ``labels_per_worker`` labels (SelSync IV-A).
 
-    With k labels a worker and L distinct labels in sorted order, worker r holds labels r*k to r*k + k - 1 modulo L.
-    The samples of a label that several workers hold are dealt out evenly, at random: the shares differ by one sample
-    at most. The samples of a label that no worker holds are left out, with a warning.
+    With k labels per worker and L distinct labels in sorted order, worker r holds labels r*k to r*k + k - 1 modulo L.
+    The samples of a label that several workers hold are split evenly among them, at random: their numbers differ by one
+    at most. The samples of a label that no worker holds are not used, with a warning.
 
     Args:
         labels: The label of each sample, of shape ``(num_samples,)``.
         num_replicas: Number of workers.
         labels_per_worker: Number of labels k that each worker holds, from 1 to L.
-        seed: Seed of the dealing; must be equal on all ranks.
+        seed: Seed of the split; must be equal on all ranks.
 
     Returns:
         The sample indices of each worker, ascending and disjoint: ``num_replicas`` int64 tensors of shape

@@ -1,4 +1,4 @@
-"""An order of the data that can begin where an interrupted run has stopped."""
+"""A sampler that can start where an interrupted run has stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """``DistributedSampler`` whose first epoch may begin within.
+    """``DistributedSampler`` that can start within an epoch.
 
     Args:
         dataset: Map-style data set with a length, which must not change.
@@ -17,15 +17,14 @@ class ResumableSampler(DistributedSampler[int]):
         rank: This rank, from 0 to ``num_replicas - 1``; taken from the default process group if None.
         shuffle: Whether to shuffle the data set, anew in every epoch.
         seed: Seed of the shuffle; must be equal on all ranks.
-        drop_last: Whether to leave out the last samples if they cannot be divided evenly.
-        start: ``(epoch, samples)`` where a resumed run begins: the sampler's first epoch, and how many of its samples
-            were handed out already. They are skipped once: an epoch that is iterated over anew is whole. If they are
-            more than an epoch has, the epoch had been iterated over several times, as a ``CombinedLoader`` does that
-            cycles its shorter loaders: the first iteration is empty, and the next skips the remainder. ``len()``
-            remains that of a whole epoch, and other epochs are not shortened.
+        drop_last: Whether to drop the last samples if they cannot be divided evenly.
+        start: ``(epoch, samples)`` where a resumed run starts: the epoch, and the number of its samples to skip. They
+            are skipped once: a second iteration over the epoch is whole. If there are more of them than an epoch has,
+            the epoch had several iterations, as with a ``CombinedLoader`` that cycles its shorter loaders: the first
+            iteration is empty, and the next one skips the remainder. ``len()`` stays that of a whole epoch.
 
     Attributes:
-        on_skip: called when the first epoch begins within, before the first sample is fetched.
+        on_skip: called before the first sample is fetched, if the first iteration skips samples.
 
     Raises:
         ValueError: If ``rank`` or ``start`` is out of range.
@@ -53,7 +52,7 @@ class ResumableSampler(DistributedSampler[int]):
         return iter(list(super().__iter__())[self._take_start() :])
 
     def _take_start(self) -> int:
-        """Returns how many samples this iteration skips, and leaves in ``start`` what the next one does."""
+        """Returns the number of samples that this iteration skips, and sets ``start`` for the next one."""
         epoch, samples = self.start
         if self.epoch != epoch:
             return 0

@@ -1,4 +1,4 @@
-"""SelSync's data partitioning (SelDP): every rank sees the whole data set, each beginning at its own chunk."""
+"""SelSync's data partitioning (SelDP): every rank sees the whole data set, starting at its own chunk."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from lightning_pipesync.data.resumable import ResumableSampler
 
 
 class SelDPSampler(ResumableSampler):
-    """Hands every rank the whole data set as a circular queue of chunks whose head is the rank's own (SelSync III-D).
+    """Gives every rank the whole data set as a circular queue of chunks, starting at its own chunk (SelSync III-D).
 
-    The data set is shuffled once and cut into ``num_replicas`` chunks of equal length. Rank r takes chunks r, r+1, ...
-    modulo ``num_replicas`` (SelSync Fig. 7b). So no two ranks hold the same chunk in the same epoch, and after
-    ``num_replicas`` epochs each rank has seen the whole data set. Lengths are ``DistributedSampler``'s, and so is the
-    number of steps.
+    The data set is shuffled once and split into ``num_replicas`` chunks of equal length. Rank r takes chunks r, r+1,
+    ... modulo ``num_replicas`` (SelSync Fig. 7b). So no two ranks have the same chunk in the same epoch, and after
+    ``num_replicas`` epochs each rank has seen the whole data set. The number of samples and of steps is that of
+    ``DistributedSampler``.
 
-    Not guaranteed: a new order in every epoch. The order within a chunk is fixed by ``seed`` for the whole run, and an
-    epoch meets new samples only because the queue has moved on. Without ``drop_last`` the last chunk is filled up with
-    the first samples of the shuffled data set when the lengths do not divide.
+    Not guaranteed: a new order in every epoch. ``seed`` fixes the order within a chunk for the whole run, and an epoch
+    has new samples only because the queue has advanced. Without ``drop_last`` the last chunk is padded with the first
+    samples of the shuffled data set if the lengths do not divide.
 
     Args:
         dataset: Map-style data set with a length, which must not change.
         num_replicas: Number of ranks N; taken from the default process group if None.
         rank: This rank, from 0 to ``num_replicas - 1``; taken from the default process group if None.
-        shuffle: Whether to shuffle the data set, once; otherwise the chunks are cut in the data set's order.
+        shuffle: Whether to shuffle the data set, once; otherwise the chunks are in the data set's order.
         seed: Seed of that shuffle; must be equal on all ranks.
-        drop_last: Whether chunks hold floor(len/N) samples, leaving out the rest, instead of ceil(len/N).
+        drop_last: Whether chunks have floor(len/N) samples, dropping the rest, instead of ceil(len/N).
         full_pass: Whether an epoch is the whole queue (N chunks) instead of one chunk. Every epoch then has the same
             order.
-        samples_per_epoch: How many samples of an epoch are used, if the loader stops before its end (``drop_last``, a
-            limit on the number of batches). The next epoch goes on from there, so that nothing is left out for ever.
-        start: ``(epoch, samples)`` where a resumed run begins, see :class:`ResumableSampler`.
+        samples_per_epoch: The number of samples of an epoch that are used, if the loader stops before its end
+            (``drop_last``, a limit on the number of batches). The next epoch continues there, so that all samples are
+            used.
+        start: ``(epoch, samples)`` where a resumed run starts, see :class:`ResumableSampler`.
 
     Raises:
         ValueError: If ``dataset`` holds fewer samples than there are ranks, or ``rank``, ``samples_per_epoch`` or
@@ -70,19 +71,19 @@ class SelDPSampler(ResumableSampler):
         self._order: Tensor | None = None
 
     def __len__(self) -> int:
-        """Returns the number of samples in an epoch, without regard to ``start``."""
+        """Returns the number of samples in an epoch; ``start`` does not change it."""
         return self.total_size if self.full_pass else self.num_samples
 
     def __iter__(self) -> Iterator[int]:
         """Iterates over the indices of the current epoch, see ``set_epoch``."""
         head = self.rank * self.num_samples + self.epoch * self.samples_per_epoch
         positions = head + torch.arange(self._take_start(), len(self))
-        # The first modulo closes the queue into a circle; the second wraps the padding round to the first samples.
+        # The first modulo makes the queue circular; the second maps the padding to the first samples.
         positions = positions % self.total_size % self._dataset_size
         return iter(self._shuffled()[positions].tolist())
 
     def _shuffled(self) -> Tensor:
-        """Returns the data set's one order, as indices, drawn on first use so that unused samplers cost nothing."""
+        """Returns the order of the data set as indices, drawn on first use."""
         if self._order is None:
             generator = torch.Generator().manual_seed(self.seed)
             size = self._dataset_size

@@ -1,4 +1,4 @@
-"""The batches of a training loop, epoch by epoch."""
+"""A training loader that counts its epochs and batches, and can be resumed."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.data.loaders import LoaderInPlace, begin_at, sampler_of
+from lightning_pipesync.data.loaders import LoaderWrapper, begin_at, sampler_of
 
 
-class TrainLoader(LoaderInPlace):
-    """A rank's batches of the training data, in the place of the DataLoader that they come from.
+class TrainLoader(LoaderWrapper):
+    """A wrapper of a rank's training DataLoader, which counts epochs and batches and can be resumed.
 
-    Each iteration begins the next epoch, unless :meth:`set_epoch` says which one, and tells it to whatever orders the
-    data. The state says where a run stopped::
+    Each iteration is the next epoch, unless :meth:`set_epoch` sets it, and calls ``set_epoch`` of the samplers and the
+    data set. The state is the position in the data::
 
         saved = loader.state_dict()                 # within an epoch, after a step
-        loader.load_state_dict(saved)               # in the run that goes on
+        loader.load_state_dict(saved)               # in the resumed run
         for epoch in range(loader.epoch, epochs):
             loader.set_epoch(epoch)
-            for batch in loader: ...                # at first the batches that are left of that epoch
+            for batch in loader: ...                # first the rest of that epoch
 
-    There is one iterator at a time. What else is asked of it is the DataLoader's: ``loader.dataset`` and so on.
-    An order that this package does not know fetches the batches that it skips, and has to be that of the epoch alone.
+    There is one iterator at a time. Other attributes are the DataLoader's: ``loader.dataset`` and so on. When resuming,
+    a sampler that is no ``ResumableSampler`` fetches the skipped batches, and its order must depend on the epoch alone.
 
     Args:
-        loader: whose order is this rank's, and whose length is the same on all ranks.
-        finish: what makes a batch of the training of one of the loader's: injects rows, moves it to the device.
+        loader: the DataLoader, with this rank's order, and of the same length on all ranks.
+        finish: called on each batch: injects rows, moves it to the device.
 
     Attributes:
         loader: the DataLoader.
-        epoch: the epoch of the last batch, or of the next one if its epoch is over.
+        epoch: the epoch of the last batch, or the next epoch if that one is over.
     """
 
     def __init__(self, loader: DataLoader, finish: Callable[[Any], Any]) -> None:
         self.loader = loader
         self.epoch = 0
         self._finish = finish
-        self._has_begun, self._num_batches = False, 0  # the epoch, and how many of its batches were handed out
+        self._has_begun, self._num_batches = False, 0  # whether the epoch has started; its batches so far
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over the batches of an epoch. With data injection every rank has to take as many of them."""
-        if self._has_begun:  # and was left early
+        """Iterates over the batches of an epoch. With data injection every rank must take the same number of them."""
+        if self._has_begun:  # the last iteration stopped early
             self.set_epoch(self.epoch + 1)
         self._has_begun = True
         skipped = self._num_batches
         begins_within = begin_at(self.loader, self.epoch, skipped)
-        self._tell_epoch()
+        self._set_epoch_of_data()
         batches = iter(self.loader)
         for batch in batches if begins_within else islice(batches, skipped, None):
             self._num_batches += 1
@@ -56,20 +56,20 @@ class TrainLoader(LoaderInPlace):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Has the next iteration be that of ``epoch``, from its first batch, or where a resumed run is within it."""
+        """Sets the epoch of the next iteration, which starts at its first batch, or where a resumed run is in it."""
         if epoch != self.epoch or self._has_begun:
             self.epoch, self._has_begun, self._num_batches = epoch, False, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the epoch, and how many of its batches were handed out."""
+        """Returns the epoch and the number of its batches so far."""
         return {"epoch": self.epoch, "num_batches": self._num_batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Has the next iteration go on from a ``state_dict``."""
+        """Makes the next iteration resume from a ``state_dict``."""
         self.epoch, self._has_begun, self._num_batches = state["epoch"], False, state["num_batches"]
 
-    def _tell_epoch(self) -> None:
-        told: tuple[Any, ...] = (self.loader.dataset, self.loader.batch_sampler, sampler_of(self.loader))
-        for one in told:
+    def _set_epoch_of_data(self) -> None:
+        ordering: tuple[Any, ...] = (self.loader.dataset, self.loader.batch_sampler, sampler_of(self.loader))
+        for one in ordering:
             if hasattr(one, "set_epoch"):
                 one.set_epoch(self.epoch)

@@ -1,4 +1,4 @@
-"""Hosts on a slow network, emulated on one Linux machine: network namespaces, veth pairs, bridges, token buckets."""
+"""Emulates hosts on a slow network on one Linux machine: network namespaces, veth pairs, bridges, token buckets."""
 
 from lightning_pipesync.netlab.faults import Fault, Freeze, Kill, Slow
 from lightning_pipesync.netlab.job import TIMED_OUT, run_job

@@ -1,7 +1,7 @@
 """``python enter.py NAMESPACE PARENT COMMAND...``: becomes COMMAND in a network namespace, and dies with PARENT.
 
-A program of its own, which knows nothing of the package: between fork and exec, a process that has threads must not run
-Python code.
+A standalone program, which does not import the package: between fork and exec, a process that has threads must not
+run Python code.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(namespace: str, parent: str, *command: str) -> None:
-    """Does not return unless it fails."""
+    """Returns only if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(os.open(namespace, os.O_RDONLY | os.O_CLOEXEC), _CLONE_NEWNET):
         sys.exit(f"pipesync netlab: cannot enter {namespace}: {os.strerror(ctypes.get_errno())}.")
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # It died before it could be followed.
+    if os.getppid() != int(parent):  # It died before prctl.
         sys.exit(1)
-    # Python ignores these, and a program inherits what is ignored.
+    # Python ignores these signals, and a program inherits ignored signals.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

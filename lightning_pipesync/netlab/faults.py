@@ -1,4 +1,4 @@
-"""What may befall a host while a job runs."""
+"""Faults to inject into the hosts of a job."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_pipesync.netlab.units import parse_rate, parse_seconds, parse_sha
 
 @dataclass(frozen=True)
 class Slow:
-    """A host with a slow CPU: its processes run for ``share`` of the time and are stopped for the rest.
+    """A slow CPU: the processes of a host run for ``share`` of the time and are stopped for the rest.
 
     Attributes:
-        host: number of the host.
-        share: more than 0 and less than 1.
+        host: the number of the host.
+        share: the fraction of the time, more than 0 and less than 1.
     """
 
     host: int
@@ -31,7 +31,7 @@ class Kill:
     """SIGKILL for all processes of a host.
 
     Attributes:
-        host: number of the host.
+        host: the number of the host.
         after_s: seconds after the start of the job.
     """
 
@@ -41,10 +41,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Freeze:
-    """SIGSTOP for all processes of a host, for good.
+    """SIGSTOP for all processes of a host, without a SIGCONT.
 
     Attributes:
-        host: number of the host.
+        host: the number of the host.
         after_s: seconds after the start of the job.
     """
 
@@ -73,12 +73,12 @@ def check_host(host: int, num_hosts: int, where: str) -> None:
 
 
 def parse_kill(text: str) -> Kill:
-    """Parses ``"HOST@SECONDS"``, as in ``"2@10s"``; ValueError if it is not that."""
+    """Parses ``"HOST@SECONDS"``, as in ``"2@10s"``; ValueError if malformed."""
     return Kill(*_parse_event(text, "kill"))
 
 
 def parse_freeze(text: str) -> Freeze:
-    """Parses ``"HOST@SECONDS"``, as in ``"1@5s"``; ValueError if it is not that."""
+    """Parses ``"HOST@SECONDS"``, as in ``"1@5s"``; ValueError if malformed."""
     return Freeze(*_parse_event(text, "freeze"))
 
 

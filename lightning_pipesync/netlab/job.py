@@ -1,4 +1,4 @@
-"""One command on every host of a network, at the same time."""
+"""A job: one command on every host of a network."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_pipesync.netlab.network import Network
 from lightning_pipesync.netlab.output import Lines, Output, prefixed
 from lightning_pipesync.netlab.signals import deferred
 
-#: The exit status of a job that was ended because its time was up, as of ``timeout``.
+#: The exit status of a job that was ended after its timeout, the same as of ``timeout``.
 TIMED_OUT = 124
 #: Seconds that processes get between SIGTERM and SIGKILL.
 _GRACE_S = 3.0
-#: Seconds in which a host with a slow CPU runs and stops once.
+#: The seconds of one cycle of running and stopping of a host with a slow CPU.
 _DUTY_CYCLE_S = 0.05
 
 
@@ -36,21 +36,21 @@ def run_job(
     faults: Iterable[Fault] = (),
     timeout_s: float | None = None,
 ) -> int:
-    """Runs a command on every host until all have ended, and ends what they leave running.
+    """Runs a command on every host until all have ended, and ends the processes that they leave running.
 
-    A host that fails does not end the others: what they do then is what one wants to see. When only frozen hosts are
-    left, nothing can happen any more, and they are killed. If this call raises (the output did, or Ctrl-C), or the time
-    is up, all processes of the hosts get SIGTERM and, after 3 seconds, SIGKILL.
+    A host that fails does not end the others, so that their reaction can be observed. When only frozen hosts are left,
+    they are killed. If this call raises (from the output, or by Ctrl-C), or after the timeout, all processes of the
+    hosts get SIGTERM and, after 3 seconds, SIGKILL.
 
     Args:
-        network: an entered one, with one job at a time.
-        command: program and arguments; no shell is involved. ``{rank}``, ``{world_size}``, ``{address}`` (of the host
-            itself), ``{master_addr}`` and ``{master_port}`` in it are replaced; other braces stay.
-        environment: variables on top of this process's and of ``Network.environment``.
-        output: called as ``output(host, line)`` for each line that a host prints, standard error included, and for what
-            befalls it; from this thread. None prints the lines with the host's number.
-        faults: what befalls the hosts. Hosts may be slow from the start, killed, or frozen.
-        timeout_s: seconds after which the job is ended; None means never.
+        network: an entered network, with one job at a time.
+        command: the program and its arguments, without a shell. ``{rank}``, ``{world_size}``, ``{address}`` (of the
+            host itself), ``{master_addr}`` and ``{master_port}`` are replaced; other braces stay.
+        environment: variables in addition to those of this process and of ``Network.environment``.
+        output: called on this thread as ``output(host, line)`` for each line that a host prints, standard error
+            included, and for each fault. None prints the lines with the host's number.
+        faults: the faults to inject into the hosts.
+        timeout_s: seconds after which the job is ended; None: no timeout.
 
     Returns:
         The worst, that is the highest, exit status of the hosts' commands, where signal n counts as 128 + n; or
@@ -73,7 +73,7 @@ def run_job(
 
 
 def check_job(num_hosts: int, command: Sequence[str], faults: Iterable[Fault], timeout_s: float | None) -> None:
-    """Raises the ValueError that ``run_job`` would raise, before there is a network."""
+    """Checks the arguments of :func:`run_job`; raises its ValueError."""
     if not command:
         raise ValueError("There is no command for the hosts to run.")
     if timeout_s is not None and timeout_s <= 0:
@@ -105,7 +105,7 @@ class _Host:
 
 
 class _Job:
-    """All hosts and what is due on them, in one thread: output, exits and faults are events of one loop."""
+    """An event loop for the output, the exits and the faults of all hosts, on one thread."""
 
     def __init__(self, network: Network, output: Output, faults: Sequence[Fault]) -> None:
         self.hosts: list[_Host] = []
@@ -129,7 +129,7 @@ class _Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=variables,
-                start_new_session=True,  # A Ctrl-C is for us, and we end them.
+                start_new_session=True,  # Ctrl-C interrupts this process only, which ends the hosts.
             )
             host = _Host(number, namespace, process)
             self.hosts.append(host)
@@ -145,7 +145,7 @@ class _Job:
                 self._after(fault.after_s, partial(self._freeze, host))
 
     def supervise(self, timeout_s: float | None) -> bool:
-        """Returns whether the time was up before all hosts, but for frozen ones, had ended."""
+        """Returns whether the timeout passed before all hosts, except frozen ones, had ended."""
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while any(host.running and not host.frozen for host in self.hosts):
             now = time.monotonic()
@@ -161,14 +161,14 @@ class _Job:
         return False
 
     def end(self) -> None:
-        """Ends all processes of all hosts and shows what they had still to say."""
+        """Ends all processes of all hosts, and shows the rest of their output."""
         self._ending = True
         namespaces = [host.namespace for host in self.hosts]
         try:
             for host in self.hosts:
                 members = processes.processes_in(host.namespace)
                 processes.send(signal.SIGKILL if host.frozen else signal.SIGTERM, members)
-                processes.send(signal.SIGCONT, members)  # A slow host may stand still just now.
+                processes.send(signal.SIGCONT, members)  # A slow host may be stopped at this moment.
             deadline = time.monotonic() + _GRACE_S
             while processes.processes_in(*namespaces) and time.monotonic() < deadline:
                 self._handle_events(0.02)
@@ -199,12 +199,12 @@ class _Job:
                     self._say(host, f"ended with exit status {host.status}")
 
     def _read_all(self, host: _Host) -> None:
-        """Shows what is in a host's pipe. What other processes of the host write to it later comes as an event."""
+        """Shows all output that is in a host's pipe. Later output of its other processes arrives as an event."""
         while self._read(host):
             pass
 
     def _read(self, host: _Host) -> bool:
-        """Shows some of what is in a host's pipe; returns whether there was anything."""
+        """Shows some of the output in a host's pipe; returns whether there was any."""
         try:
             data = os.read(host.pipe, 2**16)
         except BlockingIOError:
@@ -219,7 +219,7 @@ class _Job:
             output, self._output = self._output, None
             if output is not None:
                 output(host.number, line)
-                self._output = output  # One that raises is not called again.
+                self._output = output  # If it raises, it is not called again.
 
     def _say(self, host: _Host, what: str) -> None:
         self._show(host, [f"pipesync netlab: host {host.number} {what}."])
@@ -244,7 +244,7 @@ class _Job:
 
 
 def _shared_environment(num_hosts: int) -> dict[str, str]:
-    """Returns this process's variables, and what suits processes that share a machine and print into a pipe."""
+    """Returns this process's environment, with defaults for processes that share a machine and print into a pipe."""
     threads = max(1, len(os.sched_getaffinity(0)) // num_hosts)
     return {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **os.environ}
 

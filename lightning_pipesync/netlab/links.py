@@ -1,4 +1,4 @@
-"""The cables: hosts to the bridge of their rack, racks to a core bridge, each end shaped by a token bucket."""
+"""Links from hosts to the bridge of their rack, and from racks to a core bridge, each shaped by a token bucket."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from lightning_pipesync.netlab.namespaces import inside
 
-#: Name of each host's interface.
+#: The name of each host's interface.
 INTERFACE = "eth0"
-#: How long a packet may wait in a queue before it is dropped.
+#: The longest time of a packet in a queue before it is dropped.
 _LATENCY = "100ms"
 _KERNEL_OPTIONS = {"bridge": "CONFIG_BRIDGE", "veth": "CONFIG_VETH", "tbf": "CONFIG_NET_SCH_TBF"}
 
 
 @dataclass(frozen=True)
 class HostLink:
-    """A host and its cable.
+    """A host and its link.
 
     Attributes:
-        namespace: of the host.
-        address: with the length of its network's prefix, ``"198.18.0.1/16"``.
+        namespace: the host's network namespace.
+        address: the address with the prefix length of its network, ``"198.18.0.1/16"``.
         rate: bits per second, each way.
-        rack: number of the rack.
+        rack: the number of the rack.
     """
 
     namespace: str
@@ -50,23 +50,24 @@ def connect(switch: str, hosts: Sequence[HostLink], racks: int, uplink: int | No
         if uplink is not None:
             core = _add_bridge(route, "core")
             for rack, bridge in enumerate(bridges):
-                _add_cable(route, f"up{rack}", f"down{rack}", switch)
-                _plug(route, f"up{rack}", uplink, master=bridge)
-                _plug(route, f"down{rack}", uplink, master=core)
+                _add_veth_pair(route, f"up{rack}", f"down{rack}", switch)
+                _shape(route, f"up{rack}", uplink, master=bridge)
+                _shape(route, f"down{rack}", uplink, master=core)
         for number, host in enumerate(hosts):
-            _add_cable(route, f"host{number}", INTERFACE, host.namespace)
-            _plug(route, f"host{number}", host.rate, master=bridges[host.rack])
+            _add_veth_pair(route, f"host{number}", INTERFACE, host.namespace)
+            _shape(route, f"host{number}", host.rate, master=bridges[host.rack])
     for host in hosts:
         address, _, length = host.address.partition("/")
         with inside(host.namespace), IPRoute() as route:
-            end = _plug(route, INTERFACE, host.rate)
+            end = _shape(route, INTERFACE, host.rate)
             route.addr("add", index=end, address=address, prefixlen=int(length))
 
 
 def burst_bytes(rate: int) -> int:
-    """Returns how many bytes may pass a token bucket at once after a pause.
+    """Returns the size of a token bucket in bytes, which may pass at once after a pause.
 
-    At least 256 KiB, a few packets as large as the kernel builds them, and 2 ms of the rate, in which its timers fire.
+    At least 256 KiB, which are a few packets of the kernel's largest size, and 2 ms at the rate, the period of its
+    timers.
     """
     return max(256 * 1024, rate // 8 // 500)
 
@@ -79,13 +80,13 @@ def _add_bridge(route: IPRoute, name: str) -> int:
     return bridge
 
 
-def _add_cable(route: IPRoute, name: str, peer: str, peer_namespace: str) -> None:
+def _add_veth_pair(route: IPRoute, name: str, peer: str, peer_namespace: str) -> None:
     with _supported("veth"):
         route.link("add", ifname=name, kind="veth", peer={"ifname": peer, "net_ns_fd": peer_namespace})
 
 
-def _plug(route: IPRoute, name: str, rate: int, **settings: int) -> int:
-    """Limits what leaves through an interface to ``rate`` bits per second, sets it up, and returns its index."""
+def _shape(route: IPRoute, name: str, rate: int, **settings: int) -> int:
+    """Limits the outgoing rate of an interface to ``rate`` bits per second, sets it up, and returns its index."""
     index = _index(route, name)
     with _supported("tbf"):
         route.tc("add", "tbf", index, handle=0x10000, rate=rate // 8, burst=burst_bytes(rate), latency=_LATENCY)
@@ -100,7 +101,7 @@ def _index(route: IPRoute, name: str) -> int:
 
 @contextmanager
 def _supported(kind: str) -> Iterator[None]:
-    """Says which option the kernel lacks, where it answers that it does not know ``kind``."""
+    """Raises an error that names the kernel option if the kernel does not know ``kind``."""
     try:
         yield
     except NetlinkError as error:

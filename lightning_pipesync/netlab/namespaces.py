@@ -1,6 +1,6 @@
-"""Named network namespaces that tell whose they are, so that left-overs can be found.
+"""Network namespaces with names that identify their owner, so that left-overs can be found.
 
-A name is ``pipesync-PID.START-SERIAL-WHAT``: the owner's process id, when that process started (ids are used again), a
+A name is ``pipesync-PID.START-SERIAL-WHAT``: the owner's process id, the start time of that process (ids are reused), a
 number for each network of that process, and the host or the switch.
 """
 
@@ -19,13 +19,13 @@ from lightning_pipesync.core.private_names import require
 from lightning_pipesync.netlab.processes import NAMESPACES, kill
 
 _NAME = re.compile(r"pipesync-(\d+)\.(\d+)-\d+-.+")
-# pyroute2 creates a namespace in a process of its own; 2 seconds are too few for that on a machine that is busy.
+# pyroute2 creates a namespace in a new process, for which 2 seconds are too few on a busy machine.
 require(pyroute2.config, "default_communicate_timeout")
 pyroute2.config.default_communicate_timeout = 30
 
 
 def name_prefix(serial: int) -> str:
-    """Returns how all names of a network begin; ``serial`` tells the networks of this process apart."""
+    """Returns the prefix of all names of a network; ``serial`` numbers the networks of this process."""
     return f"pipesync-{os.getpid()}.{_start_of(os.getpid())}-{serial}-"
 
 
@@ -39,7 +39,7 @@ def create(name: str) -> None:
         netns.create(name)
         with inside(name), pyroute2.IPRoute() as route:
             route.link("set", index=1, state="up")
-            # After a pause between two steps, TCP would start slowly again, which long-lived fast links do not show.
+            # Otherwise TCP restarts slowly after a pause between two steps, unlike on long-lived fast links.
             Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")
     except OSError as error:
         raise RuntimeError(f"Cannot create the network namespace {name}: {error.strerror or error}.") from error
@@ -47,7 +47,7 @@ def create(name: str) -> None:
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """Moves this thread into a namespace while the block runs: sockets that it opens there stay there."""
+    """Moves this thread into a namespace while the block runs; sockets that it opens stay there."""
     netns.pushns(name)
     try:
         yield
@@ -67,7 +67,7 @@ def remove(prefix: str) -> None:
 
 
 def remove_leftovers() -> None:
-    """Removes what runs whose process has died have left behind."""
+    """Removes the namespaces of processes that have died."""
     for name in _names("pipesync-"):
         match = _NAME.fullmatch(name)
         if match and _start_of(int(match[1])) != int(match[2]):
@@ -79,11 +79,11 @@ def _names(prefix: str) -> list[str]:
 
 
 def _start_of(process: int) -> int | None:
-    """Returns when a process started, in clock ticks since the machine did; None if there is none."""
+    """Returns the start time of a process, in clock ticks since boot; None if there is no such process."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in brackets, and may hold anything.
+    # The second field is the program's name in parentheses, which may contain any characters.
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])

@@ -1,4 +1,4 @@
-"""Hosts on a network of limited bandwidth, for as long as a ``with`` block lasts."""
+"""A network of hosts with limited bandwidth, as a context manager."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from lightning_pipesync.netlab.requirements import check_requirements
 from lightning_pipesync.netlab.signals import deferred, raising
 from lightning_pipesync.netlab.units import parse_rate
 
-#: Set aside for measuring networks (RFC 2544), so that no name server or proxy of the machine has such an address.
+#: Reserved for benchmarks of networks (RFC 2544), so that no name server or proxy of the machine has such an address.
 _SUBNET = ipaddress.ip_network("198.18.0.0/16")
-#: What one bridge of the kernel can connect.
+#: The most ports of a bridge, rounded down.
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
 _serials = itertools.count()
 
 
 class Network:
-    """``with Network(hosts=4, rate="1gbit") as network:`` sets up hosts and removes them, whatever happens inside.
+    """``with Network(hosts=4, rate="1gbit") as network:`` creates hosts, and removes them at the end.
 
-    Every host is a network namespace; so is the switch, which nothing connects with the machine's own network.
-    Left-overs of runs that were killed are removed first. While the block lasts, SIGTERM and SIGHUP raise SystemExit in
-    the main thread, so that they, too, pass through the end of the block.
+    Each host is a network namespace, and so is the switch, which is not connected to the machine's own network.
+    Left-overs of killed runs are removed first. Within the block SIGTERM and SIGHUP raise SystemExit in the main
+    thread, so that the hosts are removed then, too.
 
     Args:
-        hosts: how many; they are numbered from 0.
-        rate: of each host's link, each way, such as ``"1gbit"``.
-        racks: the hosts are divided evenly, in order. Each rack has a switch, and a core switch connects them.
-        uplink: rate between each rack and the core, each way; None means ``rate``. Only with several racks.
-        host_rates: rates of hosts whose link differs.
+        hosts: the number of hosts, which are numbered from 0.
+        rate: the rate of each host's link, each way, such as ``"1gbit"``.
+        racks: the number of racks, which the hosts are divided into evenly, in order. Each rack has a switch, and a
+            core switch connects them.
+        uplink: the rate between each rack and the core, each way; None means ``rate``. Only with several racks.
+        host_rates: the rates of hosts whose links differ.
 
     Raises:
-        ValueError: a rate, the racks or a host make no sense.
-        RuntimeError: on entering, if this machine lacks something; nothing is left behind.
+        ValueError: a rate, the racks or a host are invalid.
+        RuntimeError: on entering, if this machine lacks a requirement; nothing is left behind.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Network:
         self._exit.__exit__(kind, error, traceback)
 
     def namespace(self, host: int) -> str:
-        """Returns the name of a host's network namespace, as ``ip netns exec`` takes it."""
+        """Returns the name of a host's network namespace, for ``ip netns exec``."""
         return f"{self._prefix}host{host}"
 
     def address(self, host: int) -> str:
@@ -91,12 +92,12 @@ class Network:
         return str(_SUBNET[host + 1])
 
     def environment(self, host: int) -> dict[str, str]:
-        """Returns the variables that tell a host's process its place, as ``torchrun`` with one process a host would."""
+        """Returns the variables that ``torchrun`` with one process per host would set."""
         from lightning_pipesync.netlab.links import INTERFACE
 
         return {
             "MASTER_ADDR": self.address(0),
-            "MASTER_PORT": str(_MASTER_PORT),  # The host has its ports for itself, so that one is as free as another.
+            "MASTER_PORT": str(_MASTER_PORT),  # Every port of a new host is free.
             "WORLD_SIZE": str(self.hosts),
             "RANK": str(host),
             "NODE_RANK": str(host),
@@ -105,7 +106,7 @@ class Network:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
-            # Otherwise NCCL sees that the hosts are one machine, and goes past the network.
+            # Otherwise NCCL finds that the hosts are one machine, and bypasses the network.
             "NCCL_HOSTID": self.namespace(host),
         }
 

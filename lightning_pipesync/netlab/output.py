@@ -1,17 +1,17 @@
-"""What hosts print: cut into lines, and shown with the host's number."""
+"""The output of hosts, line by line, with the host's number."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 
-#: Takes the number of a host and one line that it printed, without the end of the line.
+#: A function of the number of a host and a line of its output, without the line end.
 Output = Callable[[int, str], object]
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class Lines:
-    """Cuts a stream of bytes into lines. Of a line that was written over, as progress bars do, the last state stays."""
+    """Splits a stream of bytes into lines. Keeps the last state of an overwritten line, such as a progress bar."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -22,7 +22,7 @@ class Lines:
         return [_decode(line) for line in lines]
 
     def end(self) -> list[str]:
-        """Returns the last line if it has no end, or nothing."""
+        """Returns the last line if it has no line end, else nothing."""
         rest, self._rest = self._rest, b""
         return [_decode(rest)] if rest else []
 

@@ -1,4 +1,4 @@
-"""The processes of a host: all whose network namespace is the host's, whoever started them."""
+"""The processes of a host: all processes in its network namespace, whatever their parent."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Where named network namespaces lie, for us as for ``ip netns``.
+#: The directory of named network namespaces, the same as of ``ip netns``.
 NAMESPACES = Path("/run/netns")
-#: Seconds that killed processes may take to be gone.
+#: The most seconds until a killed process is gone.
 _DEATH_S = 10.0
 
 
@@ -35,7 +35,7 @@ def processes_in(*namespaces: str) -> list[int]:
 
 
 def send(number: signal.Signals, processes: Iterable[int]) -> None:
-    """Sends a signal to processes; those that have ended are passed over."""
+    """Sends a signal to processes; skips those that have ended."""
     for process in processes:
         try:
             os.kill(process, number)
@@ -44,7 +44,7 @@ def send(number: signal.Signals, processes: Iterable[int]) -> None:
 
 
 def freeze(namespace: str) -> int:
-    """Stops all processes of a namespace, also those that are started meanwhile. Returns their number."""
+    """Stops all processes of a namespace, also those started meanwhile. Returns their number."""
     stopped: set[int] = set()
     while new := set(processes_in(namespace)) - stopped:
         send(signal.SIGSTOP, new)

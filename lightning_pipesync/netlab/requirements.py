@@ -1,4 +1,4 @@
-"""What this machine must have before anything is created on it."""
+"""The requirements of the emulation, checked before anything is created."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-#: Capabilities by their bit in the kernel's masks: links and queues need the first, entering a namespace the second.
+#: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 
@@ -27,7 +27,7 @@ def check_requirements() -> None:
 
 
 def missing_capabilities() -> list[str]:
-    """Returns the names of the capabilities that this process would need and lacks."""
+    """Returns the names of the required capabilities that this process lacks."""
     status = Path("/proc/self/status").read_text()
     effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
     return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]

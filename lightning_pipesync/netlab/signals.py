@@ -1,4 +1,4 @@
-"""Signals that end a run, so that they end it in an orderly way: everything is removed first."""
+"""Handling of the signals that end a run, so that all hosts are removed first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Holds back SIGINT, SIGTERM and SIGHUP while the block runs; the first of them arrives at its end."""
+    """Defers SIGINT, SIGTERM and SIGHUP while the block runs; raises the first of them at its end."""
     arrived: list[int] = []
     try:
         with _handling(lambda number, frame: arrived.append(number), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
@@ -35,7 +35,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], Any], numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Installs a handler where Python allows it: in the main thread. A signal that is ignored stays ignored."""
+    """Installs a handler, in the main thread only, as Python requires. An ignored signal stays ignored."""
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""Rates, durations and shares as a user writes them."""
+"""Parsers of rates, durations and shares."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
-#: What the kernel's token bucket can keep to, in bits per second: slower, the time of one burst does not fit its 32
-#: bits; faster, the bytes per second do not.
+#: The range of the kernel's token bucket, in bits per second: below it, the time of one burst overflows 32 bits; above
+#: it, the bytes per second do.
 SLOWEST, FASTEST = 100 * 10**3, 32 * 10**9
 
 
@@ -15,7 +15,7 @@ def parse_rate(text: str) -> int:
     """Returns the bits per second of a rate such as ``"200mbit"`` or ``"2.5gbit"``; units are decimal.
 
     Raises:
-        ValueError: this is not a rate, or one that the kernel cannot emulate.
+        ValueError: ``text`` is not a rate, or the kernel cannot emulate it.
     """
     number, unit = _split(text)
     if unit not in _BITS:
@@ -30,7 +30,7 @@ def parse_seconds(text: str) -> float:
     """Returns the seconds of a duration such as ``"10s"``, ``"500ms"``, ``"2min"`` or ``"10"``.
 
     Raises:
-        ValueError: this is not a duration.
+        ValueError: ``text`` is not a duration.
     """
     number, unit = _split(text)
     if unit not in _SECONDS:
@@ -42,7 +42,7 @@ def parse_share(text: str) -> float:
     """Returns the fraction of a share such as ``"50%"``.
 
     Raises:
-        ValueError: this is not a share of more than 0% and less than 100%.
+        ValueError: ``text`` is not a share of more than 0% and less than 100%.
     """
     number, unit = _split(text)
     if unit != "%" or not 0 < number < 100:
@@ -51,6 +51,6 @@ def parse_share(text: str) -> float:
 
 
 def _split(text: str) -> tuple[float, str]:
-    """Returns the number and the unit in lower case; a unit that no caller knows when there is no number."""
+    """Returns the number and the unit in lower case; an unknown unit if there is no number."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([a-z%]*)", text.strip().lower())
     return (float(match[1]), match[2]) if match else (0.0, "no number")
