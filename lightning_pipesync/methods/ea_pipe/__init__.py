@@ -1,4 +1,4 @@
-"""EA-Pipe: pipeline parallelism with a replica of the weights for each mini-batch in flight, pulled together."""
+"""EA-Pipe: pipeline parallelism with elastic averaging of one weight replica per mini-batch in flight."""
 
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import EAPipe

@@ -11,9 +11,9 @@ Wire = Literal["none", "bf16", "fp16"]
 Split = Literal["balanced", "parameters"] | tuple[int, ...] | tuple[str, ...]
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-#: Methods whose stages need an update before the norm of its gradient over all stages is known.
+#: Algorithms whose stages update before the norm of the gradient over all stages is known.
 UNCLIPPED = ("weight_stashing", "naive", "spectrain")
-#: Methods that divide a mini-batch into micro-batches, and update after all of them.
+#: Algorithms that divide a mini-batch into micro-batches, and update after all of them.
 SYNCHRONOUS = ("gpipe", "1f1b")
 
 
@@ -26,42 +26,42 @@ class EAPipeConfig:
     """
 
     elastic_force: float = 0.5
-    """alpha: the part of their distance by which a replica and the master are pulled to each other (Eq. 1). The paper
-    tried 0.1, 0.3 and 0.5; weak ones let the replicas of many stages drift apart."""
+    """alpha: the fraction of their distance by which a replica and the master are pulled together (Eq. 1). The paper
+    uses 0.1, 0.3 and 0.5; with a weak force the replicas of many stages drift apart."""
 
     sync_period: int = 1
-    """tau: a replica is pulled after every so many of its mini-batches (Algorithm 1)."""
+    """tau: the number of a replica's mini-batches between two pulls (Algorithm 1)."""
 
     algorithm: Algorithm = "ea_pipe"
-    """``ea_pipe``; or one of the algorithms that the paper compares it to: ``pipedream`` (weight stashing and vertical
-    sync), ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or, synchronous, ``gpipe`` and ``1f1b``. And
-    ``weight_stashing``: alone, as PipeDream does by default."""
+    """``ea_pipe``; or an algorithm that the paper compares it with: ``pipedream`` (weight stashing and vertical sync),
+    ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or the synchronous ``gpipe`` and ``1f1b``. Also
+    ``weight_stashing`` without vertical sync, the default of PipeDream."""
 
     split: Split = "balanced"
-    """Which layers a stage gets: ``balanced`` by the time that they take, measured; ``parameters``: by their number;
-    or the indices of the first layers of the second and all later stages. For a model that is no ``nn.Sequential``: the
-    names of the submodules with which the second and all later stages begin, in the order in which they are called."""
+    """The layers of each stage: ``balanced`` by their measured time; by their number of ``parameters``; or the indices
+    of the first layers of the second and all later stages. For a model that is no ``nn.Sequential``: the names of the
+    submodules with which the second and all later stages begin, in the order in which they are called."""
 
     replicas: int | None = None
-    """Mini-batches in flight, each with a replica of the weights. None: as many as stages (N), as in the paper, which
-    keeps all stages busy if nothing has to travel. More hide the time that activations and gradients travel."""
+    """The number of mini-batches in flight, each with a replica of the weights. None: the number of stages (N), as in
+    the paper, which keeps all stages busy if communication takes no time. More replicas hide the communication."""
 
     micro_batches: int | None = None
-    """Parts of a mini-batch, for ``gpipe`` and ``1f1b``. None: as many as stages."""
+    """The number of micro-batches of ``gpipe`` and ``1f1b``. None: the number of stages."""
 
     prediction_smoothing: float | None = None
-    """Of the updates from which ``spectrain`` predicts weights: 0 takes the last one alone. None: 0 if the optimizer
-    has a momentum of its own, else 0.9."""
+    """The smoothing of the updates from which ``spectrain`` predicts weights; 0: the last update alone. None: 0 if the
+    optimizer has a momentum, else 0.9."""
 
     compression: Wire = "none"
-    """What activations and their gradients travel as: as they are, or as bf16 or fp16."""
+    """The dtype in which activations and their gradients are sent: their own, bf16 or fp16."""
 
     clip_norm: float | None = None
-    """The L2 norm, over all stages, to which the gradient of a mini-batch is clipped; None: it is not."""
+    """The L2 norm, over all stages, to which the gradient of a mini-batch is clipped; None: no clipping."""
 
     seed: int = 0
-    """Of the random numbers that layers and the loss draw, such as dropout: they depend on it, the mini-batch and the
-    stage alone."""
+    """The seed of the random numbers of layers and the loss, such as dropout, which depend only on it, the mini-batch
+    and the stage."""
 
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
@@ -119,16 +119,16 @@ class EAPipeConfig:
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only go on with as many ranks as before."""
+        """Whether a run can only be resumed with the same number of ranks."""
         return False
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        """What becomes of that which fits as many ranks only: the replicas."""
+        """What a run that is resumed with another number of ranks loses: the replicas."""
         return "all replicas begin from the master's weights" if self.algorithm == "ea_pipe" else None
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        """Returns the settings that have no effect because of others, by name, and why."""
         ignored, chosen = {}, f"with algorithm={self.algorithm!r}"
         if self.algorithm != "ea_pipe":
             for name in ("elastic_force", "sync_period"):

@@ -1,4 +1,4 @@
-"""What a traced model is called with and returns, without the values of the tensors in it."""
+"""The structure of a traced model's input and output, without the values of their tensors."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lightning_pipesync.core.torch_private import map_tensors, paths_in, tensors
 
 @dataclass(frozen=True)
 class Call:
-    """What a module is called with."""
+    """The arguments of a call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    hooks: bool = True  # whether the module's own hooks are to run, too, or have run already
+    hooks: bool = True  # whether to run the module's own hooks, which may have run already
 
 
 @dataclass(frozen=True)
 class _Described:
-    """A tensor without its values; the strides are None if it is contiguous."""
+    """The metadata of a tensor; the strides are None if it is contiguous."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None
 
 
-#: What may be among tensors; and what other processes must find under its name.
+#: Types that may occur besides tensors; and those that other processes must be able to import.
 _PLAIN = (
     *(_Described, NoneType, bool, int, float, complex, str, bytes, Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -43,24 +43,24 @@ _IMPORTED = (type, FunctionType, BuiltinFunctionType)
 
 @dataclass(frozen=True)
 class Layout:
-    """Nested containers without the values of the tensors in them.
+    """Nested containers with the metadata of their tensors.
 
     Attributes:
-        tree: the containers, with tensors described.
+        tree: the containers.
     """
 
     tree: Any
 
     def key(self) -> tuple[Any, ...]:
-        """Returns something to hash that tells this from other layouts."""
+        """Returns a hashable key, which differs between layouts."""
         leaves, spec = tree_flatten(self.tree)
         return *map(_key_of, leaves), spec
 
     def check(self, what: str) -> None:
-        """Checks that what is no tensor in it can be told from others, and travel.
+        """Checks that all leaves that are no tensors can be compared and sent.
 
         Raises:
-            ValueError: something cannot; the message begins with ``what``.
+            ValueError: a leaf cannot; the message begins with ``what``.
         """
         for leaf in tree_flatten(self.tree)[0]:
             if isinstance(leaf, Tensor):
@@ -75,19 +75,19 @@ class Layout:
                 )
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns the containers with ``tensors`` in their places."""
+        """Returns the containers with ``tensors`` in place of their metadata."""
         remaining = iter(tensors)
         leaves, spec = tree_flatten(self.tree)
         return tree_unflatten([next(remaining) if isinstance(leaf, _Described) else leaf for leaf in leaves], spec)
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Returns tensors as they are described."""
+        """Returns zero tensors with this metadata."""
         found = [leaf for leaf in tree_flatten(self.tree)[0] if isinstance(leaf, _Described)]
         return tuple(_zeros(one, device) for one in found)
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Returns the same values with these strides: what is a view of what, and not a copy, depends on them."""
+    """Returns the same values with ``strides``, on which it depends whether an operation returns a view or a copy."""
     if strides is None:
         return tensor.contiguous()
     if tensor.stride() == strides:
@@ -117,36 +117,36 @@ def _key_of(leaf: Any) -> tuple[Any, ...]:
 
 
 def _is_importable(leaf: Any) -> bool:
-    """Returns whether other processes find the function or class under its name."""
+    """Returns whether other processes can import the function or class by its name."""
     try:
         pickle.dumps(leaf)
-    except Exception:  # which one depends on where it was defined
+    except Exception:  # the type depends on where it is defined
         return False
     return True
 
 
 def _describe(tensor: Tensor) -> _Described | Tensor:
     if tensor.layout is not torch.strided:
-        return tensor  # which is refused
+        return tensor  # check() refuses it
     strides = None if tensor.is_contiguous() else tensor.stride()
     return _Described(tuple(tensor.shape), tensor.dtype, strides)
 
 
 def described(tree: Any) -> tuple[Layout, list[Tensor]]:
-    """Returns the containers and the tensors in them."""
+    """Returns the layout of nested containers, and their tensors."""
     layout = map_tensors(_describe, tree)
     return Layout(layout), tensors_in(tree)
 
 
 def varying(layouts: Sequence[Layout]) -> list[str]:
-    """Returns where those that have the containers of the last one have not all the same."""
+    """Returns the paths of the leaves that differ between layouts with the containers of the last one."""
     *_, spec = layouts[-1].key()
     keys = [layout.key()[:-1] for layout in layouts if layout.key()[-1] == spec]
     return [path for path, *found in zip(paths_in(layouts[-1].tree), *keys, strict=True) if len(set(found)) > 1]
 
 
 def input_of(value: Any) -> tuple[Layout, list[Tensor]]:
-    """Returns what a model is called with, in :class:`Call` or as the only argument.
+    """Returns the layout and the tensors of a model's input: a :class:`Call`, or the only argument.
 
     Raises:
         ValueError: a model cannot be traced with it.

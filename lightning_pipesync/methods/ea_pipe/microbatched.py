@@ -1,4 +1,4 @@
-"""Synchronous pipelines, which divide a mini-batch: GPipe and 1F1B, on PyTorch's own schedules."""
+"""Synchronous pipelines with micro-batches: GPipe and 1F1B, on PyTorch's own schedules."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.ea_pipe.entry import Entry
-from lightning_pipesync.methods.ea_pipe.links import rank_of
+from lightning_pipesync.methods.ea_pipe.channels import rank_of
 from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, Source, Stage
+from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-#: Tells all ranks that a batch cannot be divided.
+#: The flag of a batch that cannot be divided.
 _UNEVEN = 2
 
 
 class MicroBatchedStage(Stage):
-    """A stage that makes all passes of a mini-batch, part by part, before the next mini-batch begins.
+    """A stage that runs all micro-batches of a mini-batch before the next mini-batch starts.
 
-    All parts have to be of one size. What goes into the first layer and from stage to stage is a tensor or a tuple.
+    All micro-batches have the same size. The inputs of the first layer and of each stage are a tensor or a tuple.
 
     Args:
-        args: as of :class:`Stage`.
-        transport: the way to the other stages.
+        args: the arguments of :class:`Stage`.
+        transport: the transport to the other stages.
     """
 
     def __init__(self, *args: Any, transport: Transport) -> None:
@@ -42,10 +42,10 @@ class MicroBatchedStage(Stage):
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:
-        """Makes all passes, forward and backward; arguments and result as in :meth:`Stage.forward`.
+        """Runs all passes, forward and backward; arguments and result as in :meth:`Stage.forward`.
 
         Raises:
-            ValueError: on every rank: the samples do not divide into the parts.
+            ValueError: on every rank: the samples do not divide into micro-batches of one size.
             RuntimeError: the ranks have different mini-batches.
         """
         self._begin_training()
@@ -71,15 +71,15 @@ class MicroBatchedStage(Stage):
             squared_norm = None
             if self._config.clip_norm is not None:
                 own = self._squared_norm(None)
-                # The parameters of other stages may have other types.
+                # The parameters of other stages may have another dtype.
                 squared_norm = self._transport.all_reduce(own.double().reshape(1)).wait()[0].to(own.dtype)
             self._complete = made, squared_norm
         self._partial = self._gradients()
-        self._set_gradients(None)  # a framework may set them to zero now
+        self._set_gradients(None)  # a framework may zero them now
         return torch.stack([part.detach() for part in losses]).sum() if losses else None
 
     def backward(self) -> bool:
-        """Returns whether the gradient of a mini-batch is complete, and has ``p.grad`` hold it."""
+        """Returns whether the gradient of a mini-batch is complete; then ``p.grad`` holds it."""
         if self._complete is not None:
             self._restore_partial()
         return self._complete is not None
@@ -92,7 +92,7 @@ class MicroBatchedStage(Stage):
         self._apply(squared_norm.sqrt())
 
     def _pipeline_for(self, arguments: tuple[Any, ...]) -> PipelineScheduleSingle:
-        """Returns the schedule, a new one if the shapes have changed: it has looked at those of its first batch."""
+        """Returns the schedule, a new one if the shapes have changed, on which it depends."""
         shapes = [tensor.shape for tensor in tensors_in(arguments)]
         uneven = max((shape[0] % self._parts for shape in shapes), default=0)
         flags = self._transport.exchange_flags(_UNEVEN if uneven else int(shapes != self._shapes)).wait()
@@ -107,21 +107,21 @@ class MicroBatchedStage(Stage):
         return self._pipeline
 
     def _new_pipeline(self, example: tuple[Any, ...]) -> PipelineScheduleSingle:
-        """Returns a schedule for shapes that a micro-batch has on its way, which leaves nothing else behind."""
+        """Returns a schedule for the shapes of a micro-batch, after a run through the layers that changes no buffer."""
         buffers = [(buffer, buffer.clone()) for buffer in self.layers.buffers()]
-        if self._links.activations_in is not None:
-            received = self._links.activations_in.receive()
+        if self._channels.activations_in is not None:
+            received = self._channels.activations_in.receive()
             example = received if isinstance(received, tuple) else (received,)
         with self._drawing(self._schedule.stage), torch.enable_grad():
-            output = _Tupled(self.layers)(*Entry(example).tree)
+            output = _Tupled(self.layers)(*StageInput(example).tree)
         for buffer, before in buffers:
             buffer.copy_(before)
-        if self._links.activations_out is not None:
-            self._links.activations_out.send(output)
+        if self._channels.activations_out is not None:
+            self._channels.activations_out.send(output)
         index, count = self._schedule.stage, self._schedule.num_stages
         stage = PipelineStage(_Tupled(self.layers), index, count, self._device, example, output, group=self._group)
         stage.stage_index_to_group_rank = {other: rank_of(other, count) for other in range(count)}
-        # Losses are means already divided by the number of parts.
+        # Losses are already divided by the number of micro-batches.
         kind = _SCHEDULES[self._config.algorithm]
         return kind(stage, self._parts, loss_fn=self._loss_of_part, scale_grads=False)
 
@@ -131,7 +131,7 @@ class MicroBatchedStage(Stage):
 
 
 class _Tupled(nn.Module):
-    """Layers that take one tuple, called with its members."""
+    """Calls layers that take one tuple with its members."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Tupled(nn.Module):
 
 
 def part_of(batch: Any, index: int, count: int) -> Any:
-    """Returns one of ``count`` parts of a batch: of every tensor the samples, which are its first dimension."""
+    """Returns one of ``count`` parts of a batch, split along the first dimension of each tensor, the samples."""
     if count == 1:
         return batch
     return map_tensors(lambda tensor: tensor.tensor_split(count)[index] if tensor.dim() else tensor, batch)

@@ -1,4 +1,4 @@
-"""What theory says about an elastic force and a synchronization period (paper, Section III-C and Appendix A)."""
+"""The convergence theory of the elastic force and the synchronization period (paper, Section III-C and Appendix A)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pull_matrix(replica: int, num_replicas: int, elastic_force: float) -> Tensor:
-    """Returns M^l, which pulls one replica and the master to each other (Lemma 1).
+    """Returns M^l, which pulls one replica and the master together (Lemma 1).
 
     Args:
         replica: l, from 1 on.
@@ -27,7 +27,7 @@ def pull_matrix(replica: int, num_replicas: int, elastic_force: float) -> Tensor
 
 
 def mixing_matrix(num_replicas: int, elastic_force: float) -> Tensor:
-    """Returns W = M^1 ... M^N: what a whole round of pulls does to the replicas and the master (Lemma 1).
+    """Returns W = M^1 ... M^N, the effect of a round of pulls on the replicas and the master (Lemma 1).
 
     Weights as columns of X become ``X @ W``. W is doubly stochastic, not symmetric.
 
@@ -41,9 +41,9 @@ def mixing_matrix(num_replicas: int, elastic_force: float) -> Tensor:
 
 
 def zeta(mixing: Tensor) -> float:
-    """Returns the operator norm of W - J (Eq. 26): by how much a round shrinks the distance to the mean, at least.
+    """Returns the operator norm of W - J (Eq. 26), which bounds the contraction of the distance to the mean by a round.
 
-    Below 1 for every elastic force between 0 and 1.
+    It is below 1 for every elastic force between 0 and 1.
     """
     mean = torch.full_like(mixing, 1 / len(mixing))
     return float(torch.linalg.matrix_norm(mixing - mean, ord=2))
@@ -66,14 +66,14 @@ def error_bound(
         num_replicas: N.
         elastic_force: alpha.
         sync_period: tau.
-        learning_rate: eta; the effective one is N / (N + 1) of it.
-        lipschitz: L, of the gradient.
-        variance: sigma squared, of the gradient of a mini-batch.
+        learning_rate: eta; the effective learning rate is N / (N + 1) times it.
+        lipschitz: L, the Lipschitz constant of the gradient.
+        variance: sigma squared, the variance of the gradient of a mini-batch.
         initial_gap: F(y_0) - F_inf.
         num_iterations: K.
 
     Raises:
-        ValueError: the effective learning rate times L exceeds 1, where the theorem says nothing.
+        ValueError: the effective learning rate times L exceeds 1, and the theorem does not hold.
     """
     n = num_replicas
     rate = n / (n + 1) * learning_rate

@@ -1,4 +1,4 @@
-"""Random numbers that depend on the mini-batch and the place alone, not on which process draws them or when."""
+"""Random numbers that depend only on the mini-batch and the stage, not on the process or the time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ import torch
 
 @contextmanager
 def drawing(seed: int, number: int, place: int | None, device: torch.device) -> Iterator[None]:
-    """Within it torch draws numbers of its own, afterwards it goes on as before; around layers NumPy and Python, too.
+    """Context with random number generators that are seeded for a forward pass, and restored afterwards.
+
+    It seeds torch's generators, and around layers those of NumPy and Python, too.
 
     Args:
-        seed: of the training.
-        number: of the forward pass.
-        place: index of the stage; None: what all stages have in common, the user's code around the layers.
-        device: the stage's.
+        seed: the seed of the training.
+        number: the number of the forward pass.
+        place: the index of the stage; None: the user's code around the layers, which is the same for all stages.
+        device: the device of the stage.
     """
     text = f"{seed}, {number}, {place}"
     own = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(own)  # torch.manual_seed also formats stack traces for absent devices
+        torch.default_generator.manual_seed(own)  # torch.manual_seed also formats stack traces for missing devices
         if device.type == "cuda":
             torch.cuda.manual_seed(own)
         if place is not None:

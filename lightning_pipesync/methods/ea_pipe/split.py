@@ -1,4 +1,4 @@
-"""Which layers a stage gets."""
+"""The split of layers among stages, by their cost."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 
 from lightning_pipesync.core.channel import LocalChannel
 from lightning_pipesync.core.torch_private import tensors_in
-from lightning_pipesync.methods.ea_pipe.entry import Entry
+from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
 from lightning_pipesync.methods.ea_pipe.torch_private import has_hooks
 from lightning_pipesync.methods.method import device_of
 
-#: How much longer than the best cut's the slowest stage may take, if that saves memory.
+#: The slowest stage may take this many times as long as with the best split, if that saves memory.
 TOLERANCE = 1.05
-#: Times that a layer is run to measure it; the fastest counts.
+#: The number of measurements of a layer, of which the fastest counts.
 REPEATS = 3
 
 
 def flattened(layers: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Returns the layers by name, those of plain ``nn.Sequential`` within one, too."""
+    """Returns the layers by name, including those of nested plain ``nn.Sequential``."""
     found = []
     for name, layer in layers.named_children():
         if type(layer) is nn.Sequential and len(layer) and not has_hooks(layer):
@@ -34,12 +34,12 @@ def flattened(layers: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Mod
 
 
 def partition(costs: Sequence[float], parts: int, limits: Sequence[tuple[Sequence[float], float]] = ()) -> list[int]:
-    """Cuts a sequence into parts, none empty, whose largest sum is as small as possible.
+    """Splits a sequence into parts, none empty, whose largest sum is as small as possible.
 
     Args:
-        costs: of each member.
-        parts: how many.
-        limits: other costs, and what the sum of a part may be of them.
+        costs: the cost of each member.
+        parts: the number of parts.
+        limits: pairs of other costs and the largest sum of a part.
 
     Returns:
         The indices of the first members of all parts but the first.
@@ -67,16 +67,15 @@ def partition(costs: Sequence[float], parts: int, limits: Sequence[tuple[Sequenc
 
 
 def balanced(times: Sequence[float], num_bytes: Sequence[float], parts: int) -> list[int]:
-    """Cuts so that the slowest stage is as fast as possible, or nearly so if the largest one becomes smaller."""
+    """Splits so that the largest stage is smallest, with the slowest within :data:`TOLERANCE` of the best split's."""
     fastest = _largest(times, partition(times, parts))
     return partition(num_bytes, parts, [(times, fastest * TOLERANCE)])
 
 
 def measure(layers: Sequence[nn.Module], value: Any, device: torch.device) -> tuple[list[float], list[float]]:
-    """Returns the seconds that a forward and backward pass takes and the bytes that are kept for it, by layer.
+    """Returns the seconds of a forward and backward pass, and the bytes of parameters and output, by layer.
 
-    The layers visit ``device`` one after the other. Buffers and random numbers are left as they were. Bytes are those
-    of parameters and of the layer's output.
+    The layers are moved to ``device`` one after the other. Buffers and random number generators are restored.
     """
     times, sizes = [], []
     value = _copied(value)
@@ -101,7 +100,7 @@ def numbers_of_parameters(layers: Sequence[nn.Module]) -> list[float]:
 
 
 def check_number(layers: Sequence[tuple[str, nn.Module]], num_stages: int) -> None:
-    """Checks that every stage can have a layer.
+    """Checks that there are enough layers for all stages.
 
     Raises:
         ValueError: there are too few.
@@ -114,10 +113,10 @@ def check_number(layers: Sequence[tuple[str, nn.Module]], num_stages: int) -> No
 
 
 def checked_cuts(cuts: Sequence[int], layers: Sequence[tuple[str, nn.Module]], num_stages: int) -> list[int]:
-    """Returns the cuts, if they fit.
+    """Returns ``cuts`` after checking them.
 
     Raises:
-        ValueError: they do not divide the layers into as many stages, or two stages would share a parameter.
+        ValueError: they do not split the layers into ``num_stages`` stages, or two stages would share a parameter.
     """
     if len(cuts) != num_stages - 1 or any(cut >= len(layers) for cut in cuts):
         raise ValueError(
@@ -138,10 +137,10 @@ def checked_cuts(cuts: Sequence[int], layers: Sequence[tuple[str, nn.Module]], n
 
 
 def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
-    entry = Entry(value)
+    stage_input = StageInput(value)
     before = _now(device)
     with torch.enable_grad():
-        output = layer(entry.tree)
+        output = layer(stage_input.tree)
         differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if differentiable:
             torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])

@@ -1,14 +1,14 @@
 """One stage of a pipeline: its forward and backward passes, and the updates of its weights.
 
 [Note: passes and mini-batches]
-A mini-batch is what an update is made from; it has one forward and one backward pass, or several where gradients are
-accumulated. Passes are counted from 0 and made in order; what a stage does next depends on that order alone, never on
-what has arrived. So a stage in a process of its own computes, bit for bit, what it does beside all others in one.
+A mini-batch leads to one update; it has one forward and one backward pass, or several with gradient accumulation.
+Passes are numbered from 0 and run in order. The order of passes in a stage is fixed, and never depends on the arrival
+of messages. So a stage computes the same bits in its own process as together with all others in one process.
 
 [Note: clipping across stages]
-The squared norm of a gradient grows on its way back, and is whole at the first stage. That one tells the others with
-the next activations that go forward. These are of a mini-batch that comes before the next use of the same replica: the
-update can wait for them, and nothing stands still.
+The squared norm of a gradient is summed along the backward pass, and is complete at the first stage, which sends it to
+the others with its next activations. Those belong to a mini-batch before the next use of the same replica: so the
+update can wait for them without a stall.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
+from lightning_pipesync.methods.ea_pipe.channels import Channels
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.entry import Entry
-from lightning_pipesync.methods.ea_pipe.links import Links
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
+from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
 from lightning_pipesync.methods.ea_pipe.weights import weights_for
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
 
@@ -39,25 +39,25 @@ DIFFERENT_BATCHES = (
 
 #: Returns the input of the first layer.
 Source = Callable[[], Any]
-#: Returns the loss, 0-dim, for an output of the last layer, the number of the part of the batch that it is for, and how
-#: many parts there are.
+#: Returns the loss, 0-dim, for an output of the last layer, the index of its part of the batch, and the number of
+#: parts.
 Loss = Callable[[Any, int, int], Tensor]
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A forward pass whose backward pass is to come."""
+    """A forward pass that waits for its backward pass."""
 
     step: int
     is_last: bool
-    entry: Entry | None
+    stage_input: StageInput | None
     outputs: list[Tensor]
     hyperparameters: Hyperparameters
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A gradient whose norm over all stages is not known yet."""
+    """A gradient that waits for its norm over all stages."""
 
     step: int
     gradients: list[Tensor | None]
@@ -69,18 +69,18 @@ class Stage:
     """The layers of one stage, in training.
 
     Args:
-        layers: of this stage.
-        parameters: of the layers, and others that are trained here.
-        buffers: likewise.
-        optimizer: of the parameters.
-        schedule: of this stage.
+        layers: the layers of this stage.
+        parameters: the parameters of the layers, and others that are trained on this stage.
+        buffers: the buffers of the layers, and others of this stage.
+        optimizer: the optimizer of the parameters.
+        schedule: the schedule of this stage.
         config: the settings.
-        links: to the neighbors.
-        device: where the layers are.
+        channels: the channels to the neighbors.
+        device: the device of the layers.
 
     Attributes:
-        layers: of this stage.
-        step: the mini-batch of the next forward pass, from 0 on.
+        layers: the layers of this stage.
+        step: the mini-batch of the next forward pass, from 0.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Stage:
         optimizer: Optimizer,
         schedule: Schedule,
         config: EAPipeConfig,
-        links: Links,
+        channels: Channels,
         device: torch.device,
     ) -> None:
         self.layers, self._optimizer, self._schedule, self._config = layers, optimizer, schedule, config
-        self._links = links
+        self._channels = channels
         self._parameters, self._buffers = list(parameters), list(buffers)
         self._device = device
         self.weights = weights_for(config.algorithm)(parameters, buffers, optimizer, schedule, config)
@@ -110,66 +110,66 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage gets the mini-batches."""
-        return self._links.activations_in is None
+        """Whether this stage is the first one, which takes the mini-batches."""
+        return self._channels.activations_in is None
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self._links.activations_out is None
+        """Whether this stage is the last one, which computes the loss."""
+        return self._channels.activations_out is None
 
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:
-        """Makes the next forward pass.
+        """Runs the next forward pass.
 
         Args:
             source: returns the input of the first layer; called on the first stage only.
             loss: called on the last stage only.
-            completes: whether the mini-batch has no further pass.
-            digest: of the mini-batch; None: it is not compared.
+            completes: whether this is the last pass of the mini-batch.
+            digest: a digest of the mini-batch, to compare; None: no comparison.
 
         Returns:
             The loss, detached, on the last stage.
 
         Raises:
-            RuntimeError: on the last stage: the first one has another mini-batch.
+            RuntimeError: the last stage has another mini-batch than the first one.
         """
         self._begin_training()
-        entry, norms = None, self._take_norms()
-        if self._links.activations_in is not None:
-            tree, norms, of_first = self._links.activations_in.receive()
+        stage_input, norms = None, self._take_norms()
+        if self._channels.activations_in is not None:
+            tree, norms, of_first = self._channels.activations_in.receive()
             if self.is_last and of_first != digest:
                 raise RuntimeError(DIFFERENT_BATCHES)
             digest = of_first
-            self._links.activations_in.expect()
+            self._channels.activations_in.expect()
             self._apply_waiting(norms)
-            entry = Entry(tree)
+            stage_input = StageInput(tree)
         self.weights.for_forward(self.step)
         result = None
-        if entry is None:
+        if stage_input is None:
             with self._drawing(None):
                 value = source()
         else:
-            value = entry.tree
+            value = stage_input.tree
         with self._drawing(self._schedule.stage), self.weights.computing():
             output = self.layers(value)
         if self._num_passes == 0:
             self._check_buffers()
-        if self._links.activations_out is None:
+        if self._channels.activations_out is None:
             with self._drawing(None):
                 output = loss(output, 0, 1)
             result = output.detach()
         else:
-            assert self._links.gradients_in is not None
-            self._links.activations_out.send((output, norms, digest))
-            self._links.gradients_in.expect()
+            assert self._channels.gradients_in is not None
+            self._channels.activations_out.send((output, norms, digest))
+            self._channels.gradients_in.expect()
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self._passes.append(self._count(completes, entry, outputs))
+        self._passes.append(self._count(completes, stage_input, outputs))
         return result
 
     def backward(self) -> bool:
-        """Makes the next backward pass, unless the pipeline is still filling.
+        """Runs the next backward pass, unless the pipeline is still filling.
 
         Returns:
             Whether the gradient of a mini-batch is complete: then ``p.grad`` holds it, and :meth:`update` follows.
@@ -177,7 +177,7 @@ class Stage:
         return len(self._passes) > self._schedule.lag and self._backward()
 
     def update(self, optimizer_step: Callable[[], object] | None = None) -> None:
-        """Applies the complete gradient, with the hyper-parameters that held at its forward pass.
+        """Applies the complete gradient, with the hyper-parameters at its forward pass.
 
         Args:
             optimizer_step: ``optimizer.step`` if None.
@@ -198,22 +198,22 @@ class Stage:
             self._apply_in_time(squared_norm)
 
     def finish_backward(self, update: Callable[[], object]) -> None:
-        """Makes all backward passes that are left; calls ``update`` after each that completes a gradient."""
+        """Runs the remaining backward passes; calls ``update`` after each that completes a gradient."""
         while self._passes:
             if self._backward():
                 update()
 
     def finish(self) -> None:
-        """Makes the updates that are left, and has the weights be the master's. After :meth:`finish_backward`."""
+        """Applies the remaining updates and loads the master. Call it after :meth:`finish_backward`."""
         if not self._training:
             return
         norms = self._take_norms()
-        if self._links.activations_in is not None:
-            norms = self._links.activations_in.receive()
+        if self._channels.activations_in is not None:
+            norms = self._channels.activations_in.receive()
             self._apply_waiting(norms)
-        if self._links.activations_out is not None:
-            self._links.activations_out.send(norms)
-        for sender in (self._links.activations_out, self._links.gradients_out):
+        if self._channels.activations_out is not None:
+            self._channels.activations_out.send(norms)
+        for sender in (self._channels.activations_out, self._channels.gradients_out):
             if sender is not None:
                 sender.finish()
         self._training = False
@@ -223,19 +223,19 @@ class Stage:
     def infer(self, source: Source) -> Any:
         """Runs the master on the result of ``source``; returns the output of the last layer, None elsewhere."""
         assert not self._training
-        value = source() if self._links.activations_in is None else self._links.activations_in.receive()
+        value = source() if self._channels.activations_in is None else self._channels.activations_in.receive()
         output = self.layers(value)
-        if self._links.activations_out is None:
+        if self._channels.activations_out is None:
             return output
-        self._links.activations_out.send(output)
-        self._links.activations_out.finish()  # one batch ahead of the next stage is enough, and none is lost at the end
+        self._channels.activations_out.send(output)
+        self._channels.activations_out.finish()  # at most one batch ahead; delivered before the end
         return None
 
     def _check_buffers(self) -> None:
-        """Checks that the layers have not replaced a buffer of which each replica is to have its own.
+        """Checks that the layers have not replaced a buffer that is replicated.
 
         Raises:
-            RuntimeError: they have.
+            RuntimeError: they have replaced one.
         """
         known = {id(buffer) for buffer in self._buffers}
         for name, buffer in self.layers.named_buffers():
@@ -250,32 +250,32 @@ class Stage:
             self.weights.leave_master()
             self._training = True
 
-    def _count(self, completes: bool, entry: Entry | None, outputs: list[Tensor]) -> _Pass:
+    def _count(self, completes: bool, stage_input: StageInput | None, outputs: list[Tensor]) -> _Pass:
         """Counts a forward pass."""
-        made = _Pass(self.step, completes, entry, outputs, current(self._optimizer))
+        made = _Pass(self.step, completes, stage_input, outputs, current(self._optimizer))
         self._num_passes += 1
         self.step += completes
         return made
 
-    def begin_anew(self) -> None:
-        """Begins with the first mini-batch, from the weights and the optimizer's state that there are."""
+    def reset(self) -> None:
+        """Restarts with the first mini-batch, from the current weights and the current state of the optimizer."""
         self.step = self._num_passes = 0
-        self.weights.begin_anew()
+        self.weights.reset()
         self.weights.load_master()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this stage needs to go on bit for bit; after :meth:`finish`."""
+        """Returns the state to resume this stage bit for bit; call it after :meth:`finish`."""
         return {"step": self.step, "passes": self._num_passes, "weights": self.weights.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned."""
+        """Resumes from the result of :meth:`state_dict`."""
         self.step, self._num_passes = state["step"], state["passes"]
         self.weights.load_state_dict(state["weights"])
         self.weights.load_master()
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads."""
-        for receiver in (self._links.activations_in, self._links.gradients_in):
+        for receiver in (self._channels.activations_in, self._channels.gradients_in):
             if receiver is not None:
                 receiver.close(timeout_s)
 
@@ -285,8 +285,8 @@ class Stage:
         self._restore_partial()
         squared_norm = None
         gradients: list[Tensor | None] = [None]
-        if self._links.gradients_in is not None:
-            gradients, squared_norm = self._links.gradients_in.receive()
+        if self._channels.gradients_in is not None:
+            gradients, squared_norm = self._channels.gradients_in.receive()
         pairs = [
             (output, gradient)
             for output, gradient in zip(one.outputs, gradients, strict=True)
@@ -296,27 +296,27 @@ class Stage:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         if one.is_last and self._config.clip_norm is not None:
             squared_norm = self._squared_norm(squared_norm)
-        if self._links.gradients_out is not None:
-            assert one.entry is not None
-            self._links.gradients_out.send((one.entry.gradients, squared_norm))
+        if self._channels.gradients_out is not None:
+            assert one.stage_input is not None
+            self._channels.gradients_out.send((one.stage_input.gradients, squared_norm))
         return self._keep(one, squared_norm)
 
     def _keep(self, one: _Pass, squared_norm: Tensor | None) -> bool:
         """Keeps the gradient after a backward pass; returns whether it is complete."""
         if one.is_last:
             self._complete = one, squared_norm
-        else:  # where nobody sets it to zero
+        else:  # where no zero_grad() reaches it
             self._partial = self._gradients()
             self._set_gradients(None)
         return one.is_last
 
     def _restore_partial(self) -> None:
-        """Has ``p.grad`` be what earlier passes of the same mini-batch have summed up."""
+        """Restores the accumulated gradients of earlier passes of the same mini-batch."""
         self._set_gradients(self._partial)
         self._partial = None
 
     def _apply_in_time(self, squared_norm: Tensor) -> None:
-        """Applies the newest gradient when its norm over all stages is known, which is at the first stage now."""
+        """Applies the newest gradient once its norm over all stages is known: on the first stage, now."""
         if self.is_first:
             norm = squared_norm.sqrt()
             self._norms.append(norm)
@@ -327,7 +327,7 @@ class Stage:
             self._apply(norm)
 
     def _apply(self, norm: Tensor | None) -> None:
-        """Applies the oldest gradient that waits, clipped if its norm is given."""
+        """Applies the oldest waiting gradient, clipped if its norm is given."""
         one = self._waiting.popleft()
         self.weights.for_backward(one.step)
         self._set_gradients(one.gradients)

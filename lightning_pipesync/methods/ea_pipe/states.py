@@ -1,4 +1,4 @@
-"""One optimizer, and a state of it for every replica."""
+"""The optimizer states of the replicas."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-#: What an optimizer keeps for its parameters, momentum for instance.
+#: The state of an optimizer, such as momentum, by parameter.
 State = dict[Any, Any]
 
 
 class OptimizerStates:
-    """States of one optimizer, of which it has one at a time. All begin with what it has.
+    """Several states of one optimizer, which has one of them loaded. All start as its current state.
 
-    The optimizer stays the user's own, so that its hooks run and learning rate schedulers drive all replicas.
+    The user's optimizer itself steps, so that its hooks run and learning rate schedulers apply to all replicas.
 
     Args:
         optimizer: the optimizer.
-        parameters: whose state there is; what it has for others is dropped.
-        count: how many states.
+        parameters: the parameters whose state is kept; that of others is dropped.
+        count: the number of states.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], count: int) -> None:
         self._optimizer, self._parameters, self._count = optimizer, list(parameters), count
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """Makes all states what the optimizer has now."""
+    def reset(self) -> None:
+        """Sets all states to the optimizer's current one."""
         self._states: list[State] = [_copied(self._optimizer.state, self._parameters) for _ in range(self._count)]
         self._loaded = 0
         self._put(0)
 
     def load(self, index: int) -> None:
-        """Has the optimizer go on from state ``index``; what it has until now stays that of the state before."""
+        """Loads state ``index`` into the optimizer, after storing the one that was loaded."""
         self._states[self._loaded] = dict(self._optimizer.state)
         self._put(index)
 
@@ -46,7 +46,7 @@ class OptimizerStates:
         self._optimizer.state.update(self._states[index])
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns copies of the states as ``Optimizer.state_dict`` has them."""
+        """Returns copies of the states in the form of ``Optimizer.state_dict``."""
         found = []
         for index in range(self._count):
             self.load(index)
@@ -54,13 +54,13 @@ class OptimizerStates:
         return found
 
     def mean(self) -> dict[int, Any]:
-        """Returns one state, by the number of the parameter: means of tensors, and the largest of single numbers."""
+        """Returns one state, by the index of the parameter: the means of tensors, and the maxima of single numbers."""
         states = [saved["state"] for saved in self.state()]
         indices = {index for state in states for index in state}
         return {index: _mean([state[index] for state in states if index in state]) for index in sorted(indices)}
 
     def load_state(self, state: list[dict[str, Any]]) -> None:
-        """Takes over what :meth:`state` returned."""
+        """Loads the result of :meth:`state`."""
         for index, saved in enumerate(state):
             self.load(index)
             self._optimizer.load_state_dict(saved)
@@ -71,7 +71,7 @@ def _copied(state: State, parameters: Sequence[Tensor]) -> State:
 
 
 def _mean(states: list[State]) -> State:
-    """Returns the mean of what replicas keep for one parameter."""
+    """Returns the mean of the replicas' states of one parameter."""
     found = {}
     for name in states[0]:
         values = [state[name] for state in states]

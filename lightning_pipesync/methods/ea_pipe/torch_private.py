@@ -19,33 +19,33 @@ from lightning_pipesync.core.private_names import missing, require
 from lightning_pipesync.core.torch_private import tree_flatten
 
 require(torch.autograd, "_unsafe_preserve_version_counter")
-require(torch.ops.aten.add_.Tensor, "_schema")  # without it, written_by() would find that nothing is written
+require(torch.ops.aten.add_.Tensor, "_schema")  # without it, written_by() would return nothing
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 require(torch.UntypedStorage, "_cdata")
 
 
 def is_pipe_split(node: Node) -> bool:
-    """Returns whether ``node`` is where :func:`torch.distributed.pipelining.pipe_split` was called in a trace."""
+    """Returns whether ``node`` is a call of :func:`torch.distributed.pipelining.pipe_split`."""
     return node.target is torch.ops.pippy._pipe_split.default
 
 
 def written_by(node: Node) -> list[Node]:
-    """Returns the values that an operation in a graph writes to in place, or that those in a region of it do."""
+    """Returns the values that an operation in a graph, or a region of operations, writes to in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # a region without gradients or under autocast is a graph among the arguments
         nodes = [argument for argument in node.args if isinstance(argument, Node) and argument.op == "get_attr"]
         found = [attrgetter(str(one.target))(node.graph.owning_module) for one in nodes]
         regions = [one.graph for one in found if isinstance(one, GraphModule)]
         return [written for region in regions for inner in region.nodes for written in written_by(inner)]
-    pairs = zip(schema.arguments, node.args, strict=False)  # what is left out has its default, and is not written to
+    pairs = zip(schema.arguments, node.args, strict=False)  # an omitted argument has its default, and is not written to
     named = [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
     written = [value for argument, value in [*pairs, *named] if argument.alias_info and argument.alias_info.is_write]
     return [value for value in tree_flatten(written)[0] if isinstance(value, Node)]
 
 
 @contextmanager
-def telling_own_gradients(tell: Callable[[str], object]) -> Iterator[None]:
-    """Within it ``tell`` is called with what replaces or changes gradients by Python code, which no graph has."""
+def reporting_own_gradients(tell: Callable[[str], object]) -> Iterator[None]:
+    """Context that calls ``tell`` with a description of Python code that changes gradients, which a graph lacks."""
     if "apply" not in vars(torch.autograd.Function):
         raise missing(torch.autograd.Function, "apply")
     function, apply, register_hook = (
@@ -75,7 +75,7 @@ def telling_own_gradients(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether ``module`` itself, not its submodules, has hooks that are called with it."""
+    """Returns whether ``module`` itself, not its submodules, has forward or backward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
@@ -85,10 +85,10 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Returns a number that tells the memory of a tensor, which may be fake, from that of others."""
+    """Returns an identifier of the storage of a tensor, which may be fake."""
     return tensor.untyped_storage()._cdata
 
 
-def stepping_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Within it autograd does not see that ``tensors`` are written in place."""
+def hidden_from_autograd(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Context in which autograd does not see in-place writes to ``tensors``."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

@@ -1,15 +1,16 @@
-"""Stages of a model that is no ``nn.Sequential``: traced, and cut where named submodules are called.
+"""Stages of a model that is no ``nn.Sequential``: traced, and split at the calls of named submodules.
 
 [Note: a graph for each shape]
-``torch.export`` follows the model's Python code once, and keeps the operations. What Python decides is decided then:
-by the shapes of the input, by what is no tensor in it, by whether modules are in training, by autocast. So there is a
-graph for each of these, made when it is needed, over the model's own parameters and buffers. What the first stage is
-called with, but for the values of tensors, travels with the activations, so that each stage can make its graph from it.
+``torch.export`` runs the model's Python code once, and records the operations. So Python's control flow is fixed at
+tracing: by the shapes of the input, by its leaves that are no tensors, by the training mode of modules, by autocast.
+There is a graph for each of these, traced on demand, over the model's own parameters and buffers. The layout of the
+first stage's input is sent along with the activations, so that each stage can trace its graph.
 
-[Note: the cut]
-``torch.distributed.pipelining`` marks the places, as for its own ``pipeline``. That would go on to rebuild the modules
-from the graph, which fails if the model turns off gradients or autocast for a part, as many do; and it connects any two
-stages, where these ones know their neighbors only. So the flat graph is cut here, in ``cut``.
+[Note: the split]
+``torch.distributed.pipelining`` marks the split points, as for its own ``pipeline``. ``pipeline`` itself would rebuild
+the modules from the graph, which fails if the model turns off gradients or autocast for a part, as many do; and it
+connects any two stages, whereas these stages are connected to their neighbors only. So ``graph_split`` splits the flat
+graph.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
-from lightning_pipesync.methods.ea_pipe.cut import Piece, cut
+from lightning_pipesync.methods.ea_pipe.graph_split import StageGraph, split_graph
 from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, varying, with_strides
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
-from lightning_pipesync.methods.ea_pipe.torch_private import has_backward_hooks, telling_own_gradients
+from lightning_pipesync.methods.ea_pipe.torch_private import has_backward_hooks, reporting_own_gradients
 
-#: Graphs of a model beyond which its input is taken to vary without end.
+#: The number of graphs of a model above which its input is assumed to vary without bound.
 MANY_GRAPHS = 32
-#: For models that are called in another way in training than in the validation before it.
+#: Advice for models that are called with other arguments in training than in the validation before it.
 CALL_ALIKE = "call it alike from the first batch on, or set the Trainer's num_sanity_val_steps=0"
 
 
 @dataclass(frozen=True)
 class _Traced:
-    """Graphs of all stages, and what their outputs are put into."""
+    """The graphs of all stages, and the layout of the output."""
 
-    pieces: list[Piece]
+    stage_graphs: list[StageGraph]
     output: Layout
 
 
 class Tracer:
-    """Makes the graphs of a model, see [Note: a graph for each shape].
+    """Traces the graphs of a model, see [Note: a graph for each shape].
 
     Args:
         model: any module.
-        names: of its submodules with which the second and later stages begin, in the order in which they are called.
-        device: where it is traced, and then computes.
-        seed: of the random numbers by which its Python code may decide, the same on all ranks.
+        names: the submodules with which the second and later stages begin, in the order in which they are called.
+        device: the device of the model.
+        seed: the seed of the random numbers that its Python control flow may use, the same on all ranks.
 
     Raises:
         ValueError: there is no such submodule.
@@ -65,13 +66,13 @@ class Tracer:
             _check_name(model, name)
 
     def stages(self, inputs: Layout) -> list[tuple[str, nn.Module]]:
-        """Returns the stages by name. What no graph uses belongs to the last one.
+        """Returns the stages by name. The last stage has the parameters and buffers that no graph uses.
 
         Args:
-            inputs: of the first mini-batch. The model is traced in training and in evaluation.
+            inputs: the input of the first mini-batch. The model is traced in training and in evaluation mode.
 
         Raises:
-            ValueError: it cannot be traced or cut.
+            ValueError: the model cannot be traced or split.
         """
         self._model.to(self._device)
         graphs = [self.graph(inputs)]
@@ -87,7 +88,7 @@ class Tracer:
                 ) from error
         found: list[tuple[str, nn.Module]] = []
         last = len(self._names)
-        used = [set().union(*(_used(graph.pieces[stage]) for graph in graphs)) for stage in range(last + 1)]
+        used = [set().union(*(_used(graph.stage_graphs[stage]) for graph in graphs)) for stage in range(last + 1)]
         used[last] |= set(map(id, _tensors_of(self._model).values())) - set().union(*used)
         for stage, ids in enumerate(used):
             own = {name: tensor for name, tensor in _tensors_of(self._model).items() if id(tensor) in ids}
@@ -96,10 +97,10 @@ class Tracer:
         return found
 
     def graph(self, inputs: Layout) -> _Traced:
-        """Returns the graphs for such inputs, in the mode in which the model's modules are.
+        """Returns the graphs for ``inputs``, in the current training mode of the model's modules.
 
         Raises:
-            ValueError: the model cannot be traced or cut, or not as before.
+            ValueError: the model cannot be traced or split, or a stage would use another stage's parameters.
         """
         device = self._device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
@@ -129,7 +130,7 @@ class Tracer:
             with (
                 _marked(self._model, self._names, called.append),
                 _restored(self._model),
-                telling_own_gradients(own_gradients.append),
+                reporting_own_gradients(own_gradients.append),
                 drawing(self._seed, 0, None, self._device),
             ):
                 exported = torch.export.export(flat, inputs.zeros(self._device), strict=False)
@@ -144,18 +145,18 @@ class Tracer:
         _check_gradients(what, self._model, own_gradients)
         outputs[-1].check(f"The output of {type(self._model).__name__}")
         try:
-            pieces = cut(exported.module(check_guards=False))
+            stage_graphs = split_graph(exported.module(check_guards=False))
         except ValueError as error:
             raise ValueError(f"{what}: {error}.") from error
-        self._check_calls(called, len(pieces))
+        self._check_calls(called, len(stage_graphs))
         if replaced:
             raise ValueError(
                 f"{type(self._model).__name__} replaces its buffer {min(replaced)} by another tensor, and a graph has "
                 "the one that there was: have it write in place, as with copy_()."
             )
-        return _Traced(pieces, outputs[-1])
+        return _Traced(stage_graphs, outputs[-1])
 
-    def _check_calls(self, called: list[str], num_pieces: int) -> None:
+    def _check_calls(self, called: list[str], num_stages: int) -> None:
         for name in self._names:
             if called.count(name) != 1:
                 raise ValueError(
@@ -166,21 +167,21 @@ class Tracer:
             raise ValueError(
                 f"split={self._names!r} must name the submodules in the order in which they are called: {called}."
             )
-        if num_pieces != len(self._names) + 1:
+        if num_stages != len(self._names) + 1:
             raise ValueError(
                 f"split={self._names!r}: a stage cannot begin within torch.no_grad(), autocast or a checkpointed "
                 "function of the model: name a submodule that is called outside."
             )
 
     def _checked(self, graph: _Traced) -> _Traced:
-        """Returns the graphs, if each stage uses what it has.
+        """Returns the graphs after checking that each stage uses its own parameters and buffers.
 
         Raises:
-            ValueError: a stage does not.
+            ValueError: a stage uses those of another one.
         """
         names = {id(tensor): name for name, tensor in _tensors_of(self._model).items()}
-        for stage, piece in enumerate(graph.pieces):
-            for used in _used(piece):
+        for stage, stage_graph in enumerate(graph.stage_graphs):
+            for used in _used(stage_graph):
                 owner = self._owners.get(used, stage)
                 if owner != stage:
                     raise ValueError(
@@ -199,11 +200,11 @@ class Tracer:
 class TracedStage(nn.Module):
     """The graphs of one stage, over the model's own parameters and buffers.
 
-    What goes from stage to stage is a tuple: what the model was called with, and the values that later stages need.
+    A stage sends a tuple to the next one: the layout of the model's input, and the values that later stages need.
 
     Args:
-        tracer: makes the graphs.
-        stage: index of the stage.
+        tracer: traces the graphs.
+        stage: the index of the stage.
         is_last: whether it returns the model's output.
         tensors: its parameters and buffers, by their names in the model.
     """
@@ -217,21 +218,21 @@ class TracedStage(nn.Module):
     def forward(self, value: Any) -> Any:
         inputs, values = value if self._stage else input_of(value)
         graph = self._tracer.graph(inputs)
-        piece = graph.pieces[self._stage]
-        results = piece.run(*map(with_strides, values, piece.strides))
+        stage_graph = graph.stage_graphs[self._stage]
+        results = stage_graph.run(*map(with_strides, values, stage_graph.strides))
         if self._is_last:
             return graph.output.filled(results)
-        return inputs, [_to_send(*pair) for pair in zip(results, piece.of_weights, strict=True)]
+        return inputs, [_to_send(*pair) for pair in zip(results, stage_graph.of_weights, strict=True)]
 
 
 class _Flat(nn.Module):
-    """A module that takes and returns nothing but tensors.
+    """A module that takes and returns tensors only.
 
     Args:
-        model: what is called.
-        inputs: what with.
+        model: the wrapped model.
+        inputs: the layout of its input.
         tell_output: called with the layout of its output.
-        tell_replaced: called with the names of buffers that it has replaced.
+        tell_replaced: called with the names of the buffers that it has replaced.
     """
 
     def __init__(
@@ -256,13 +257,13 @@ class _Flat(nn.Module):
 
 
 def _to_send(value: Any, is_of_weights: bool) -> Any:
-    """Returns a value that nobody writes to; weights are written to, maybe before it is delivered."""
+    """Returns the value to send: a copy of weights, which may be written to before it is delivered."""
     return value.clone(memory_format=torch.contiguous_format) if is_of_weights else value.contiguous()
 
 
 @contextmanager
 def _marked(model: nn.Module, names: Sequence[str], tell: Callable[[str], object]) -> Iterator[None]:
-    """Within it calls of the named submodules are marked in a trace, and told."""
+    """Context in which calls of the named submodules are marked in a trace, and passed to ``tell``."""
 
     def mark(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -280,7 +281,7 @@ def _marked(model: nn.Module, names: Sequence[str], tell: Callable[[str], object
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Undoes what is assigned to attributes of the model's modules within it."""
+    """Context after which the attributes of the model's modules are restored."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -291,18 +292,18 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name, tied ones by each of their names."""
+    """Returns the parameters and buffers by name, tied ones under each of their names."""
     parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     return {**dict(parameters), **dict(buffers)}
 
 
-def _used(piece: Piece) -> set[int]:
-    """Returns the ids of the parameters and buffers that a stage uses, and of constants."""
-    return set(map(id, _tensors_of(piece.run).values()))
+def _used(stage_graph: StageGraph) -> set[int]:
+    """Returns the ids of the parameters, buffers and constants that a stage uses."""
+    return set(map(id, _tensors_of(stage_graph.run).values()))
 
 
 def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
-    """Has ``holder`` have a parameter or a buffer of that name."""
+    """Registers a parameter or a buffer in ``holder`` under a dotted name."""
     *path, last = name.split(".")
     for part in path:
         if part not in dict(holder.named_children()):
@@ -315,7 +316,7 @@ def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _advice(reason: str) -> str:
-    """Returns what to do about an error of torch.export."""
+    """Returns advice on an error of torch.export."""
     if "data-dependent" in reason:
         return (
             "What Python decides must not depend on the values of tensors: have the model use torch.where, or make it "
@@ -330,10 +331,10 @@ def _advice(reason: str) -> str:
 
 
 def _check_gradients(what: str, model: nn.Module, own_gradients: Sequence[str]) -> None:
-    """Checks that all gradients are those of the operations in a graph.
+    """Checks that the operations in a graph alone make all gradients.
 
     Raises:
-        ValueError: Python code of the model's makes or changes some.
+        ValueError: Python code of the model makes or changes some.
     """
     hooks = [
         f"the backward hooks of {name or 'itself'}" for name, one in model.named_modules() if has_backward_hooks(one)

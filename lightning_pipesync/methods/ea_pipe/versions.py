@@ -1,4 +1,4 @@
-"""Several versions of the same tensors."""
+"""Several versions of a set of tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_pipesync.core.torch_private import version
 
 
 class Versions:
-    """Versions of some tensors, of which these hold one at a time; each in one flat buffer for every dtype.
+    """Versions of tensors, one of which is loaded; each is in one flat buffer per dtype.
 
-    The tensors' data are exchanged, not copied: a graph that was made with one version needs that version again for
-    its backward pass. Version 0 begins with what the tensors hold, and so do all others.
+    Loading swaps the tensors' data instead of copying: the backward pass of a graph needs the version of its forward
+    pass. All versions start with the tensors' current values.
 
     Args:
-        tensors: on one device.
-        count: how many versions.
+        tensors: tensors on one device.
+        count: the number of versions.
     """
 
     def __init__(self, tensors: Sequence[Tensor], count: int) -> None:
@@ -46,40 +46,40 @@ class Versions:
         self.load(0)
 
     def load(self, index: int) -> None:
-        """Has the tensors be version ``index``."""
+        """Loads version ``index`` into the tensors."""
         for tensor, view in zip(self._tensors, self._views[index], strict=True):
             tensor.data = view
         self._loaded = index
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
-        """Begins to watch whether somebody writes to some of the tensors."""
+        """Starts watching some of the tensors for writes."""
         self._watched = [(tensor, version(tensor), tensor.data_ptr()) for tensor in tensors]
 
     def written(self) -> bool:
-        """Returns whether somebody has written to what is watched, or replaced its data, since :meth:`watch`."""
+        """Returns whether a watched tensor has been written to, or its data replaced, since :meth:`watch`."""
         return any((version(tensor), tensor.data_ptr()) != (mark, place) for tensor, mark, place in self._watched)
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Takes over what somebody has written to the tensors."""
+        """Copies the tensors' current values into the loaded version."""
         for tensor, view in zip(self._tensors, self._views[self._loaded], strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
         self.load(self._loaded)
 
     def floating(self, index: int) -> list[Tensor]:
-        """Returns the flat buffers of version ``index`` that hold floating-point numbers, 1-D."""
+        """Returns the floating-point flat buffers of version ``index``, 1-D."""
         return [flat for flat, dtype in zip(self._flats[index], self._dtypes, strict=True) if dtype.is_floating_point]
 
     @torch.no_grad()
     def copy(self, source: int, target: int) -> None:
-        """Makes version ``target`` what version ``source`` is."""
+        """Copies version ``source`` to version ``target``."""
         for one, other in zip(self._flats[target], self._flats[source], strict=True):
             one.copy_(other)
 
     @torch.no_grad()
     def pull(self, index: int, master: int, elastic_force: float) -> None:
-        """Pulls version ``index`` and the master to each other (Eq. 1). Whole numbers become those of the replica."""
+        """Pulls version ``index`` and the master together (Eq. 1). The master takes the replica's integers."""
         for replica, center, force in zip(self._flats[index], self._flats[master], self._forces, strict=True):
             if replica.is_floating_point():
                 torch.sub(replica, center, out=force).mul_(elastic_force)
@@ -94,7 +94,7 @@ class Versions:
 
     @torch.no_grad()
     def load_state(self, state: list[list[Tensor]]) -> None:
-        """Takes over what :meth:`state` returned."""
+        """Loads the result of :meth:`state`."""
         for flats, saved in zip(self._flats, state, strict=True):
             for flat, values in zip(flats, saved, strict=True):
                 flat.copy_(values)

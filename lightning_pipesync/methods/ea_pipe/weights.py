@@ -1,4 +1,4 @@
-"""Which weights a mini-batch sees in a stage, and what becomes of its gradient: EA-Pipe and what it is compared to."""
+"""The weights of a stage: the version that a mini-batch uses and its update, for each algorithm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.states import OptimizerStates
-from lightning_pipesync.methods.ea_pipe.torch_private import stepping_unseen
+from lightning_pipesync.methods.ea_pipe.torch_private import hidden_from_autograd
 from lightning_pipesync.methods.ea_pipe.versions import Versions
 
 
@@ -22,10 +22,10 @@ class Weights(ABC):
     """The weights of one stage, in the versions that an algorithm needs.
 
     Args:
-        parameters: of the stage.
-        buffers: of the stage.
-        optimizer: of the parameters, and maybe of other ones that have no gradients.
-        schedule: of the stage.
+        parameters: the parameters of the stage.
+        buffers: the buffers of the stage.
+        optimizer: the optimizer of the parameters, and possibly of others without gradients.
+        schedule: the schedule of the stage.
         config: the settings.
     """
 
@@ -42,74 +42,74 @@ class Weights(ABC):
         self._versions = Versions([*self._parameters, *self._buffers], self.num_versions)
         self._states = OptimizerStates(optimizer, self._parameters, self.num_states)
 
-    #: Whether buffers (BatchNorm's averages) have versions, too; if not, all mini-batches share them.
+    #: Whether buffers (such as BatchNorm's averages) have versions, too; if not, all mini-batches share them.
     replicates_buffers = False
 
     @property
     @abstractmethod
     def num_versions(self) -> int:
-        """How many versions of the weights there are. The last one is the master."""
+        """The number of versions of the weights. The last one is the master."""
 
     @property
     def num_states(self) -> int:
-        """How many states of the optimizer there are."""
+        """The number of states of the optimizer."""
         return 1
 
     @abstractmethod
     def for_forward(self, step: int) -> None:
-        """Has the parameters be what mini-batch ``step`` sees in its forward pass."""
+        """Loads the weights for the forward pass of mini-batch ``step``."""
 
     def for_backward(self, step: int) -> None:
-        """Has the parameters be what mini-batch ``step`` sees in its backward pass; the same, in most methods."""
+        """Loads the weights for the backward pass of mini-batch ``step``; the same, in most algorithms."""
         self.for_forward(step)
 
     def update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         """Applies the gradient of mini-batch ``step``, which the parameters hold.
 
-        Graphs that wait for their backward pass need other versions of the weights, or shall see this one: autograd
-        is not told.
+        Hidden from autograd: graphs that wait for their backward pass use other versions of the weights, or this one on
+        purpose.
         """
-        with stepping_unseen(self._parameters):
+        with hidden_from_autograd(self._parameters):
             self._update(step, optimizer_step)
 
     @abstractmethod
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
-        """Does what :meth:`update` says."""
+        """Implements :meth:`update`."""
 
     def load_master(self) -> None:
-        """Has the parameters be the master's, which others may read and write until :meth:`leave_master`."""
+        """Loads the master, which others may read and write until :meth:`leave_master`."""
         self._versions.load(self._master)
         self._versions.watch(self._parameters)
 
     def leave_master(self) -> None:
-        """Has every replica begin anew from the master, if somebody has written to it since :meth:`load_master`."""
+        """Resets every replica to the master, if it has been written to since :meth:`load_master`."""
         if self._versions.written():
-            self._begin_from_master()
+            self._reset_to_master()
 
-    def begin_anew(self) -> None:
-        """Has everything begin anew from what the parameters and the optimizer hold."""
-        self._begin_from_master()
-        self._states.begin_anew()
+    def reset(self) -> None:
+        """Resets all versions and states to those of the parameters and the optimizer."""
+        self._reset_to_master()
+        self._states.reset()
 
-    def _begin_from_master(self) -> None:
+    def _reset_to_master(self) -> None:
         self._versions.keep()
         for index in range(self._master):
             self._versions.copy(self._master, index)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within it the layers may write to buffers of which each replica has its own: autograd is not told."""
-        return stepping_unseen(self._buffers)
+        """Context in which the layers may write to replicated buffers, hidden from autograd."""
+        return hidden_from_autograd(self._buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all versions of the weights and all states of the optimizer."""
         return {"versions": self._versions.state(), "optimizer": self._states.state()}
 
     def optimizer_state(self) -> dict[int, Any]:
-        """Returns one state of the optimizer, by the number of the parameter: the mean over the replicas."""
+        """Returns one state of the optimizer, by the index of the parameter: the mean over the replicas."""
         return self._states.mean()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned."""
+        """Loads the result of :meth:`state_dict`."""
         self._versions.load_state(state["versions"])
         self._states.load_state(state["optimizer"])
 
@@ -119,7 +119,7 @@ class Weights(ABC):
 
 
 class ElasticReplicas(Weights):
-    """EA-Pipe: a mini-batch has a replica to itself, which is updated by it alone, then pulled (Algorithm 1)."""
+    """EA-Pipe: each mini-batch in flight updates its own replica, which is then pulled (Algorithm 1)."""
 
     replicates_buffers = True
 
@@ -146,13 +146,13 @@ class StashedWeights(Weights):
     """PipeDream's weight stashing: each stage keeps a copy of its newest weights for both passes of a mini-batch.
 
     Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Section 3.3: a gradient
-    updates the newest weights, the master. A mini-batch leaves its copy to the one whose forward pass comes next, which
-    sees the weights after that update: those ``lag`` updates old, fewer from stage to stage.
+    updates the newest weights, the master. The next forward pass reuses the copy of that mini-batch, with the weights
+    after its update: they are ``lag`` updates old at their backward pass, fewer from stage to stage.
     """
 
     @property
     def num_stashed(self) -> int:
-        """How many copies there are, one for each mini-batch between its forward and its backward pass."""
+        """The number of copies, one per mini-batch between its forward and its backward pass."""
         return self._schedule.num_in_flight
 
     @property
@@ -177,7 +177,7 @@ class SynchronizedStashedWeights(StashedWeights):
 
 
 class SharedWeights(Weights):
-    """One version: what is there when a pass is made. Naive pipelining (Fig. 1a), and synchronous pipelines."""
+    """One version, which all passes use: naive pipelining (Fig. 1a) and synchronous pipelines."""
 
     @property
     def num_versions(self) -> int:
@@ -191,10 +191,10 @@ class SharedWeights(Weights):
 
 
 class PredictedWeights(Weights):
-    """SpecTrain: both passes of a mini-batch see what the weights will be, as predicted, when it is through.
+    """SpecTrain: both passes of a mini-batch use a prediction of the weights at the end of its backward pass.
 
     Chen et al., "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform", Section
-    3.2: the weights s updates ahead are those of now plus s times a smoothed update.
+    3.2: the weights s updates ahead are the current ones plus s times a smoothed update.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], optimizer: Optimizer, *rest: Any):
@@ -226,7 +226,7 @@ class PredictedWeights(Weights):
 
     @torch.no_grad()
     def _predict(self, ahead: int) -> None:
-        """Has the parameters be those ``ahead`` updates from now: always in one place, where graphs look for them."""
+        """Loads a prediction of the weights in ``ahead`` updates, always in the same memory, which graphs refer to."""
         self._versions.copy(self._master, 0)
         for predicted, velocity in zip(self._versions.floating(0), self._velocity, strict=True):
             predicted.add_(velocity, alpha=ahead)
@@ -243,7 +243,7 @@ class PredictedWeights(Weights):
 
 
 def weights_for(algorithm: str) -> type[Weights]:
-    """Returns the class that does what a setting of ``algorithm`` says."""
+    """Returns the class of an ``algorithm``."""
     known: dict[str, type[Weights]] = {
         "ea_pipe": ElasticReplicas,
         "pipedream": SynchronizedStashedWeights,

@@ -1,4 +1,4 @@
-"""A traced graph, cut into one graph for each stage."""
+"""Splits a traced graph into one graph per stage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COPY = "copy it with clone(memory_format=torch.contiguous_format)"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one stage runs of a graph.
+class StageGraph:
+    """The part of a graph that one stage runs.
 
     Attributes:
-        run: takes the values that come in, and returns those that go on to the next stage, or the outputs: tuples.
-        strides: of the values that come in, as they were traced; None if they are contiguous, of a size that varies.
-        of_weights: for each value that goes on, whether it lies in the memory of a parameter or a buffer.
+        run: takes the incoming values and returns a tuple of those for the next stage, or of the outputs.
+        strides: the strides of each incoming value as traced; None if it is contiguous and of a varying size.
+        of_weights: for each outgoing value, whether it shares the memory of a parameter or a buffer.
     """
 
     run: fx.GraphModule
@@ -31,17 +31,17 @@ class Piece:
     of_weights: tuple[bool, ...]
 
 
-def cut(traced: fx.GraphModule) -> list[Piece]:
-    """Cuts a graph at its calls of ``torch.distributed.pipelining.pipe_split``.
+def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
+    """Splits a graph at its calls of ``torch.distributed.pipelining.pipe_split``.
 
-    A stage gets values from the stage before alone, so that what a later one needs goes through all between. Parameters
-    and buffers do not: each stage reads those that it uses from the module.
+    A stage receives values from the stage before it only, so that values for later stages pass through all stages
+    between. Parameters and buffers do not: each stage reads those that it uses from the module.
 
     Args:
-        traced: takes and returns tensors, one after the other.
+        traced: a graph module that takes and returns tensors.
 
     Raises:
-        ValueError: a stage has nothing to compute, or writes to memory that another stage would have to see change.
+        ValueError: a stage has nothing to compute, or writes in place to memory that another stage reads.
     """
     nodes = [node for node in traced.graph.nodes if not is_pipe_split(node)]
     stage_of = _stages_of(traced.graph)
@@ -52,7 +52,7 @@ def cut(traced: fx.GraphModule) -> list[Piece]:
         raise ValueError(f"stage {empty[0] + 1} of {num_stages} would have nothing to compute")
     weights = [node for node in nodes if node.op == "get_attr"]
     in_weights = {place for node in weights for place in _memory(node)}
-    pieces = []
+    stage_graphs = []
     incoming = [node for node in nodes if node.op == "placeholder"]
     for stage in range(num_stages):
         own = [node for node in nodes if stage_of.get(node) == stage and node.op != "placeholder"]
@@ -68,13 +68,15 @@ def cut(traced: fx.GraphModule) -> list[Piece]:
         _check_writes(own, incoming, weights)
         run = fx.GraphModule(traced, _graph_of(own, incoming, outgoing))
         strides = tuple(_strides_of(node) for node in incoming)
-        pieces.append(Piece(run, strides, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing)))
+        stage_graphs.append(
+            StageGraph(run, strides, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing))
+        )
         incoming = outgoing
-    return pieces
+    return stage_graphs
 
 
 def _stages_of(graph: fx.Graph) -> dict[Node, int]:
-    """Returns the stage of each node but those that read parameters and buffers."""
+    """Returns the stage of each node, except those that read parameters and buffers."""
     stage, stages = 0, {}
     for node in graph.nodes:
         if is_pipe_split(node):
@@ -85,12 +87,12 @@ def _stages_of(graph: fx.Graph) -> dict[Node, int]:
 
 
 def _crosses(node: Node, stage: int, stage_of: dict[Node, int]) -> bool:
-    """Returns whether the value of a node goes from ``stage`` to the next one."""
+    """Returns whether ``stage`` sends the value of a node to the next stage."""
     return node in stage_of and stage_of[node] <= stage and any(stage_of[user] > stage for user in node.users)
 
 
 def _graph_of(own: Sequence[Node], incoming: Sequence[Node], outgoing: Sequence[Node]) -> fx.Graph:
-    """Returns the graph of a stage from its own nodes; without an output among them it returns ``outgoing``."""
+    """Returns the graph of a stage's own nodes; without an output node it returns ``outgoing``."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in incoming}
 
@@ -108,10 +110,10 @@ def _graph_of(own: Sequence[Node], incoming: Sequence[Node], outgoing: Sequence[
 
 
 def _check_writes(own: Sequence[Node], incoming: Sequence[Node], weights: Sequence[Node]) -> None:
-    """Checks that what a stage writes to in place has come to it by one way only.
+    """Checks that the values that a stage writes to in place do not share memory with others from earlier stages.
 
     Raises:
-        ValueError: two values of another stage share memory, and are copies of their own once they have traveled.
+        ValueError: they do; once sent, these values are separate copies.
     """
     for node in own:
         for written in written_by(node):
@@ -128,18 +130,18 @@ def _strides_of(node: Node) -> tuple[int, ...] | None:
     tensor = node.meta["val"]
     if all(isinstance(stride, int) for stride in tensor.stride()):
         return tuple(tensor.stride())
-    found = [str(stride) for stride in tensor.stride()]  # to compare symbols would decide what they are
-    for lengths in (tensor.shape, [torch.sym_max(size, 1) for size in tensor.shape]):  # torch makes them in both ways
+    found = [str(stride) for stride in tensor.stride()]  # comparing symbols would specialize them
+    for lengths in (tensor.shape, [torch.sym_max(size, 1) for size in tensor.shape]):  # torch uses both forms
         if found == [str(prod(lengths[dim + 1 :])) for dim in range(len(lengths))]:
             return None
     raise ValueError(f"{node.name}, whose strides depend on values, would have to travel to another stage: {_COPY}")
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Returns whether elements share a place, other than by being expanded."""
+    """Returns whether elements of a tensor overlap in memory, other than by expand()."""
     pairs = list(zip(tensor.stride(), tensor.shape, strict=True))
     if not all(isinstance(length, int) for pair in pairs for length in pair):
-        return False  # the size depends on values, and indexing by these copies
+        return False  # the size depends on values; indexing by values copies
     end = 0
     for stride, size in sorted((stride, size) for stride, size in pairs if stride and size > 1):
         if stride <= end:

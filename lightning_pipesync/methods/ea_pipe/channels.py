@@ -1,4 +1,4 @@
-"""How the stages of a pipeline are connected."""
+"""The channels between the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 
 _WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Numbers of the channels between two stages.
+#: The numbers of the channels between two stages.
 _ACTIVATIONS, _GRADIENTS = 0, 1
 
 
 @dataclass(frozen=True)
-class Links:
-    """The channels of a stage; None where there is no neighbor."""
+class Channels:
+    """The channels of a stage to its neighbors; None where there is none."""
 
     activations_in: Receiver | None = None
     activations_out: Sender | None = None
@@ -26,25 +26,25 @@ class Links:
 
 
 def rank_of(stage: int, num_stages: int) -> int:
-    """Returns the rank of a stage, or the stage of a rank: the loss is on rank 0, which logs."""
+    """Returns the rank of a stage, or the stage of a rank. Rank 0, which logs, has the last stage with the loss."""
     return num_stages - 1 - stage
 
 
-def make_links(transport: Transport | None, num_stages: int, config: EAPipeConfig) -> list[tuple[int, Links]]:
-    """Returns the stages of this process, with their channels: all of them if there is no ``transport``."""
+def make_channels(transport: Transport | None, num_stages: int, config: EAPipeConfig) -> list[tuple[int, Channels]]:
+    """Returns the stages of this process and their channels: all stages if ``transport`` is None."""
     wire_dtype = _WIRE_DTYPES[config.compression]
     if transport is None:
         forward = [None, *(LocalChannel(wire_dtype) for _ in range(1, num_stages)), None]
         back = [None, *(LocalChannel(wire_dtype) for _ in range(1, num_stages)), None]
-        return [(n, Links(forward[n], forward[n + 1], back[n + 1], back[n])) for n in range(num_stages)]
+        return [(n, Channels(forward[n], forward[n + 1], back[n + 1], back[n])) for n in range(num_stages)]
     window = (config.replicas or num_stages) + 1
     stage = rank_of(transport.rank, num_stages)
     before, after = rank_of(stage - 1, num_stages), rank_of(stage + 1, num_stages)
     is_first, is_last = stage == 0, stage == num_stages - 1
-    links = Links(
+    channels = Channels(
         None if is_first else transport.channel_from(before, _ACTIVATIONS),
         None if is_last else transport.channel_to(after, _ACTIVATIONS, wire_dtype=wire_dtype, window=window),
         None if is_last else transport.channel_from(after, _GRADIENTS),
         None if is_first else transport.channel_to(before, _GRADIENTS, wire_dtype=wire_dtype, window=window),
     )
-    return [(stage, links)]
+    return [(stage, channels)]

@@ -1,4 +1,4 @@
-"""Where gradients leave a stage towards the one before it."""
+"""The input of a stage, which collects the gradients for the stage before it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from lightning_pipesync.core.torch_private import map_tensors
 
 
-class Entry:
-    """Activations that have come from the stage before, and the gradients that go back to it.
+class StageInput:
+    """Activations from the stage before, and their gradients.
 
     Attributes:
-        tree: the activations. Not leaves of a graph: a first layer may work in place.
-        gradients: one for each tensor among them that needs one, in order; None where the layers do not use it.
+        tree: the activations, which are not leaves of the graph, so that the first layer may work in place.
+        gradients: the gradients of those that require one, in order; None if the layers do not use it.
 
     Args:
         tree: tensors in nested containers.
@@ -33,7 +33,7 @@ class Entry:
         gradients, position = self.gradients, len(self.gradients)
         gradients.append(None)
 
-        def keep(gradient: Tensor) -> None:  # it must not hold this entry, which holds the graph that holds it
+        def keep(gradient: Tensor) -> None:  # no reference to self, which would be a cycle through the graph
             gradients[position] = gradient
 
         inner.register_hook(keep)
@@ -41,7 +41,7 @@ class Entry:
 
 
 class _Inner(torch.autograd.Function):
-    """The same tensor, no longer a leaf."""
+    """Returns the same tensor as a non-leaf."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:

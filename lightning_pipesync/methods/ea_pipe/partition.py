@@ -1,4 +1,4 @@
-"""How a model is divided into stages: by its layers, or by tracing it."""
+"""The partition of a model into stages, by its layers or by tracing."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from lightning_pipesync.methods.ea_pipe.layout import Layout, input_of
 from lightning_pipesync.methods.ea_pipe.traced import Tracer
 
 
-class Division(ABC):
-    """Divides a model into layers, and these among stages.
+class Partition(ABC):
+    """The layers of a model, and their partition into stages.
 
     Attributes:
-        layers: by name, in order; none as long as the first mini-batch has to be seen first.
+        layers: the layers by name, in order; empty until the first mini-batch if they depend on it.
     """
 
     layers: list[tuple[str, nn.Module]]
 
     @abstractmethod
-    def look(self, source: Callable[[], Any]) -> Any:
-        """Returns what all ranks have to know of the first mini-batch; called where the first stage is.
+    def inspect(self, source: Callable[[], Any]) -> Any:
+        """Returns what all ranks need to know of the first mini-batch; called on the rank of the first stage.
 
         Args:
             source: returns the model's input.
         """
 
     @abstractmethod
-    def cut(self, seen: Any) -> list[int]:
+    def choose_cuts(self, inspected: Any) -> list[int]:
         """Returns the indices of the first layers of all stages but the first.
 
         Args:
-            seen: what :meth:`look` has returned.
+            inspected: the result of :meth:`inspect`.
 
         Raises:
-            ValueError: the model cannot be cut.
+            ValueError: the model cannot be partitioned.
         """
 
 
-class SequentialDivision(Division):
-    """The layers are those of an ``nn.Sequential``."""
+class SequentialPartition(Partition):
+    """The layers of an ``nn.Sequential``."""
 
     def __init__(self, model: nn.Sequential, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
         self.layers = split.flattened(model)
         self._split, self._num_stages, self._device = config.split, num_stages, device
         split.check_number(self.layers, num_stages)
 
-    def look(self, source: Callable[[], Any]) -> list[int] | None:
+    def inspect(self, source: Callable[[], Any]) -> list[int] | None:
         if self._split != "balanced":
             return None
         return split.balanced(*split.measure(self._modules(), source(), self._device), self._num_stages)
 
-    def cut(self, seen: list[int]) -> list[int]:
+    def choose_cuts(self, inspected: list[int]) -> list[int]:
         if self._split == "balanced":
-            return seen
+            return inspected
         if self._split == "parameters":
             return split.partition(split.numbers_of_parameters(self._modules()), self._num_stages)
         return [int(index) for index in self._split]
@@ -68,8 +68,8 @@ class SequentialDivision(Division):
         return [layer for _, layer in self.layers]
 
 
-class TracedDivision(Division):
-    """One layer for each stage, made by tracing."""
+class TracedPartition(Partition):
+    """One layer per stage, made by tracing."""
 
     def __init__(self, model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
         name, names = type(model).__name__, config.split_names or ()
@@ -91,20 +91,20 @@ class TracedDivision(Division):
         self.layers = []
         self._tracer = Tracer(model, names, device, config.seed)
 
-    def look(self, source: Callable[[], Any]) -> Layout:
+    def inspect(self, source: Callable[[], Any]) -> Layout:
         return input_of(source())[0]
 
-    def cut(self, seen: Layout) -> list[int]:
-        self.layers = self._tracer.stages(seen)
+    def choose_cuts(self, inspected: Layout) -> list[int]:
+        self.layers = self._tracer.stages(inspected)
         return list(range(1, len(self.layers)))
 
 
-def division_of(model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> Division:
-    """Returns how a model is divided, by the settings.
+def make_partition(model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> Partition:
+    """Returns the partition that the settings choose.
 
     Raises:
-        ValueError: there is no way to.
+        ValueError: the model cannot be partitioned with these settings.
     """
     if isinstance(model, nn.Sequential) and config.split_names is None:
-        return SequentialDivision(model, config, num_stages, device)
-    return TracedDivision(model, config, num_stages, device)
+        return SequentialPartition(model, config, num_stages, device)
+    return TracedPartition(model, config, num_stages, device)
