@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_pipesync.bench import collectives_report, step_report, timeline_report
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives
-from lightning_pipesync.bench.interleaved import median_and_quartiles, time_in_turns
+from lightning_pipesync.bench.round_robin import median_and_quartiles, time_round_robin
 from lightning_pipesync.bench.step import Profile, predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import MIB
@@ -31,7 +31,7 @@ def turns() -> tuple[list[str], dict[str, list[float]]]:
         "slow on rank 1": lambda: (calls.append("a"), time.sleep(0.05 * rank)),
         "quick": lambda: calls.append("b"),
     }
-    timed = time_in_turns(operations, 2, before=lambda name: calls.append(f"before {name[0]}"))
+    timed = time_round_robin(operations, 2, before=lambda name: calls.append(f"before {name[0]}"))
     return calls, timed
 
 
@@ -87,7 +87,7 @@ def test_ddp_is_predicted_bucket_by_bucket() -> None:
 def step_result() -> dict[str, Any]:
     cost = {"forward": 0.1, "backward": 0.2, "update": 0.0, "reduce_scatter": 0.15, "all_gather": 0.15}
     names = {"no communication": 0.3, "DDP, 1 MiB": 0.5, "DDP, 25 MiB": 0.4, "quick": 0.32}
-    contestants = [
+    candidates = [
         {
             "name": name,
             "seconds": [seconds] * 3,
@@ -98,7 +98,7 @@ def step_result() -> dict[str, Any]:
         for name, seconds in names.items()
     ]
     settings = {"model": "emulated-resnet50"}
-    run = {"num_bytes": MIB, "cost": cost, "contestants": contestants}
+    run = {"num_bytes": MIB, "cost": cost, "candidates": candidates}
     return {"settings": settings, "world_size": 2, "bandwidth": 1e8, "runs": [run]}
 
 
@@ -134,13 +134,13 @@ def test_the_command_for_collectives(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -> None:
-    """Each contestant is there, DDP is predicted, and there are three pictures."""
+    """Each candidate is there, DDP is predicted, and there are three pictures."""
     settings = ["--hosts", "2", "--model", model, "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "25"]
     assert main(["bench", "step", *settings, *options, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]
     assert len(result["runs"]) == (2 if options else 1)
     for run in result["runs"]:
-        seconds = {one["name"]: one["seconds"] for one in run["contestants"]}
+        seconds = {one["name"]: one["seconds"] for one in run["candidates"]}
         assert list(seconds) == [
             "no communication",
             "DDP, 1 MiB",
@@ -153,7 +153,7 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
             "SelSync, local step",
         ]
         assert all(len(values) == 1 and values[0] > 0 for values in seconds.values())
-        assert {one["name"] for one in run["contestants"] if one["predicted"]} == {"DDP, 1 MiB", "DDP, 25 MiB"}
+        assert {one["name"] for one in run["candidates"] if one["predicted"]} == {"DDP, 1 MiB", "DDP, 25 MiB"}
     for name in ("speedup", "scaling", "breakdown"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -164,7 +164,7 @@ def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     methods = ["--methods", "ddp", "dear-random", "pipe_sgd-level2", "pipe_sgd-int8", "--ratio", "4"]
     assert main(["bench", "step", *settings, *methods, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]
-    ddp, dear, level_2, int8 = result["runs"][0]["contestants"][1:]
+    ddp, dear, level_2, int8 = result["runs"][0]["candidates"][1:]
     assert (level_2["name"], int8["name"]) == ("Pipe-SGD, level 2", "Pipe-SGD, int8")
     assert int8["limit"] <= level_2["limit"]
     assert int8["predicted"] <= level_2["predicted"]

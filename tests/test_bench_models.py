@@ -26,7 +26,7 @@ from lightning_pipesync.bench.models import (
     build_model,
     computation_seconds,
 )
-from lightning_pipesync.bench.models.pacer import Pacer
+from lightning_pipesync.bench.models.emulated_compute import EmulatedCompute
 from tests.harness import launch
 
 # DeAR Table I: layers, tensors; the exact number of values of which it gives millions, and GFLOP of a forward pass, are
@@ -136,44 +136,44 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("emulated", "pacer"):
+    for module in ("emulated", "emulated_compute"):
         monkeypatch.setattr(f"lightning_pipesync.bench.models.{module}.time", clock)
     return clock
 
 
-def test_pacer_makes_up_for_sleeps_that_are_too_long(clock: Clock) -> None:
-    pacer = Pacer(1.0, 1.0)
+def test_compute_makes_up_for_sleeps_that_are_too_long(clock: Clock) -> None:
+    compute = EmulatedCompute(1.0, 1.0)
     for _ in range(100):
-        pacer.spend(0.002, since=clock.now)
+        compute.spend(0.002, since=clock.now)
     assert clock.now == pytest.approx(0.2, abs=0.002)
 
 
-def test_pacer_puts_tiny_shares_together(clock: Clock) -> None:
-    pacer = Pacer(1.0, 1.0)
+def test_compute_puts_tiny_shares_together(clock: Clock) -> None:
+    compute = EmulatedCompute(1.0, 1.0)
     for _ in range(100):
-        pacer.spend(0.1e-3, since=clock.now)
+        compute.spend(0.1e-3, since=clock.now)
     assert clock.now == pytest.approx(0.01, abs=1e-3)
     assert len(clock.sleeps) <= 20
 
 
-def test_pacer_charges_for_work_within_a_layer_but_not_for_waiting_between_two(clock: Clock) -> None:
-    pacer = Pacer(1.0, 1.0)
-    pacer.spend(0.0, since=clock.now)
+def test_compute_charges_for_work_within_a_layer_but_not_for_waiting_between_two(clock: Clock) -> None:
+    compute = EmulatedCompute(1.0, 1.0)
+    compute.spend(0.0, since=clock.now)
     clock.now += 5.0  # between two layers
     begin = clock.now
     clock.now += 0.004  # within the layer
-    pacer.spend(0.010, since=begin)
+    compute.spend(0.010, since=begin)
     assert sum(clock.sleeps) == pytest.approx(0.006, abs=1e-4)
 
 
-def test_pacer_forgives_a_long_stop(clock: Clock) -> None:
-    pacer = Pacer(1.0, 1.0)
+def test_compute_forgives_a_long_stop(clock: Clock) -> None:
+    compute = EmulatedCompute(1.0, 1.0)
     begin = clock.now
     clock.now += 10.0
-    pacer.spend(0.001, since=begin)
+    compute.spend(0.001, since=begin)
     begin = clock.now
     for _ in range(100):
-        pacer.spend(0.010, since=clock.now)
+        compute.spend(0.010, since=clock.now)
     assert clock.now - begin == pytest.approx(0.9, abs=0.02)
 
 
@@ -206,7 +206,7 @@ def test_gradients_accumulate_and_are_not_copied() -> None:
 
 def test_time_can_be_changed_between_steps() -> None:
     model = build_model("emulated-resnet50", scale=1e-3)
-    model.module.pacer.forward_seconds = 0.2
+    model.module.compute.forward_seconds = 0.2
     begin = time.perf_counter()
     with torch.no_grad():
         model.module(model.make_batch(0))

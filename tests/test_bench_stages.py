@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.bench import stages_report
-from lightning_pipesync.bench.stages import StagesSettings, measure_stages, parse_contestant
+from lightning_pipesync.bench.stages import StagesSettings, measure_stages, parse_candidate
 from lightning_pipesync.cli import main
 from tests.harness import launch
 
@@ -37,14 +37,14 @@ def result() -> dict[str, Any]:
 )
 def test_stages_work_in_the_order_of_the_method(method: str, order: list[str]) -> None:
     [run] = result()["runs"]
-    [trace] = [contestant["trace"] for contestant in run["contestants"] if contestant["name"] == method]
+    [trace] = [candidate["trace"] for candidate in run["candidates"] if candidate["name"] == method]
     assert ["".join(kind[0].upper() for kind, _, _ in spans) for spans in trace] == order
 
 
 @pytest.mark.parametrize("method", ["ea_pipe", "naive"])
 def test_stages_work_at_the_same_time(method: str) -> None:
     [run] = result()["runs"]
-    [trace] = [contestant["trace"] for contestant in run["contestants"] if contestant["name"] == method]
+    [trace] = [candidate["trace"] for candidate in run["candidates"] if candidate["name"] == method]
     spans = list(chain.from_iterable(trace))
     assert max(end for _, _, end in spans) < sum(end - begin for _, begin, end in spans)
 
@@ -77,5 +77,5 @@ def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest
 
 
 def test_a_method_has_its_settings() -> None:
-    config = parse_contestant("ea_pipe:replicas=5,elastic_force=0.3")
+    config = parse_candidate("ea_pipe:replicas=5,elastic_force=0.3")
     assert (config.algorithm, config.replicas, config.elastic_force) == ("ea_pipe", 5, 0.3)

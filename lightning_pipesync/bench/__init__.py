@@ -1,1 +1,1 @@
-"""Measurements on slow networks, beside what a user would pick instead and what theory allows."""
+"""Benchmarks on slow networks, compared with alternatives and with the theoretical limits."""

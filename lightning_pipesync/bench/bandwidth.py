@@ -1,4 +1,4 @@
-"""What the network itself can do, by plain TCP, without any library for communication."""
+"""The bandwidth of the network, measured by plain TCP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_pipesync.core.buckets import MIB
 
 
 def measure_bandwidth(num_bytes: int = 8 * MIB, rounds: int = 5) -> float:
-    """Returns the bytes a second that a rank can send while it receives as many; a collective call.
+    """Returns the bytes per second that a rank can send while it receives as many; a collective call.
 
-    All ranks form a ring, as in the collectives: each sends to the next and receives from the one before.
+    All ranks form a ring, as in the collectives: each sends to the next and receives from the previous one.
 
     Args:
-        num_bytes: size of one transfer.
-        rounds: how many transfers; the median counts, and the slowest rank.
+        num_bytes: the size of a transfer.
+        rounds: the number of transfers; the median of the slowest rank counts.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with socket.create_server((own_address(), 0)) as server:
@@ -45,7 +45,7 @@ def measure_bandwidth(num_bytes: int = 8 * MIB, rounds: int = 5) -> float:
 
 
 def own_address() -> str:
-    """Returns the address by which other hosts reach this one: that of the way to ``MASTER_ADDR``."""
+    """Returns the address at which other hosts reach this one: that of the interface towards ``MASTER_ADDR``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
         address: str = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""Collectives by message size and codec, beside the backend's own and the limit (DeAR, Fig. 5)."""
+"""The time of collectives by size and codec, compared with the backend's own and the limit (DeAR, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.interleaved import time_in_turns
+from lightning_pipesync.bench.round_robin import time_round_robin
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.cost import LinkCost
@@ -20,12 +20,12 @@ from lightning_pipesync.core.transport import Transport
 
 @dataclass(frozen=True)
 class CollectivesSettings:
-    """What is measured.
+    """The settings of the benchmark.
 
     Attributes:
         sizes_mib: sizes of the whole buffer, in MiB of fp32.
-        codecs: codecs of our all-reduce, besides none.
-        rounds: how often each is timed.
+        codecs: codecs of this package's all-reduce, in addition to none.
+        rounds: the number of measurements of each operation.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -48,8 +48,9 @@ def measure_collectives(settings: CollectivesSettings, progress: Callable[[str],
     """Times all operations at all sizes; a collective call.
 
     Returns:
-        Settings, bandwidth (bytes a second, by plain TCP), and rows: implementation ("ours" or the backend), operation,
-        codec, ``num_bytes`` of the buffer, ``seconds`` of each round, and ``limit``: what the bytes alone would take.
+        Settings, bandwidth (bytes per second, by plain TCP), and rows: implementation ("ours" or the backend),
+        operation, codec, ``num_bytes`` of the buffer, ``seconds`` of each round, and ``limit``: the time of the bytes
+        alone.
     """
     bandwidth = measure_bandwidth()
     world_size = dist.get_world_size()
@@ -61,7 +62,7 @@ def measure_collectives(settings: CollectivesSettings, progress: Callable[[str],
         progress(f"{size:g} MiB")
         half = (world_size - 1) / world_size * flat.numel() * 4 / bandwidth
         named = {str(key): run for key, run in operations.items()}
-        timed = time_in_turns(named, settings.rounds, before=partial(_clear, flat))
+        timed = time_round_robin(named, settings.rounds, before=partial(_clear, flat))
         for (implementation, operation, codec), seconds in zip(operations, timed.values(), strict=True):
             shared = {"implementation": implementation, "operation": operation, "codec": codec}
             limit = half if operation in ("reduce_scatter", "all_gather") else 2 * half
@@ -77,7 +78,7 @@ def measure_collectives(settings: CollectivesSettings, progress: Callable[[str],
 
 
 def fit_rows(rows: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Returns alpha and beta with their errors (Eqs. 3-5) for each operation that was measured at several sizes."""
+    """Returns alpha and beta with their errors (Eqs. 3-5) for each operation with measurements at several sizes."""
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in rows:
         if row["codec"] == "none":
@@ -122,4 +123,4 @@ def _all_reduce(transport: Transport, flat: torch.Tensor, codec: str) -> None:
 
 
 def _clear(flat: torch.Tensor, _: str) -> None:
-    flat.zero_()  # sums of sums would overflow in the end
+    flat.zero_()  # repeated sums would overflow

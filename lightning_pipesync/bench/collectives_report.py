@@ -1,4 +1,4 @@
-"""Table and picture of the collectives (DeAR, Fig. 5)."""
+"""The report of the collectives: a table and a picture (DeAR, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lightning_pipesync.bench.interleaved import median_and_quartiles
 from lightning_pipesync.bench.results import table
+from lightning_pipesync.bench.round_robin import median_and_quartiles
 from lightning_pipesync.core.buckets import MIB
 
 

@@ -15,7 +15,7 @@ def collectives(
     rounds: int = 7,
     output: Path = Path("outputs/bench"),
 ) -> None:
-    """Times all-reduce, reduce-scatter and all-gather, beside the backend's own and the limit.
+    """Times all-reduce, reduce-scatter and all-gather, compared with the backend's own and the limit.
 
     Args:
         hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
@@ -23,17 +23,17 @@ def collectives(
         racks: Number of racks in the emulated network.
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         sizes_mib: Sizes of the whole buffer, in MiB of fp32.
-        codecs: Codecs of our all-reduce, besides none.
-        rounds: How often each operation is timed, all in turns.
+        codecs: Codecs of this package's all-reduce, in addition to none.
+        rounds: Number of measurements of each operation, in turns.
         output: Folder for collectives.json, collectives.md and collectives.png.
     """
-    from lightning_pipesync.bench import campaign, collectives_report
+    from lightning_pipesync.bench import collectives_report, sweep
     from lightning_pipesync.bench.collectives import CollectivesSettings
 
     settings = CollectivesSettings(tuple(sizes_mib), tuple(codecs), rounds)
-    results = campaign.run("collectives", settings, campaign.several(hosts, rate, racks, uplink), len(sizes_mib))
+    results = sweep.run("collectives", settings, sweep.make_hosts(hosts, rate, racks, uplink), len(sizes_mib))
     if results:
-        campaign.finish("collectives", results, output, collectives_report.as_markdown(results))
+        sweep.finish("collectives", results, output, collectives_report.as_markdown(results))
         collectives_report.draw(results, output / "collectives.png")
 
 
@@ -51,7 +51,7 @@ def step(
     rounds: int = 5,
     output: Path = Path("outputs/bench"),
 ) -> None:
-    """Times a training step by method, beside DDP, FSDP2, ZeRO and the limits of the papers.
+    """Times a training step by method, compared with DDP, FSDP2, ZeRO and the limits of the papers.
 
     Args:
         hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
@@ -65,13 +65,13 @@ def step(
             for a bucket size first, which takes some 100 steps; pipe_sgd-paper, without prediction; pipe_sgd-level2,
             pipe_sgd-truncate16, pipe_sgd-int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
-        bucket_mb: Bucket sizes of DDP and DeAR in MiB; the best one of DDP is what others are compared to.
+        bucket_mb: Bucket sizes of DDP and DeAR in MiB; the best one of DDP is the baseline.
         steps: Steps of one measurement.
-        rounds: How often each contestant is measured, all in turns.
+        rounds: Number of measurements of each candidate, in turns.
         output: Folder for step.json, step.md and the pictures.
     """
-    from lightning_pipesync.bench import campaign, step_pictures, step_report
-    from lightning_pipesync.bench.contestants import makers
+    from lightning_pipesync.bench import step_pictures, step_report, sweep
+    from lightning_pipesync.bench.candidates import makers
     from lightning_pipesync.bench.step import StepSettings
 
     if "ddp" not in methods:
@@ -82,9 +82,9 @@ def step(
     ratios = tuple(ratio or [1.0]) if emulated else ()
     settings = StepSettings(model, scale, tuple(methods), ratios, tuple(bucket_mb), steps, rounds)
     num_measurements = max(1, len(ratios)) * (rounds + 1) * (1 + len(makers(methods, bucket_mb)))
-    results = campaign.run("step", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
+    results = sweep.run("step", settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
     if results:
-        campaign.finish("step", results, output, step_report.as_markdown(results))
+        sweep.finish("step", results, output, step_report.as_markdown(results))
         step_pictures.draw(results, output)
 
 
@@ -100,7 +100,7 @@ def stages(
     rounds: int = 3,
     output: Path = Path("outputs/bench"),
 ) -> None:
-    """Times the mini-batches of a pipeline in the steady state, beside GPipe, 1F1B and stages that never wait.
+    """Times the mini-batches of a pipeline in the steady state, compared with GPipe, 1F1B and stages that never wait.
 
     Args:
         hosts: Numbers of hosts, one stage each. Not used if a launcher has started this process.
@@ -109,20 +109,20 @@ def stages(
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         methods: What is compared: ea_pipe, pipedream, weight_stashing, naive, spectrain, gpipe or 1f1b, each with
             settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. ea_pipe:replicas=5 or gpipe:micro_batches=16.
-        stage_ms: What a stage computes for each mini-batch, in milliseconds; a third of it is the forward pass.
-        activation_mib: MiB that travel from stage to stage for each mini-batch, and back.
+        stage_ms: Computation of a stage for each mini-batch, in milliseconds; a third of it is the forward pass.
+        activation_mib: MiB of the activations of a mini-batch between two stages, and of their gradients.
         steps: Mini-batches of one measurement.
-        rounds: How often each contestant is measured, all in turns.
+        rounds: Number of measurements of each candidate, in turns.
         output: Folder for stages.json, stages.md and stages.png, of the last number of hosts.
     """
-    from lightning_pipesync.bench import campaign, stages_report
+    from lightning_pipesync.bench import stages_report, sweep
     from lightning_pipesync.bench.stages import StagesSettings
 
     settings = StagesSettings(tuple(methods), tuple(stage_ms), activation_mib, steps, rounds)
     num_measurements = len(stage_ms) * rounds * len(methods)
-    results = campaign.run("stages", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
+    results = sweep.run("stages", settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
     if results:
-        campaign.finish("stages", results, output, stages_report.as_markdown(results))
+        sweep.finish("stages", results, output, stages_report.as_markdown(results))
         stages_report.draw(results[-1]["runs"][0], output / "stages.png")
 
 
@@ -155,8 +155,8 @@ def timeline(
         steps: Steps that are drawn.
         output: Folder for timeline.json, timeline.md and timeline.png.
     """
-    from lightning_pipesync.bench import campaign, timeline_report
-    from lightning_pipesync.bench.contestants import makers
+    from lightning_pipesync.bench import sweep, timeline_report
+    from lightning_pipesync.bench.candidates import makers
     from lightning_pipesync.bench.step import StepSettings
 
     if not model.startswith("emulated-"):
@@ -165,9 +165,9 @@ def timeline(
         raise ValueError(f"methods={methods!r}: what FSDP2 and ZeRO communicate cannot be seen from outside.")
     settings = StepSettings(model, scale, tuple(methods), (ratio,), tuple(bucket_mb), steps, 1)
     num_measurements = len(makers(methods, bucket_mb))
-    results = campaign.run("timeline", settings, campaign.several([hosts], rate, racks, uplink), num_measurements)
+    results = sweep.run("timeline", settings, sweep.make_hosts([hosts], rate, racks, uplink), num_measurements)
     if results:
-        campaign.finish("timeline", results, output, timeline_report.as_markdown(results[0]))
+        sweep.finish("timeline", results, output, timeline_report.as_markdown(results[0]))
         timeline_report.draw(results[0], output / "timeline.png")
 
 
@@ -212,16 +212,16 @@ def converge(
         labels_per_worker: Number of labels that each rank holds, which makes the data non-IID.
         output: Folder for converge.json, converge.md and converge.png.
     """
-    from lightning_pipesync.bench import campaign, converge_report
+    from lightning_pipesync.bench import converge_report, sweep
     from lightning_pipesync.bench.converge import ConvergeSettings
 
     settings = ConvergeSettings(
         task, tuple(methods), target, tuple(seeds), epochs, evaluations, evaluate_on, labels_per_worker
     )
     num_measurements = len(methods) * len(seeds) * evaluations
-    results = campaign.run("converge", settings, campaign.several(hosts, rate, racks, uplink), num_measurements)
+    results = sweep.run("converge", settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
     if results:
-        campaign.finish("converge", results, output, converge_report.as_markdown(results))
+        sweep.finish("converge", results, output, converge_report.as_markdown(results))
         converge_report.draw(results, output / "converge.png")
 
 
@@ -260,7 +260,7 @@ def pipeline(
         evaluations: How often the error is measured in a training, each time after the pipeline has been emptied.
         output: Folder for pipeline.json, pipeline.md and the pictures.
     """
-    from lightning_pipesync.bench import campaign, pipeline_report
+    from lightning_pipesync.bench import pipeline_report, sweep
     from lightning_pipesync.bench.pipeline import PipelineSettings
     from lightning_pipesync.bench.pipeline_grid import measure_pipeline
 
@@ -279,8 +279,8 @@ def pipeline(
         evaluations=evaluations,
     )
     num_trainings = len(methods) * len(learning_rates) * len(batch_sizes) * len(seeds)
-    with campaign.progress_bar(f"{stages} stages", num_trainings) as advance:
+    with sweep.progress_bar(f"{stages} stages", num_trainings) as advance:
         result = measure_pipeline(settings, advance)
-    campaign.finish("pipeline", [result], output, pipeline_report.as_markdown(result))
+    sweep.finish("pipeline", [result], output, pipeline_report.as_markdown(result))
     pipeline_report.draw(result, output / "pipeline.png")
     pipeline_report.draw_by_rate(result, output / "pipeline_by_rate.png")

@@ -1,4 +1,4 @@
-"""Time, steps and bytes to a quality, by method (SelSync, Table I)."""
+"""Time, steps and bytes to a target quality, by method (SelSync, Table I)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, Wit
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
 
-#: What a method's name stands for, and the settings that may follow it.
+#: The training and the settings of each method, by name.
 METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
     "ddp": (WithDDP, DDPConfig),
     "fedavg": (FedAvg, FedAvgConfig),
@@ -36,17 +36,17 @@ METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
 
 @dataclass(frozen=True)
 class ConvergeSettings:
-    """What is measured.
+    """The settings of the benchmark.
 
     Attributes:
-        task: a name that :func:`build_task` knows.
+        task: a name for :func:`build_task`.
         methods: names of ``METHODS``, each with its settings: ``selsync:delta=0.3,smoothing=0.16``.
         target: the quality to reach; None means the task's own.
-        seeds: of the weights and the order of the data; each method trains once for each.
-        epochs: of each training; None means the task's own.
-        evaluations: how often the quality is measured in a training.
-        evaluate_on: what the quality is measured on: ``test``, or ``validation``, to choose settings.
-        labels_per_worker: labels that each rank holds; None: the data are IID.
+        seeds: seeds of the weights and the order of the data; each method trains once for each.
+        epochs: the number of epochs of a training; None means the task's own.
+        evaluations: the number of evaluations in a training.
+        evaluate_on: the set of the evaluations: ``test``, or ``validation``, to choose settings.
+        labels_per_worker: the number of labels that each rank holds; None: the data are IID.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -80,13 +80,13 @@ class ConvergeSettings:
             self.build_task()
 
     def build_task(self) -> Task:
-        """Returns the task, with the data that the settings ask for."""
+        """Returns the task with the data of the settings."""
         task = build_task(self.task, self.evaluate_on)
         return task if self.labels_per_worker is None else task.with_label_skew(self.labels_per_worker)
 
 
 def parse_method(text: str) -> Callable[[Task], Training]:
-    """Returns what begins a training with the method that ``text`` describes: ``NAME`` or ``NAME:SETTING=VALUE,...``.
+    """Returns a factory of trainings with the method ``NAME`` or ``NAME:SETTING=VALUE,...``.
 
     Raises:
         ValueError: the method or a setting is unknown, or a value out of its range.
@@ -100,7 +100,7 @@ def measure_converge(settings: ConvergeSettings, progress: Callable[[str], objec
     """Trains with every method, seed by seed; a collective call.
 
     Returns:
-        Settings; metric, target and whether higher is better; and ``runs``, what :func:`train` returns.
+        Settings; metric, target and whether higher is better; and ``runs``: the results of :func:`train`.
     """
     task = settings.build_task()
     runs = [train(task, method, seed, settings, progress) for seed in settings.seeds for method in settings.methods]
@@ -120,13 +120,13 @@ def train(
     """Trains once; a collective call.
 
     Returns:
-        ``method``, ``seed``, ``lssr``, and ``points``: steps, seconds (with what brought the weights together, without
+        ``method``, ``seed``, ``lssr``, and ``points``: steps, seconds (with the consolidation of the weights, without
         the evaluation), MiB that rank 0 has sent, quality, and :func:`spread_of` the ranks, at each evaluation.
     """
     torch.manual_seed(seed)  # the same weights for every method
     training = parse_method(method)(task)
     torch.manual_seed(1000 * seed + dist.get_rank())
-    # As many steps for every method: with data injection a step takes fewer samples of the rank's own.
+    # The same number of steps for every method: with data injection a step uses fewer of the rank's own samples.
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
     batches = islice(chain.from_iterable(repeat(training.loader(seed))), num_steps)
     scheduler = task.scheduler(training.optimizer, num_steps)
@@ -157,7 +157,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(task: Task, module: torch.nn.Module) -> float:
-    """Returns the quality on the test set, of which each rank looks at its share; a collective call."""
+    """Returns the quality on the test set, of which each rank evaluates a share; a collective call."""
     module.eval()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share: Dataset[Any] = Subset(task.test_set, range(rank, len(cast(Sized, task.test_set)), world_size))
@@ -176,9 +176,9 @@ def weights_of(module: torch.nn.Module) -> Tensor:
 
 
 def spread_of(own: Tensor, consolidated: Tensor) -> float:
-    """Returns how far the ranks' own weights are from those that a user would keep; a collective call.
+    """Returns the distance of the ranks' own weights from the consolidated ones; a collective call.
 
-    The root mean square of the ranks' distances, over the norm of the weights that a user would keep.
+    It is the root mean square over the ranks, relative to the norm of the consolidated weights.
     """
     squared = (own - consolidated).double().square().sum()
     dist.all_reduce(squared)

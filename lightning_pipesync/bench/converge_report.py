@@ -1,4 +1,4 @@
-"""Table and picture of trainings to a target (SelSync, Table I)."""
+"""The report of trainings to a target: a table and a picture (SelSync, Table I)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ Point = dict[str, float]
 
 @dataclass(frozen=True)
 class Row:
-    """What the trainings with one method did.
+    """The trainings with one method.
 
     Attributes:
-        method: with its settings.
-        lssr: share of the steps that stayed local, the mean over the seeds; None if that means nothing.
-        best: quality of each training, the mean over the seeds.
-        best_interval: half its 95 % confidence interval; None if there is but one seed.
-        final: quality of each training, the mean over the seeds.
-        final_interval: likewise.
-        difference: of the best quality to the baseline's with the same seed, positive if better, the mean over them.
-        difference_interval: likewise.
-        spread: how far the ranks' weights were apart, the mean over the evaluations and the seeds.
-        num_reached: how many of the trainings have reached the target.
-        steps: to the target, the median over the seeds; None if not all of them have reached it.
-        seconds: likewise.
-        mib: that rank 0 has sent until then, likewise.
-        speedup: the baseline's seconds over these.
+        method: the method with its settings.
+        lssr: the share of local steps, the mean over the seeds; None if it is not defined.
+        best: the best quality of a training, the mean over the seeds.
+        best_interval: half the 95 % confidence interval of ``best``; None for one seed.
+        final: the final quality of a training, the mean over the seeds.
+        final_interval: half the 95 % confidence interval of ``final``; None for one seed.
+        difference: the best quality less the baseline's with the same seed, positive if better, the mean over the
+            seeds.
+        difference_interval: half the 95 % confidence interval of ``difference``; None for one seed.
+        spread: the distance of the ranks' weights, the mean over the evaluations and the seeds.
+        num_reached: the number of trainings that have reached the target.
+        steps: the steps to the target, the median over the seeds; None if not all of them have reached it.
+        seconds: the seconds to the target, the median over the seeds; None if not all of them have reached it.
+        mib: the MiB that rank 0 has sent to the target, the median over the seeds; None if not all have reached it.
+        speedup: the baseline's seconds over ``seconds``.
     """
 
     method: str
@@ -119,7 +120,7 @@ weights to those that were measured, over their norm, the mean of all measuremen
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws the quality over steps, time and traffic, a row of panels for each number of hosts."""
+    """Draws the quality over steps, time and traffic, with a row of panels for each number of hosts."""
     figure = Figure(figsize=(16, 4.5 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 3, squeeze=False, sharey="row")
     for (over_steps, over_time, over_traffic), result in zip(panels, results, strict=True):
@@ -130,7 +131,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         over_time.set(xlabel="seconds of training")
         over_traffic.set(xlabel="MiB sent by rank 0", xscale="log")
         over_steps.set_ylim(*_range_of_interest(result))
-    # Beside the panels, where it covers no curve; the methods are the same in all rows.
+    # Outside the panels, where it covers no curve; all rows have the same methods.
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=150)
 
@@ -140,7 +141,7 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _draw_quality(panel: Axes, result: dict[str, Any], what: str) -> None:
-    """Draws a line for each method, the mean over its seeds, and, lighter, their range."""
+    """Draws a line per method, the mean over its seeds, and their range in a lighter shade."""
     for name, runs in _by_method(result).items():
         curves = list(zip(*(run["points"] for run in runs), strict=True))
         x, y = ([fmean(point[key] for point in points) for points in curves] for key in (what, "quality"))

@@ -1,4 +1,4 @@
-"""Federated averaging (McMahan et al.), as SelSync's paper compares itself with it (Section II-B)."""
+"""Federated averaging (McMahan et al.), a baseline of SelSync's paper (Section II-B)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class FedAvgConfig:
     """Settings of FedAvg."""
 
     C: float = 1.0
-    """Share of the ranks whose weights are averaged; all get the average."""
+    """The share of the ranks whose weights are averaged; all ranks get the average."""
 
     E: float = 0.25
-    """Synchronization factor: the part of an epoch after which weights are averaged, each time."""
+    """The synchronization factor: the part of an epoch between two averages."""
 
     def __post_init__(self) -> None:
         for name, value in (("C", self.C), ("E", self.E)):
@@ -32,7 +32,7 @@ class FedAvgConfig:
 
 
 class FedAvg(OverTransport):
-    """Local steps, and from time to time the average of some ranks' weights for all."""
+    """Local steps, and a periodic average of some ranks' weights for all ranks."""
 
     def __init__(self, task: Task, config: FedAvgConfig) -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""Runs a benchmark on ranks: those that a launcher has started, hosts of an emulated network, or plain processes."""
+"""Runs a benchmark on the ranks of a launcher, the hosts of an emulated network, or processes on this machine."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from lightning_pipesync import netlab
 from lightning_pipesync.bench.worker import PROGRESS, run_rank
 from lightning_pipesync.netlab import Network
 
-#: Lines of output that an error message quotes.
+#: The number of lines of output that an error message quotes.
 QUOTED = 20
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """What a benchmark runs on.
+    """The hosts of a benchmark.
 
     Attributes:
-        count: number of hosts, with one rank each.
-        rate: of each host's link, as ``tc`` writes it ("1gbit"); None for processes on this machine, over loopback.
-        racks: into how many racks the hosts are divided.
-        uplink: rate of each rack's link to the others.
+        count: the number of hosts, with one rank each.
+        rate: the rate of each host's link in the notation of ``tc`` ("1gbit"); None for processes on this machine, over
+            loopback.
+        racks: the number of racks that the hosts are divided into.
+        uplink: the rate of each rack's link to the others.
     """
 
     count: int
@@ -49,17 +50,17 @@ def run_job(kind: str, settings: Any, hosts: Hosts, progress: Callable[[str], ob
     """Runs a benchmark and returns its result.
 
     Args:
-        kind: a name that :func:`worker.measure` knows.
+        kind: the name of a benchmark, see :func:`worker.measure`.
         settings: its settings, a dataclass.
-        hosts: where to run; not used if a launcher has started this process.
-        progress: called with what was just done.
+        hosts: the hosts to run on; not used if a launcher has started this process.
+        progress: called with a description after each part.
 
     Returns:
         The result of rank 0, and None on the other ranks that a launcher has started.
 
     Raises:
         RuntimeError: a rank has failed (the message quotes its last lines), or the machine cannot emulate a network.
-        ValueError: the settings of the network make no sense.
+        ValueError: the settings of the network are invalid.
     """
     if launched():
         return run_rank(kind, asdict(settings), progress)
@@ -87,7 +88,7 @@ def run_job(kind: str, settings: Any, hosts: Hosts, progress: Callable[[str], ob
 
 
 def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
-    """Runs ``command`` as so many ranks of one job on this machine; returns the first exit status that is not 0."""
+    """Runs ``command`` as ``num_ranks`` ranks on this machine; returns the first exit status that is not 0, else 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}

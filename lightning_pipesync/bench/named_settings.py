@@ -1,4 +1,4 @@
-"""Methods with their settings, as they are written on the command line."""
+"""Methods with their settings on the command line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping[str, Any] | None = None) -> Any:
-    """Returns the settings that ``NAME`` or ``NAME:SETTING=VALUE,...`` stands for.
+    """Parses ``NAME`` or ``NAME:SETTING=VALUE,...`` into settings.
 
     Args:
-        text: what the user wrote.
+        text: the text of the user.
         config_types: the dataclass of the settings, by name.
-        fixed: settings that are not the user's to choose.
+        fixed: settings that the user cannot choose.
 
     Raises:
         ValueError: the name or a setting is unknown, or a value out of its range.
@@ -27,7 +27,7 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
         key, equals, value = assignment.partition("=")
         if key not in known or not equals:
             raise ValueError(f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.")
-        # Where a setting may be None, that is what "none" writes; elsewhere it is a word, as of a codec.
+        # "none" is None for a setting that may be None, else a word, such as a codec.
         settings[key] = None if value.lower() == "none" and "None" in str(known[key].type) else _value(value)
     try:
         return config_types[name](**settings, **fixed)
@@ -36,12 +36,12 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
 
 
 def readable(method: str) -> str:
-    """Returns a method with its settings in words between which a line may break."""
+    """Returns a method with its settings, with spaces at which a line may break."""
     return method.replace(":", ": ", 1).replace(",", ", ")
 
 
 def _value(text: str) -> Any:
-    """Returns the number that ``text`` writes, the tuple that ``0.5:0.5`` does, or the text itself."""
+    """Parses a number, a tuple such as ``0.5:0.5``, or a boolean; any other text is returned as it is."""
     if ":" in text:
         return tuple(map(_value, text.split(":")))
     for number in (int, float):

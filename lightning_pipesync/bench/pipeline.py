@@ -1,4 +1,4 @@
-"""What a pipeline's delayed gradients cost in quality, by method and learning rate (EA-Pipe, Section IV)."""
+"""The quality of pipelines with delayed gradients, by method and learning rate (EA-Pipe, Section IV)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 Error = TypeVar("Error")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-#: What can be compared. ``sgd`` is one stage after the other, which the others are measured by.
+#: The methods. ``sgd``, without a delay, is the baseline.
 METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe")
-#: Tasks whose quality is the share of a test set that is classified correctly.
+#: Tasks whose quality is the accuracy on a test set.
 TASKS = ("digits", "mnist1d")
-#: What builds a model of a task, by name.
+#: Factories of the models of a task, by name.
 MODELS: dict[str, Callable[[Task], nn.Module]] = {
     "resnet": lambda _: layered.resnet(),
     "vgg": lambda _: layered.vgg(),
     "cnn": lambda task: task.build_module(),
     "mlp": lambda task: layered.mlp(task.train_set[0][0].numel()),
 }
-#: After which shares of a training the learning rate is divided by 10: 30, 60 and 90 of the paper's 100 epochs.
+#: The parts of a training after which the learning rate is divided by 10: 30, 60 and 90 of the paper's 100 epochs.
 REDUCTIONS = (0.3, 0.6, 0.9)
 #: Methods in which all stages use the same weights for a mini-batch: those of its replica.
 _WITH_REPLICAS = ("pipedream", "ea_pipe")
@@ -39,22 +39,22 @@ _WITH_REPLICAS = ("pipedream", "ea_pipe")
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What is measured.
+    """The settings of the benchmark.
 
     Attributes:
         task: one of ``TASKS``.
         model: one of ``MODELS``.
-        stages: N, of all methods but ``sgd``.
+        stages: N, for all methods except ``sgd``.
         methods: names of ``METHODS``, each with settings of :class:`EAPipeConfig`: ``ea_pipe:elastic_force=0.3``.
-        learning_rates: to begin with.
-        momentum: of SGD.
-        weight_decay: of SGD.
+        learning_rates: initial learning rates.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of SGD.
         batch_sizes: samples of a mini-batch.
-        validation: the share of the training set that is not trained on, but chooses among learning rates, settings of
-            a method and batch sizes.
-        seeds: of the weights and the order of the data; each method trains once for each, at each learning rate.
-        epochs: of each training.
-        evaluations: how often the error is measured in a training.
+        validation: the share of the training set that is held out to choose among learning rates, settings of a method
+            and batch sizes.
+        seeds: seeds of the weights and the order of the data; each method trains once for each, at each learning rate.
+        epochs: the number of epochs of a training.
+        evaluations: the number of evaluations in a training.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -111,12 +111,12 @@ def parse_method(text: str, seed: int) -> EAPipeConfig:
 
 @dataclass(frozen=True)
 class Data:
-    """The sets of one study; none overlaps another.
+    """The disjoint data sets of a study.
 
     Attributes:
-        train: trained on.
-        validation: chooses; None if there is none.
-        test: measured, and chooses nothing.
+        train: the training set.
+        validation: the validation set, for choices; None if there is none.
+        test: the test set, for the reported errors only.
     """
 
     train: Dataset[Any]
@@ -125,14 +125,14 @@ class Data:
 
     @classmethod
     def of(cls, task: Task, validation: float) -> Data:
-        """Divides the training set of a task, always in the same way."""
+        """Splits the training set of a task, with a fixed seed."""
         held_out, rest = (part.tolist() for part in task.divided(validation))
         if not held_out:
             return cls(task.train_set, None, task.test_set)
         return cls(Subset(task.train_set, rest), Subset(task.train_set, held_out), task.test_set)
 
     def errors_of(self, error_on: Callable[[Dataset[Any]], Error]) -> dict[str, Error]:
-        """Returns what ``error_on`` returns: ``error``, on the test set, and ``validation``, if there is such a set."""
+        """Returns the results of ``error_on``: ``error`` on the test set, and ``validation`` if there is such a set."""
         found = {"error": error_on(self.test)}
         return found if self.validation is None else {**found, "validation": error_on(self.validation)}
 
@@ -160,7 +160,7 @@ def train(
 
     engine = build_engine(model, optimizer_of, method, seed, settings.stages)
     order = torch.Generator().manual_seed(seed)
-    # A smaller last mini-batch would count as much as the others, and batch norm cannot do with a single sample.
+    # A smaller last mini-batch would have the weight of a whole one, and batch norm needs more than one sample.
     loader = DataLoader(data.train, batch_size, shuffle=True, generator=order, drop_last=True)
     num_steps = settings.epochs * len(loader)
     reduced, evaluated = reductions(num_steps), evaluations(num_steps, settings.evaluations)
@@ -187,7 +187,7 @@ def train(
 
 
 def reductions(num_steps: int) -> set[int]:
-    """Returns after how many steps the learning rate is reduced."""
+    """Returns the steps after which the learning rate is reduced."""
     return {round(share * num_steps) for share in REDUCTIONS}
 
 
@@ -198,16 +198,15 @@ def build_engine(
     seed: int,
     stages: int,
 ) -> EAPipe:
-    """Returns the pipeline of ``stages`` stages that ``method`` describes, or one that trains the same."""
+    """Returns the pipeline of ``method`` with ``stages`` stages, or an equivalent one with fewer."""
     config, stages = least_pipeline(method, seed, stages)
     return EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
 
 
 def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, int]:
-    """Returns the settings that ``method`` describes, and as few stages as train the same as ``stages`` would.
+    """Returns the settings of ``method``, and the smallest number of stages equivalent to ``stages``.
 
-    Where a mini-batch has a replica in all stages, it does not matter how many there are, only how many replicas: one
-    stage is faster.
+    If all stages use the same replica for a mini-batch, only the number of replicas matters, and one stage is fastest.
     """
     config = parse_method(method, seed)
     if method.startswith("sgd"):
@@ -219,7 +218,7 @@ def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, i
 
 @torch.no_grad()
 def error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
-    """Returns the share of a data set that is misclassified, in %."""
+    """Returns the classification error on a data set, in %."""
     model.eval()
     score = number = 0.0
     for batch in DataLoader(dataset, batch_size=200):

@@ -1,4 +1,4 @@
-"""The trainings of a study of pipelines: one by one with the engine, or many in one program."""
+"""The trainings of a study of pipelines: one by one with the engine, or many in one batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_pipesync.methods.ea_pipe import split
 
 #: One training: method, learning rate, seed.
 Member = tuple[str, float, int]
-#: How many sets of weights one program has at most: more do not fit into a processor's caches.
+#: The most sets of weights in one batch of trainings, which fit into a processor's caches.
 MOST_MODELS = 240
 
 
@@ -37,7 +37,7 @@ def measure_pipeline(settings: PipelineSettings, progress: Callable[[str], objec
     """Trains with every method at every learning rate and batch size, for each seed.
 
     Returns:
-        Settings, environment, and ``runs``, what :func:`~lightning_pipesync.bench.pipeline.train` returns.
+        Settings, environment, and ``runs``: the results of :func:`~lightning_pipesync.bench.pipeline.train`.
     """
     task = build_task(settings.task)
     runs = []
@@ -49,31 +49,31 @@ def measure_pipeline(settings: PipelineSettings, progress: Callable[[str], objec
 
 
 def train_one_by_one(task: Task, settings: PipelineSettings) -> Iterator[dict[str, Any]]:
-    """Trains with the engine; yields what :func:`~lightning_pipesync.bench.pipeline.train` returns."""
+    """Trains with the engine; yields the results of :func:`~lightning_pipesync.bench.pipeline.train`."""
     grid = itertools.product(settings.batch_sizes, settings.seeds, settings.learning_rates, settings.methods)
     for batch_size, seed, learning_rate, method in grid:
         yield train(task, method, learning_rate, batch_size, seed, settings)
 
 
 def train_at_once(task: Task, settings: PipelineSettings) -> Iterator[dict[str, Any]]:
-    """Trains with everything that ``settings`` compares; yields what :func:`train_one_by_one` does, in another order.
+    """Trains with many models at once; yields the results of :func:`train_one_by_one`, in another order.
 
-    EA-Pipe trains whole rounds: mini-batches after the last one are left out, and the learning rate is reduced between
-    rounds. The pipelines are not emptied to measure the error, which takes some delay from weight stashing, SpecTrain
-    and naive pipelining.
+    EA-Pipe trains whole rounds: mini-batches after the last round are skipped, and the learning rate is reduced between
+    rounds. The pipelines are not flushed for an evaluation, unlike the engine's, where a flush shortens the delay of
+    weight stashing, SpecTrain and naive pipelining.
     """
-    torch.set_flush_denormal(True)  # momentum of units that are silent for good would become so small
+    torch.set_flush_denormal(True)  # the momentum of dead units becomes denormal
     for batch_size in settings.batch_sizes:
-        for name in dict.fromkeys(_program_of(method, settings) for method in settings.methods):
-            methods = [method for method in settings.methods if _program_of(method, settings) == name]
+        for name in dict.fromkeys(_batch_key(method, settings) for method in settings.methods):
+            methods = [method for method in settings.methods if _batch_key(method, settings) == name]
             members = list(itertools.product(methods, settings.learning_rates, settings.seeds))
             most = max(1, MOST_MODELS // name[1])
             for start in range(0, len(members), most):
                 yield from _train(task, members[start : start + most], batch_size, settings)
 
 
-def _program_of(method: str, settings: PipelineSettings) -> tuple[str, int, float | None]:
-    """Returns what methods of one program have in common: name, mini-batches in flight and smoothing."""
+def _batch_key(method: str, settings: PipelineSettings) -> tuple[str, int, float | None]:
+    """Returns the key of methods that can train in one batch: name, mini-batches in flight and smoothing."""
     config, stages = least_pipeline(method, 0, settings.stages)
     return method.partition(":")[0], config.replicas or stages, config.prediction_smoothing
 
@@ -108,7 +108,7 @@ def _train(task: Task, members: list[Member], batch_size: int, settings: Pipelin
 
 
 def _trainings(task: Task, members: list[Member], settings: PipelineSettings) -> Trainings:
-    """Returns the trainings, which begin with the weights that the engine would begin with."""
+    """Returns the trainings, with the same initial weights as in the engine."""
     models: dict[int, nn.Module] = {}
     for _, _, seed in members:
         torch.manual_seed(seed)
@@ -123,11 +123,11 @@ def _trainings(task: Task, members: list[Member], settings: PipelineSettings) ->
 
 
 def _dense(model: nn.Sequential, num_stages: int) -> Dense:
-    """Returns the dense layers of ``model``, in the stages in which the engine would have them."""
+    """Returns the dense layers of ``model``, in the same stages as in the engine."""
     layers = split.flattened(model)
     split.check_number(layers, num_stages)
     cuts = split.partition(split.numbers_of_parameters([layer for _, layer in layers]), num_stages)
-    dense = [module for module in model.modules() if isinstance(module, nn.Linear)]  # one in each layer
+    dense = [module for module in model.modules() if isinstance(module, nn.Linear)]  # one per layer
     widths = [dense[0].in_features, *(layer.out_features for layer in dense)]
     return Dense(widths, [sum(cut <= i for cut in cuts) for i in range(len(dense))])
 
@@ -140,7 +140,7 @@ def _tensors(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
 
 @cache
 def _order(num_samples: int, batch_size: int, epochs: int, seed: int) -> Tensor:
-    """Returns the samples of each mini-batch, ``[mini-batches, batch_size]``, as the engine's loader draws them."""
+    """Returns the samples of each mini-batch, ``[mini-batches, batch_size]``, in the order of the engine's loader."""
     order = torch.Generator().manual_seed(seed)
     samples = TensorDataset(torch.arange(num_samples))
     loader = DataLoader(samples, batch_size, shuffle=True, generator=order, drop_last=True)
@@ -148,7 +148,7 @@ def _order(num_samples: int, batch_size: int, epochs: int, seed: int) -> Tensor:
 
 
 def _errors(trainings: Trainings, dataset: Dataset[Any]) -> list[float]:
-    """Returns the share of a data set that each training's master misclassifies, in %."""
+    """Returns the classification error of each training's master on a data set, in %."""
     x, y = _tensors(dataset)
     *_, output = trainings.model.forward(trainings.master, x.expand(len(trainings.master), *x.shape).contiguous())
     return (100 * (output.argmax(dim=2) != y).float().mean(dim=1)).tolist()

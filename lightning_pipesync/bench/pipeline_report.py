@@ -1,4 +1,4 @@
-"""Table and training curves of pipelines (EA-Pipe, Tables 1, 4 and 7, Figs. 3 and 4)."""
+"""The report of a study of pipelines: tables and training curves (EA-Pipe, Tables 1, 4 and 7, Figs. 3 and 4)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the trainings with one method at one learning rate ended with.
+    """The final error of the trainings with one method at one learning rate.
 
     Attributes:
-        error: of the trainings that did not diverge, the mean in %; None if all did.
+        error: the mean error of the trainings that did not diverge, in %; None if all did.
         interval: half the 95 % confidence interval of the error (Student's t); None for fewer than two trainings.
-        num_diverged: trainings in which a loss was not finite.
-        num_runs: trainings.
+        num_diverged: the number of trainings in which a loss was not finite.
+        num_runs: the number of trainings.
     """
 
     error: float | None
@@ -34,20 +34,20 @@ class Outcome:
 
 
 def outcome_of(runs: list[Run]) -> Outcome:
-    """Returns what trainings with different seeds ended with."""
+    """Returns the outcome of trainings with different seeds."""
     errors = [run["points"][-1]["error"] for run in runs if not run["diverged"]]
     return Outcome(fmean(errors) if errors else None, interval_of(errors), len(runs) - len(errors), len(runs))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the validation set chooses among the trainings with one method.
+    """The settings of one method that the validation set chooses.
 
     Attributes:
-        method: with its settings.
-        learning_rate: to begin with.
+        method: the method with its settings.
+        learning_rate: the initial learning rate.
         batch_size: samples of a mini-batch.
-        validation: mean error on the validation set, in %.
+        validation: the mean error on the validation set, in %.
         outcome: the errors on the test set.
     """
 
@@ -70,7 +70,7 @@ def choice_of(runs: list[Run]) -> Choice | None:
 
 
 def as_markdown(result: dict[str, Any]) -> str:
-    """Returns tables: methods by learning rates, for each batch size, and what the validation set chooses."""
+    """Returns tables of methods by learning rates, for each batch size, and of the choices of the validation set."""
     settings = result["settings"]
     rates = settings["learning_rates"]
     count = len(settings["seeds"])
@@ -93,7 +93,7 @@ Diverged: a loss or a weight was not finite.
 
 
 def _chosen(result: dict[str, Any]) -> str:
-    """Returns a table of what the validation set chooses, for each batch size and among all."""
+    """Returns a table of the choices of the validation set, for each batch size."""
     sizes = result["settings"]["batch_sizes"]
     rows = []
     for name in dict.fromkeys(_name_of(method) for method in result["settings"]["methods"]):
@@ -116,7 +116,7 @@ def _name_of(method: str) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws the test error over the epochs, a panel for each learning rate, a row of them for each batch size."""
+    """Draws the test error over the epochs, with a panel per learning rate and a row of panels per batch size."""
     settings = result["settings"]
     rates, sizes = settings["learning_rates"], settings["batch_sizes"]
     figure = Figure(figsize=(4.5 * len(rates), 4.5 * len(sizes)), layout="constrained")

@@ -1,4 +1,4 @@
-"""Synchronous training with a parameter server, what Pipe-SGD compares itself with (poster, Experiments)."""
+"""Synchronous training with a parameter server, the baseline of Pipe-SGD (poster, Experiments)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_pipesync.core.buckets import Bucket
 
 @dataclass(frozen=True)
 class PSSyncConfig:
-    """Settings of synchronous training with a parameter server: it has none."""
+    """Settings of synchronous training with a parameter server: there are none."""
 
 
 class PSSync(OverTransport):
     """Every rank pushes its gradient to the server, which updates the weights by the average, and pulls them.
 
-    The server is rank 0, which trains, too. It takes what DDP takes in steps, and more time: the gradients and weights
-    of all ranks pass its link, and nothing overlaps with them.
+    The server is rank 0, which trains, too. It takes as many steps as DDP, and more time: the gradients and weights of
+    all ranks pass its link, without overlap.
     """
 
     def __init__(self, task: Task, config: PSSyncConfig) -> None:

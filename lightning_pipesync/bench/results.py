@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: JSON with all that was measured and where, Markdown, pictures."""
+"""The results of a benchmark: JSON with all measurements and the environment, and Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scipy.stats import t
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions, host and git commit of this moment."""
+    """Returns the time, versions, machine and git commit."""
     packages = ("lightning-pipesync", "torch", "lightning", "numpy")
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -31,14 +31,14 @@ def environment() -> dict[str, Any]:
 
 
 def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: str) -> None:
-    """Writes ``KIND.json`` and ``KIND.md`` to ``folder``, which is made if it is missing."""
+    """Writes ``KIND.json`` and ``KIND.md`` to ``folder``, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / f"{kind}.md").write_text(markdown)
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
-    """Returns a Markdown table, the first column to the left and the others to the right."""
+    """Returns a Markdown table, with the first column aligned left and the others right."""
     lines = [headings, ["---", *(["---:"] * (len(headings) - 1))], *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
@@ -51,7 +51,7 @@ def interval_of(values: Sequence[float]) -> float | None:
 
 
 def _git_commit() -> str | None:
-    """Returns the commit of the source that runs, with a plus if there are changes; None outside a repository."""
+    """Returns the commit of the source, with a plus if there are changes; None outside a repository."""
     folder = Path(__file__).parent
     try:
         commit = subprocess.run(

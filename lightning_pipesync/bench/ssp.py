@@ -23,7 +23,7 @@ class SSPConfig:
     """Settings of SSP."""
 
     s: int = 100
-    """Steps that a rank may be ahead of the slowest one."""
+    """The most steps that a rank may be ahead of the slowest one."""
 
     def __post_init__(self) -> None:
         if self.s < 0:
@@ -31,13 +31,13 @@ class SSPConfig:
 
 
 class ParameterServer:
-    """The weights to which all ranks' gradients are applied, one after the other as they come.
+    """The weights to which the gradients of all ranks are applied one after the other, in the order of arrival.
 
     Args:
-        module: holds the weights.
-        optimizer: over them.
-        staleness: steps that a rank may be ahead of the slowest one.
-        world_size: number of ranks.
+        module: the module with the weights.
+        optimizer: the optimizer of the weights.
+        staleness: the most steps that a rank may be ahead of the slowest one.
+        world_size: the number of ranks.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, staleness: int, world_size: int) -> None:
@@ -49,7 +49,7 @@ class ParameterServer:
             parameter.grad = view
 
     def push_and_pull(self, rank: int, gradient: Tensor, weights: Bucket) -> None:
-        """Applies the fused ``gradient`` of ``rank``, and copies the weights once that rank may go on."""
+        """Applies the fused ``gradient`` of ``rank``, and copies the weights once that rank may continue."""
         with self._changed:
             self._gradient.flat.copy_(gradient)
             self._optimizer.step()
@@ -59,7 +59,7 @@ class ParameterServer:
             weights.pack(self.parameters)
 
     def leave(self, rank: int) -> None:
-        """Has nobody wait for ``rank`` any more."""
+        """Ends the waiting of other ranks for ``rank``."""
         with self._changed:
             self._steps[rank] = 2**62
             self._changed.notify_all()
@@ -76,7 +76,7 @@ class SSP(OverTransport):
         self._server: ParameterServer | None = None
         if self._transport.rank == 0:
             master = deepcopy(self.module)
-            self.optimizer = task.optimizer(master)  # whose learning rate the schedule changes
+            self.optimizer = task.optimizer(master)  # the schedule changes its learning rate
             self._server = ParameterServer(master, self.optimizer, config.s, self._transport.world_size)
             self._threads = [
                 threading.Thread(target=self._serve, args=(rank, self._server), daemon=True)
@@ -98,7 +98,7 @@ class SSP(OverTransport):
 
     @contextmanager
     def consolidated(self) -> Iterator[nn.Module]:
-        """Yields the module with the server's weights, when all ranks have come so far."""
+        """Yields the module with the server's weights, after a barrier."""
         dist.barrier()
         if self._server:
             self._weights.pack(self._server.parameters)
@@ -121,7 +121,7 @@ class SSP(OverTransport):
         super().close()
 
     def _serve(self, rank: int, server: ParameterServer) -> None:
-        """Answers one rank until it leaves."""
+        """Serves one rank until it leaves."""
         message, weights = torch.empty_like(self._message), Bucket(self._parameters)
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The throughput of a pipeline, by method, beside that of as many stages which never wait (EA-Pipe, Tables 2 and 5)."""
+"""The throughput of a pipeline by method, compared with stages that never wait (EA-Pipe, Tables 2 and 5)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.config import ALGORITHMS
 
-#: Samples of a mini-batch, so many that it divides into micro-batches.
+#: Samples of a mini-batch, a multiple of the number of micro-batches.
 BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
 class StagesSettings:
-    """What is measured.
+    """The settings of the benchmark.
 
     Attributes:
-        methods: what is compared, as :func:`parse_contestant` takes them.
-        stage_ms: what the forward and backward passes of a mini-batch take in a stage, together, in milliseconds.
-        activation_mib: size of the activations of a mini-batch between two stages.
-        steps: mini-batches of one measurement.
-        rounds: how often each contestant is measured, all in turns.
+        methods: the candidates, see :func:`parse_candidate`.
+        stage_ms: the duration of both passes of a mini-batch in a stage, in milliseconds.
+        activation_mib: the size of the activations of a mini-batch between two stages, in MiB.
+        steps: the number of mini-batches of a measurement.
+        rounds: the number of measurements of each candidate, in turns.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -46,7 +46,7 @@ class StagesSettings:
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            parse_contestant(method)
+            parse_candidate(method)
         for name in ("activation_mib", "steps", "rounds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
@@ -54,8 +54,8 @@ class StagesSettings:
             raise ValueError(f"stage_ms must be one or more positive numbers of ms, got {self.stage_ms!r}.")
 
 
-def parse_contestant(text: str) -> EAPipeConfig:
-    """Returns the settings that ``METHOD`` or ``METHOD:SETTING=VALUE,...`` stands for.
+def parse_candidate(text: str) -> EAPipeConfig:
+    """Parses ``METHOD`` or ``METHOD:SETTING=VALUE,...`` into settings.
 
     Raises:
         ValueError: the method or a setting is unknown, or a value out of its range.
@@ -68,12 +68,12 @@ def parse_contestant(text: str) -> EAPipeConfig:
 
 
 def measure_stages(settings: StagesSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Times mini-batches of every contestant in the steady state, in turns; a collective call.
+    """Times mini-batches of every candidate in the steady state, in turns; a collective call.
 
     Returns:
-        Settings; bandwidth in bytes a second; and for each of ``stage_ms`` the seconds a mini-batch takes in a stage
-        that never waits, and by contestant the seconds it took, round by round, and the ``trace`` of some mini-batches
-        from an empty pipeline to an empty one: for each stage kind, start and end of its passes, in seconds.
+        Settings; bandwidth in bytes per second; and for each of ``stage_ms`` the seconds of a mini-batch in a stage
+        that never waits, and by candidate the measured seconds, round by round, and the ``trace`` of some mini-batches
+        from an empty pipeline to an empty one: for each stage the kind, start and end of its passes, in seconds.
     """
     bandwidth = measure_bandwidth()
     runs = [measure_run(settings, milliseconds / 1e3, progress) for milliseconds in settings.stage_ms]
@@ -81,7 +81,7 @@ def measure_stages(settings: StagesSettings, progress: Callable[[str], object]) 
 
 
 def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Does :func:`measure_stages` for one duration of a stage, of which a third is the forward pass."""
+    """Runs :func:`measure_stages` for one duration of a stage, of which a third is the forward pass."""
     num_stages = dist.get_world_size()
     batch = torch.zeros(BATCH_SIZE, max(1, round(settings.activation_mib * MIB / 4 / BATCH_SIZE))), torch.zeros(1)
     stages, engines = {}, {}
@@ -89,11 +89,11 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
         stages[name] = EmulatedStages(
             num_stages, BATCH_SIZE, forward_seconds=stage_seconds / 3, backward_seconds=stage_seconds * 2 / 3
         )
-        engines[name] = EAPipe(stages[name], _loss, lambda ps: SGD(ps, lr=1e-3), parse_contestant(name))
+        engines[name] = EAPipe(stages[name], _loss, lambda ps: SGD(ps, lr=1e-3), parse_candidate(name))
     seconds = torch.zeros(len(engines), settings.rounds, dtype=torch.float64)
     for round_ in range(settings.rounds):
         for i, (name, engine) in enumerate(engines.items()):
-            for _ in range(3 * num_stages):  # until every stage waits for its neighbors as it always will
+            for _ in range(3 * num_stages):  # until the steady state
                 engine.train_batch(batch)
             start = time.perf_counter()
             for _ in range(settings.steps):
@@ -108,7 +108,7 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return {
         "stage_seconds": stage_seconds,
-        "contestants": [
+        "candidates": [
             {"name": name, "seconds": row.tolist(), "trace": traces[name]}
             for name, row in zip(engines, seconds, strict=True)
         ],
@@ -116,7 +116,7 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
 
 
 def trace(engine: EAPipe, stages: EmulatedStages, batch: tuple[Tensor, Tensor]) -> list[list[tuple[str, float, float]]]:
-    """Returns the passes of each stage for twice as many mini-batches as there are stages; all ranks on one machine."""
+    """Returns the passes of each stage for twice as many mini-batches as stages; all ranks are on one machine."""
     before = len(stages.spans)
     dist.barrier()
     start = time.perf_counter()

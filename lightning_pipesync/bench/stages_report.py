@@ -1,4 +1,4 @@
-"""The throughput of pipelines: a table, and a picture of what the stages do when."""
+"""The report of the throughput of pipelines: a table, and a timeline of the stages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
             stage = run["stage_seconds"]
             hop = mib * MIB / bandwidth
             rows = []
-            for contestant in run["contestants"]:
-                seconds = median(contestant["seconds"])
-                rows.append([readable(contestant["name"]), f"{seconds * 1e3:.1f}", f"{stage / seconds:.0%}"])
+            for candidate in run["candidates"]:
+                seconds = median(candidate["seconds"])
+                rows.append([readable(candidate["name"]), f"{seconds * 1e3:.1f}", f"{stage / seconds:.0%}"])
             parts.append(
                 f"""### {result["world_size"]} stages of {stage * 1e3:g} ms
 
@@ -39,13 +39,13 @@ reaches {bandwidth * 8 / 1e6:.0f} Mbit/s). The share is of the throughput of sta
 
 
 def draw(run: dict[str, Any], path: Path) -> None:
-    """Draws a panel for each contestant, with a row for each stage, the first on top, and numbers of mini-batches."""
-    contestants = run["contestants"]
-    num_stages = len(contestants[0]["trace"])
-    figure = Figure(figsize=(11, 0.6 + (0.6 + 0.35 * num_stages) * len(contestants)), layout="constrained")
-    panels = figure.subplots(len(contestants), 1, squeeze=False, sharex=True)[:, 0]
-    for panel, contestant in zip(panels, contestants, strict=True):
-        for stage, spans in enumerate(contestant["trace"]):
+    """Draws a panel per candidate, with a row per stage, the first on top, and the numbers of mini-batches."""
+    candidates = run["candidates"]
+    num_stages = len(candidates[0]["trace"])
+    figure = Figure(figsize=(11, 0.6 + (0.6 + 0.35 * num_stages) * len(candidates)), layout="constrained")
+    panels = figure.subplots(len(candidates), 1, squeeze=False, sharex=True)[:, 0]
+    for panel, candidate in zip(panels, candidates, strict=True):
+        for stage, spans in enumerate(candidate["trace"]):
             parts = len(spans) // (4 * num_stages)  # micro-batches: forward and backward, two mini-batches a stage
             counts = dict.fromkeys(COMPUTATION, 0)
             for kind, begin, end in spans:
@@ -56,7 +56,7 @@ def draw(run: dict[str, Any], path: Path) -> None:
                 if parts == 1:
                     panel.text((begin + end) / 2, -stage, str(number + 1), ha="center", va="center", fontsize=6)
         panel.set_yticks([-stage for stage in range(num_stages)], [f"stage {n}" for n in range(1, num_stages + 1)])
-        panel.set_title(readable(contestant["name"]), loc="left", fontsize="medium")
+        panel.set_title(readable(candidate["name"]), loc="left", fontsize="medium")
     panels[-1].set_xlabel("seconds")
     patches = [Patch(color=COLOURS[kind], label=kind) for kind in COMPUTATION]
     figure.legend(handles=patches, loc="outside upper right", ncols=2, fontsize="small")

@@ -1,4 +1,4 @@
-"""The time of a training step, by method, beside what theory allows (DeAR, Figs. 7 and 8; Eqs. 6-8)."""
+"""The time of a training step by method, compared with the theoretical limits (DeAR, Figs. 7 and 8; Eqs. 6-8)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.contestants import (
+from lightning_pipesync.bench.candidates import (
     METHODS,
-    Contestant,
+    Candidate,
     Wrapped,
     ddp_name,
     makers,
     without_communication,
 )
-from lightning_pipesync.bench.interleaved import time_in_turns
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model, computation_seconds
+from lightning_pipesync.bench.round_robin import time_round_robin
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
 from lightning_pipesync.core.pipe_cost import PipeCost
@@ -30,16 +30,16 @@ from lightning_pipesync.core.pipe_cost import PipeCost
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What is measured.
+    """The settings of the benchmark.
 
     Attributes:
-        model: a name that :func:`build_model` knows.
-        scale: by which the tensors of an emulated model are scaled.
-        methods: what is compared, names that :data:`METHODS` knows.
+        model: a name for :func:`build_model`.
+        scale: the scale of the tensors of an emulated model.
+        methods: names of :data:`METHODS`.
         ratios: communication time over computation time, of an emulated model; empty for a real one.
         bucket_mb: bucket sizes of DDP and DeAR, in MiB; DDP's best one counts.
-        steps: steps of one measurement.
-        rounds: how often each contestant is measured.
+        steps: the number of steps of a measurement.
+        rounds: the number of measurements of each candidate.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -76,8 +76,8 @@ class Profile:
         forward: seconds.
         backward: seconds.
         update: seconds.
-        ready: when each gradient is ready, in seconds since backward began, in that order.
-        num_bytes: the size of each.
+        ready: when each gradient is ready, in seconds since the start of backward, ascending.
+        num_bytes: the size of each gradient in bytes.
     """
 
     forward: float
@@ -88,11 +88,11 @@ class Profile:
 
 
 def measure_step(settings: StepSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Times a step of every contestant, in turns, for each ratio; a collective call.
+    """Times a step of every candidate, in turns, for each ratio; a collective call.
 
     Returns:
-        Settings; ``num_bytes`` of the gradient; bandwidth in bytes a second; ``link``: alpha and beta of the backend's
-        all-reduce; and ``runs``, what :func:`measure_run` returns for each ratio.
+        Settings; ``num_bytes`` of the gradient; bandwidth in bytes per second; ``link``: alpha and beta of the
+        backend's all-reduce; and ``runs``: the results of :func:`measure_run` for each ratio.
     """
     bandwidth, link = measure_bandwidth(), measure_link()
     if settings.ratios:
@@ -111,13 +111,13 @@ def measure_step(settings: StepSettings, progress: Callable[[str], object]) -> d
 def measure_emulated(
     settings: StepSettings, ratio: float, bandwidth: float, link: LinkCost, progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Does :func:`measure_run` for an emulated model that computes as long as the ratio demands."""
+    """Runs :func:`measure_run` for an emulated model with the duration of computation of a ratio."""
     build = emulated_builder(settings, ratio, bandwidth)
     return measure_run(settings, build, bandwidth, link, lambda text: progress(f"ratio {ratio:g}: {text}"))
 
 
 def emulated_builder(settings: StepSettings, ratio: float, bandwidth: float) -> Callable[[], BenchModel]:
-    """Returns what builds the emulated model, which computes as long as the ratio demands."""
+    """Returns a factory of the emulated model, with the duration of computation of a ratio."""
     build = partial(build_model, settings.model, scale=settings.scale)
     forward, backward = computation_seconds(gradient_bytes(build()), dist.get_world_size(), bandwidth, ratio)
     return partial(build, forward_seconds=forward, backward_seconds=backward)
@@ -130,48 +130,48 @@ def measure_run(
     link: LinkCost,
     progress: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Times a step of every contestant, in turns; a collective call.
+    """Times a step of every candidate, in turns; a collective call.
 
     Returns:
-        ``num_bytes`` of the gradient; ``cost``: the parts of a step, which make the limits; for each contestant
-        its ``seconds`` a step, round by round, its ``limit``, for DDP and Pipe-SGD what the cost model has
-        ``predicted``, and what a ``search`` has found, if there is one.
+        ``num_bytes`` of the gradient; ``cost``: the parts of a step, from which the limits follow; and for each
+        candidate its ``seconds`` per step, round by round, its ``limit``, for DDP and Pipe-SGD the time ``predicted``
+        by the cost model, and the result of its ``search``, if there is one.
     """
-    torch.manual_seed(0)  # the same weights on all ranks: not every contestant sees to that
+    torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
     alone = without_communication(build())
-    field = [alone, *(make(build()) for make in makers(settings.methods, settings.bucket_mb))]
+    candidates = [alone, *(make(build()) for make in makers(settings.methods, settings.bucket_mb))]
     world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
     profile = profile_step(alone)
     half = (world_size - 1) / world_size * num_bytes / bandwidth
     cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
-    by_name = {contestant.name: contestant for contestant in field}
-    found = {name: contestant.prepare() for name, contestant in by_name.items()}
+    by_name = {candidate.name: candidate for candidate in candidates}
+    found = {name: candidate.prepare() for name, candidate in by_name.items()}
 
-    def run(contestant: Contestant) -> None:
+    def run(candidate: Candidate) -> None:
         for _ in range(settings.steps):
-            contestant.step()
+            candidate.step()
 
     def after(name: str) -> None:
         by_name[name].drain()
         progress(name)
 
-    timed = time_in_turns(
-        {name: partial(run, contestant) for name, contestant in by_name.items()},
+    timed = time_round_robin(
+        {name: partial(run, candidate) for name, candidate in by_name.items()},
         settings.rounds,
         before=lambda name: by_name[name].begin(),
         after=after,
     )
-    for contestant in field:
-        contestant.close()
+    for candidate in candidates:
+        candidate.close()
     predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in settings.bucket_mb}
     pipe = PipeCost(profile.update, profile.forward, profile.backward, num_bytes, world_size, link)
-    for one in field:
+    for one in candidates:
         if one.segments is not None:
             predicted[one.name] = pipe.step(segments=one.segments, compression=one.compression)
     return {
         "num_bytes": num_bytes,
         "cost": asdict(cost),
-        "contestants": [
+        "candidates": [
             {
                 "name": name,
                 "seconds": [value / settings.steps for value in values],
@@ -191,15 +191,15 @@ def gradient_bytes(model: BenchModel) -> int:
 def measure_link(sizes_mib: Sequence[float] = (0.25, 1.0, 4.0), rounds: int = 5) -> LinkCost:
     """Returns alpha and beta of the backend's all-reduce, which DDP uses; a collective call."""
     buffers = {f"{size}": torch.zeros(round(size * MIB / 4)) for size in sizes_mib}
-    timed = time_in_turns({name: partial(dist.all_reduce, buffer) for name, buffer in buffers.items()}, rounds)
+    timed = time_round_robin({name: partial(dist.all_reduce, buffer) for name, buffer in buffers.items()}, rounds)
     points = [(buffers[name].numel() * 4, seconds) for name, values in timed.items() for seconds in values]
     num_bytes, seconds = zip(*points, strict=True)
     return LinkCost.fit(num_bytes, seconds, dist.get_world_size())
 
 
-def profile_step(contestant: Wrapped, rounds: int = 5) -> Profile:
-    """Measures a step without communication on this rank, part by part: medians over some steps."""
-    parameters = [parameter for parameter in contestant.module.parameters() if parameter.requires_grad]
+def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
+    """Measures the parts of a step without communication on this rank: medians over several steps."""
+    parameters = [parameter for parameter in candidate.module.parameters() if parameter.requires_grad]
     ready: list[dict[int, float]] = []
     began = 0.0
     handles = [
@@ -210,14 +210,14 @@ def profile_step(contestant: Wrapped, rounds: int = 5) -> Profile:
     ]
     parts: list[tuple[float, float, float]] = []
     for _ in range(rounds + 1):
-        contestant.optimizer.zero_grad()
+        candidate.optimizer.zero_grad()
         ready.append({})
         start = time.perf_counter()
-        loss = contestant.model.loss(contestant.module, contestant.batch)
+        loss = candidate.model.loss(candidate.module, candidate.batch)
         began = time.perf_counter()
         loss.backward()
         ended = time.perf_counter()
-        contestant.optimizer.step()
+        candidate.optimizer.step()
         parts.append((began - start, ended - began, time.perf_counter() - ended))
     for handle in handles:
         handle.remove()
@@ -229,7 +229,7 @@ def profile_step(contestant: Wrapped, rounds: int = 5) -> Profile:
 
 
 def predict_ddp(profile: Profile, link: LinkCost, world_size: int, bucket_mb: float) -> float:
-    """Returns the seconds of a step of DDP: its buckets' all-reduces one after the other, each when it is full."""
+    """Returns the predicted seconds of a step of DDP, with serial all-reduces of its buckets, each once it is full."""
     ready, durations, filled = [], [], 0
     for i, (moment, num_bytes) in enumerate(zip(profile.ready, profile.num_bytes, strict=True)):
         filled += num_bytes

@@ -19,7 +19,7 @@ def draw(results: list[dict[str, Any]], folder: Path) -> None:
 
 
 def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws the speed-up over DDP against the ratio of communication to computation, and what Eqs. 7 and 8 allow."""
+    """Draws the speed-up over DDP by the ratio of communication to computation, with the limits of Eqs. 7 and 8."""
     figure = Figure(figsize=(5 * len(results), 4.5), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
     for panel, result in zip(panels, results, strict=True):
@@ -65,7 +65,7 @@ def draw_scaling(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_breakdown(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws what a step is made of, for the ratio in the middle: forward, backward, update, exposed communication."""
+    """Draws the parts of a step, for the ratio in the middle: forward, backward, update, exposed communication."""
     figure = Figure(figsize=(5 * len(results), 4), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for panel, result in zip(panels, results, strict=True):

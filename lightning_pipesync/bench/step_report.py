@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipesync.bench.interleaved import median_and_quartiles
 from lightning_pipesync.bench.results import table
+from lightning_pipesync.bench.round_robin import median_and_quartiles
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.pipe_cost import iterations_to_bound
@@ -14,16 +14,16 @@ from lightning_pipesync.core.pipe_cost import iterations_to_bound
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant in one run.
+    """One candidate in one run.
 
     Attributes:
-        name: of the contestant.
-        seconds: of a step, the median.
-        quartiles: below and above it.
-        over_ddp: DDP's time with its best bucket size over this one's.
+        name: the name of the candidate.
+        seconds: the median seconds of a step.
+        quartiles: the lower and the upper quartile.
+        over_ddp: the speed-up over DDP with its best bucket size.
         of_limit: the limit of this kind of method over its time.
-        exposed: seconds of communication that computation does not hide.
-        prediction_error: of the cost model, relative, where it predicts.
+        exposed: seconds of exposed communication.
+        prediction_error: the relative error of the cost model; None without a prediction.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Row:
 
 
 def rows_of(run: dict[str, Any]) -> list[Row]:
-    """Returns a row for each contestant of one ratio, beside DDP with the best of its bucket sizes."""
+    """Returns a row for each candidate of one ratio, compared with DDP at its best bucket size."""
     cost = StepCost(**run["cost"])
-    timed = {one["name"]: median_and_quartiles(one["seconds"]) for one in run["contestants"]}
+    timed = {one["name"]: median_and_quartiles(one["seconds"]) for one in run["candidates"]}
     best_ddp = min(median for name, (median, _, _) in timed.items() if name.startswith("DDP, "))
     rows = []
-    for one in run["contestants"]:
+    for one in run["candidates"]:
         median, low, high = timed[one["name"]]
         error = None if one["predicted"] is None else one["predicted"] / median - 1
         rows.append(
@@ -65,7 +65,7 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
     for result in results:
         for run in result["runs"]:
             parts += [_heading(result, run), table(headings, [_cells(row) for row in rows_of(run)])]
-            parts += [_search(one) for one in run["contestants"] if one["search"]]
+            parts += [_search(one) for one in run["candidates"] if one["search"]]
     return "\n".join(parts)
 
 
@@ -84,11 +84,11 @@ The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_s
 """
 
 
-def _search(contestant: dict[str, Any]) -> str:
-    found, (seconds, _, _) = contestant["search"], median_and_quartiles(contestant["seconds"])
+def _search(candidate: dict[str, Any]) -> str:
+    found, (seconds, _, _) = candidate["search"], median_and_quartiles(candidate["seconds"])
     lost = found["seconds"] / seconds - found["steps"]
     return (
-        f"{contestant['name']}: {found['trials']} sizes tried in {found['steps']} steps, which took as long as "
+        f"{candidate['name']}: {found['trials']} sizes tried in {found['steps']} steps, which took as long as "
         f"{lost:.1f} steps more; found {found['size']:.1f} MiB, {found['edge'] or found['size']:.1f} at the ends.\n"
     )
 

@@ -1,4 +1,4 @@
-"""When training steps compute and when they communicate: a table and a picture."""
+"""The report of a timeline of computation and communication: a table and a picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPUTATION = ("forward", "backward")
 
 
 def as_markdown(result: dict[str, Any]) -> str:
-    """Returns for each contestant how long it computes and communicates in a step, and how much of that at once."""
+    """Returns a table of the computation, the communication and their overlap in a step, by candidate."""
     rows = []
     for timeline in result["timelines"]:
         spans, steps = timeline["spans"], len(timeline["steps"])
@@ -38,7 +38,7 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 
 def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns disjoint spans that cover the same time."""
+    """Returns the union of spans as disjoint spans."""
     disjoint: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if disjoint and start <= disjoint[-1][1]:
@@ -49,12 +49,12 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def length(disjoint: list[tuple[float, float]]) -> float:
-    """Returns how long disjoint spans are together."""
+    """Returns the total length of disjoint spans."""
     return sum(end - start for start, end in disjoint)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws a panel for each contestant, with a row for computation and one for communication; neighbors alternate."""
+    """Draws a panel per candidate, with a row for computation and one for communication, in alternating shades."""
     timelines = result["timelines"]
     figure = Figure(figsize=(10, 0.6 + 1.4 * len(timelines)), layout="constrained")
     panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]

@@ -1,4 +1,4 @@
-"""Ways to train a task on all ranks: our methods, and what the papers compare them with."""
+"""Trainings of a task on all ranks, with the methods of this package and the papers' baselines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_pipesync.bench.contestants import in_ddp
+from lightning_pipesync.bench.candidates import in_ddp
 from lightning_pipesync.bench.tasks import Task
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.transport import Transport
@@ -25,14 +25,14 @@ from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 
 
 class Training(ABC):
-    """One way to train a task; on all ranks alike.
+    """A training of a task, the same on all ranks.
 
     Attributes:
-        module: what is trained.
-        optimizer: whose learning rate the task's schedule changes.
+        module: the module that is trained.
+        optimizer: the optimizer, whose learning rate the task's schedule changes.
 
     Args:
-        task: what to train.
+        task: the task.
     """
 
     def __init__(self, task: Task) -> None:
@@ -41,11 +41,11 @@ class Training(ABC):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which each rank goes through its share of the training data."""
+        """The number of steps in which each rank uses its share of the training data once."""
         return -(-len(self._sampler(0)) // self.task.batch_size)
 
     def loader(self, seed: int) -> TrainLoader:
-        """Returns this rank's batches of the training data, each iteration another epoch; a collective call."""
+        """Returns this rank's training loader, whose iterations are successive epochs; a collective call."""
         return TrainLoader(with_seed_of_its_own(self._in_order(seed)), finish=lambda batch: batch)
 
     def step(self, batch: Any) -> None:
@@ -60,7 +60,7 @@ class Training(ABC):
 
     @contextmanager
     def consolidated(self) -> Iterator[nn.Module]:
-        """Yields the module with the weights that a user would keep; a collective call."""
+        """Yields the module with the consolidated weights; a collective call."""
         yield self.module
 
     @property
@@ -70,11 +70,11 @@ class Training(ABC):
 
     @property
     def lssr(self) -> float | None:
-        """Share of the steps that stayed local (SelSync, Eq. 4); None if that means nothing here."""
+        """The share of local steps (SelSync, Eq. 4); None if it is not defined."""
         return 0.0
 
     def close(self) -> None:  # noqa: B027 - most have nothing running
-        """Ends what is left running."""
+        """Ends threads and process groups."""
 
     def _in_order(self, seed: int) -> DataLoader[Any]:
         return DataLoader(self.task.train_set, self.task.batch_size, sampler=self._sampler(seed))
@@ -90,7 +90,7 @@ class Training(ABC):
 
 
 class OverTransport(Training):
-    """A way to train that communicates itself; all ranks begin with the weights of rank 0."""
+    """A training that uses the transport directly; all ranks start with the weights of rank 0."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -114,7 +114,7 @@ class DDPConfig:
     """Settings of DDP."""
 
     bucket_mb: float = 25.0
-    """MiB of gradients that travel in one piece."""
+    """MiB of a bucket of gradients."""
 
     def __post_init__(self) -> None:
         if not self.bucket_mb > 0:
@@ -142,13 +142,13 @@ class WithDDP(Training):
 
     @property
     def mib_sent(self) -> float:
-        """What a ring all-reduce, which sends the least possible, sends of every gradient: DDP does not count."""
+        """The least MiB of an all-reduce, those of a ring, of every gradient: DDP does not count."""
         world_size = dist.get_world_size()
         return 2 * (world_size - 1) / world_size * self._num_bytes * self._steps / MIB
 
 
 class WithMethod(Training):
-    """One of our methods."""
+    """A training with a method of this package."""
 
     def __init__(self, task: Task, method: type[SyncMethod], config: Any) -> None:
         super().__init__(task)

@@ -1,8 +1,8 @@
-"""Pipelines of dense layers, many trainings at once: what the engine computes, in batched products of matrices.
+"""Many trainings of pipelines of dense layers at once, equivalent to the engine, as batched matrix products.
 
-The trainings of one program differ in seed, learning rate, elastic force and synchronization period. Mini-batches whose
-weights are known beforehand are computed together: with EA-Pipe a round, in which each replica sees one (Eq. 13),
-with vertical sync the N whose stashed weights are there.
+The trainings of a batch differ in seed, learning rate, elastic force and synchronization period. Mini-batches with
+known weights are computed together: with EA-Pipe a round of one mini-batch per replica (Eq. 13), with vertical sync the
+N mini-batches with stashed weights.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 
 
 class Dense:
-    """Dense layers with ReLU between, for many models at once; weights and biases of a model lie in one row.
+    """Dense layers with ReLU between, for many models at once; each row has the weights and biases of a model.
 
     Args:
-        widths: of the input, of each layer's output.
+        widths: the widths of the input and of each layer's output.
         stage_of: the stage of each layer.
     """
 
@@ -34,7 +34,7 @@ class Dense:
         self.size, self.stage_of = ends[-1], list(stage_of)
 
     def columns(self, stage: int) -> slice:
-        """Returns where a row has the weights of a stage."""
+        """Returns the columns of the weights of a stage."""
         spans = [span for span, other in zip(self._spans, self.stage_of, strict=True) if other == stage]
         return slice(spans[0][0], spans[-1][1])
 
@@ -76,24 +76,24 @@ class Dense:
         error /= y.shape[1]
         layers = zip(inputs, self._views(used), self._views(out), strict=True)
         for layer, (given, (weight, _), (weight_gradient, bias_gradient)) in reversed(list(enumerate(layers))):
-            weight_gradient.copy_(torch.bmm(error.transpose(1, 2), given))  # straight into a part of the rows is slower
+            weight_gradient.copy_(torch.bmm(error.transpose(1, 2), given))  # faster than writing into part of the rows
             torch.sum(error, dim=1, keepdim=True, out=bias_gradient)
             if layer:
                 error = torch.bmm(error, weight).mul_(given > 0)
 
 
 class Trainings(ABC):
-    """Trainings with one method, in step.
+    """Lockstep trainings with one method.
 
     Args:
         model: the layers.
-        initial: weights to begin with, ``[trainings, size]``.
-        learning_rates: one for each training, ``[trainings, 1]``; whoever changes them reduces the rate.
-        momentum: of SGD.
-        weight_decay: of SGD.
+        initial: the initial weights, ``[trainings, size]``.
+        learning_rates: the learning rate of each training, ``[trainings, 1]``; may be changed in place.
+        momentum: the momentum of SGD.
+        weight_decay: the weight decay of SGD.
     """
 
-    #: How many mini-batches a :meth:`step` takes.
+    #: The number of mini-batches of a :meth:`step`.
     num_at_once = 1
 
     def __init__(
@@ -104,7 +104,7 @@ class Trainings(ABC):
 
     @abstractmethod
     def step(self, x: Tensor, y: Tensor) -> None:
-        """Trains with mini-batches that follow each other.
+        """Trains on successive mini-batches.
 
         Args:
             x: shape ``[num_at_once, trainings, samples, inputs]``.
@@ -112,7 +112,7 @@ class Trainings(ABC):
         """
 
     def _update(self, weights: Tensor, gradient: Tensor, velocity: Tensor) -> None:
-        """Makes a step of SGD in place; ``gradient`` is lost."""
+        """Takes a step of SGD in place; overwrites ``gradient``."""
         if self._weight_decay:
             gradient.add_(weights, alpha=self._weight_decay)
         if self._momentum:
@@ -121,7 +121,7 @@ class Trainings(ABC):
 
 
 class Elastic(Trainings):
-    """EA-Pipe: a round at a time, in which each replica sees one mini-batch and is pulled (Algorithm 1).
+    """EA-Pipe, one round at a time, in which each replica uses one mini-batch and is pulled (Algorithm 1).
 
     Args:
         num_replicas: N.
@@ -143,21 +143,21 @@ class Elastic(Trainings):
         self._round += 1
         forces = self._forces * (self._round % self._periods == 0)
         if forces.any():
-            for replica in self._replicas:  # one after the other, as the master is not the same for the next (Eq. 1)
+            for replica in self._replicas:  # in sequence, because each pull moves the master (Eq. 1)
                 force = torch.sub(replica, self.master).mul_(forces)
                 replica.sub_(force)
                 self.master.add_(force)
 
 
 class Delayed(Trainings):
-    """One master, of which each stage sees an earlier version, as it is or as predicted from the last updates.
+    """One master, of which each stage uses an earlier version, or a prediction from it and the last updates.
 
     Args:
-        forward: how many updates ago the master was what each stage sees in the forward pass.
-        backward: the same of the backward pass.
-        ahead: for how many updates each stage predicts the weights in the backward pass; in the forward pass for those
-            by which it is late, too. None: it does not predict.
-        smoothing: of the updates from which they are predicted.
+        forward: the age, in updates, of the weights of each stage in the forward pass.
+        backward: the age, in updates, of the weights of each stage in the backward pass.
+        ahead: the number of updates by which each stage predicts its weights in the backward pass; in the forward pass
+            it predicts by their age in addition. None: no prediction.
+        smoothing: the smoothing of the updates for the prediction.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Delayed(Trainings):
         return (self._steps - lag) % len(self._versions)
 
     def _seen(self, lags: Sequence[int], ahead: Sequence[int] | None) -> Tensor:
-        """Returns the weights of each stage ``lags`` updates ago, predicted for those ``ahead`` of then."""
+        """Returns the weights of each stage ``lags`` updates ago, predicted by ``ahead`` updates from there."""
         if ahead is None and len(set(lags)) == 1:
             return self._versions[self._slot(lags[0])]
         seen = torch.empty_like(self.master)
@@ -210,15 +210,15 @@ def trainings_of(
     momentum: float,
     decay: float,
 ) -> Trainings:
-    """Returns trainings of which each does what one of ``configs`` says.
+    """Returns a training for each of ``configs``.
 
     Args:
-        configs: of one algorithm, with one number of replicas and one smoothing; ``naive`` with one stage is SGD.
+        configs: settings of one algorithm, one number of replicas and one smoothing; ``naive`` with one stage is SGD.
         model: the layers.
-        initial: weights to begin with, ``[trainings, size]``.
+        initial: the initial weights, ``[trainings, size]``.
         learning_rates: shape ``[trainings, 1]``.
-        momentum: of SGD.
-        decay: of weights.
+        momentum: the momentum of SGD.
+        decay: the weight decay of SGD.
     """
     config, num_stages = configs[0], max(model.stage_of) + 1
     n = config.replicas or num_stages

@@ -1,6 +1,7 @@
 """One rank of a benchmark: ``python -m lightning_pipesync.bench.worker KIND SETTINGS RESULT``.
 
-SETTINGS is JSON; rank 0 writes its result as JSON to the file RESULT, and lines that begin with PROGRESS.
+SETTINGS is JSON. Rank 0 writes its result as JSON to the file RESULT, and its progress in lines that start with
+PROGRESS.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: What a line on standard output begins with that says how far the benchmark is.
+#: The prefix of a line of progress on standard output.
 PROGRESS = "@progress "
 
 
@@ -46,8 +47,8 @@ def measure(kind: str, settings: dict[str, Any], progress: Callable[[str], objec
 
 
 def run_rank(kind: str, settings: dict[str, Any], progress: Callable[[str], object]) -> dict[str, Any] | None:
-    """Runs a benchmark as the rank that the environment says; returns the result on rank 0."""
-    torch.set_num_threads(1)  # as many processes as an emulated network has hosts share this machine
+    """Runs a benchmark as the rank of the environment; returns the result on rank 0."""
+    torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
     dist.init_process_group("gloo")
     leader = dist.get_rank() == 0
     measured = measure(kind, settings, progress if leader else lambda text: None)

@@ -1,4 +1,4 @@
-"""What a benchmark trains."""
+"""The model of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A module, and what it needs to be trained.
+    """A module with its batches and its loss.
 
     Attributes:
-        name: under which :func:`build_model` knows it.
-        module: on the CPU, in fp32.
-        layers: the parts of ``module`` that a user of FSDP2 would call ``fully_shard`` on, one after the other, before
-            the module itself; in the order of execution.
+        name: the name for :func:`build_model`.
+        module: the module, on the CPU, in fp32.
+        layers: the parts of ``module`` for ``fully_shard`` of FSDP2, in the order of execution.
         make_batch: returns the batch of a rank: the same in every call, different for every rank.
         loss: computes the loss (0-dim) from ``module``, or a wrapper of it, and a batch.
     """

@@ -30,7 +30,7 @@ _REAL: dict[str, Callable[..., BenchModel]] = {
     "bert-base": from_transformers.bert_base,
 }
 
-#: What :func:`build_model` knows.
+#: The names for :func:`build_model`.
 MODEL_NAMES = (*_REAL, *(_EMULATED + name for name in TABLES))
 
 
@@ -46,13 +46,13 @@ def build_model(
 
     Args:
         name: one of ``MODEL_NAMES``: ``resnet50`` computes, ``emulated-resnet50`` sleeps.
-        batch_size: samples in a rank's batch, of a real model; by default one that a CPU can do with.
-        scale: number of values of an emulated model over the true number.
-        forward_seconds: what the forward pass of an emulated model takes.
-        backward_seconds: what its backward pass takes.
+        batch_size: samples in a rank's batch, of a real model; by default one for a CPU.
+        scale: the number of values of an emulated model over the true number.
+        forward_seconds: the duration of the forward pass of an emulated model.
+        backward_seconds: the duration of its backward pass.
 
     Raises:
-        ValueError: the name is unknown, a setting is out of range, or it is one that this model does not have.
+        ValueError: the name is unknown, or a setting is out of range or not one of this model.
         ModuleNotFoundError: the model is built by ``transformers``, which is not installed.
     """
     if name not in MODEL_NAMES:
@@ -80,7 +80,7 @@ def build_model(
 
 
 def _value_of_rank(rank: int) -> Tensor:
-    """Returns the batch of an emulated model, a 0-dim tensor, which is its gradient, too (with ``_half_square``)."""
+    """Returns the batch of an emulated model, a 0-dim tensor that is also its gradient with ``_half_square``."""
     return torch.tensor(float(rank + 1))
 
 

@@ -1,4 +1,4 @@
-"""How long computation has to take for a wanted share of communication."""
+"""The duration of computation for a given ratio of communication."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class ComputationSeconds(NamedTuple):
-    """What one training step computes, in seconds.
+    """The computation of a training step, in seconds.
 
     Attributes:
-        forward: of the forward pass, a third.
-        backward: of the backward pass, two thirds.
+        forward: the forward pass, a third.
+        backward: the backward pass, two thirds.
     """
 
     forward: float
@@ -27,9 +27,9 @@ def computation_seconds(
     long as forward, since it computes two products, by the inputs and by the weights, where forward computes one.
 
     Args:
-        num_bytes: size of all gradients.
+        num_bytes: the size of all gradients.
         world_size: number of ranks P, at least 2.
-        bandwidth_bytes_per_s: of each rank's link, one way.
+        bandwidth_bytes_per_s: the bandwidth of each rank's link, one way.
         ratio: communication time over computation time, positive.
 
     Raises:

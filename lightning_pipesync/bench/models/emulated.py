@@ -1,4 +1,4 @@
-"""A module with the tensors of a real network, whose layers sleep where that one would compute."""
+"""A module with the tensors of a real network, whose layers sleep instead of computing."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.bench.models.pacer import Pacer
+from lightning_pipesync.bench.models.emulated_compute import EmulatedCompute
 from lightning_pipesync.bench.models.table import LayerSpec, ModelTable
 
 
 class EmulatedModel(nn.Module):
-    """Has the parameter tensors of a network, and takes the time that one takes on an accelerator.
+    """A network with real parameter tensors and the timing of an accelerator.
 
-    A layer sleeps for its share of the forward and of the backward pass, by its floating-point operations, and leaves
-    the processor to the network meanwhile. Gradients become ready as in a real backward pass: the last layer first,
+    A layer sleeps for its share of the forward and of the backward pass, by its floating-point operations, which leaves
+    the processor to communication. Gradients become ready as in a real backward pass: the last layer first,
     those of one layer when its backward ends. The network is a chain, in the order of the table.
 
-    The input and the output are one value, a 0-dim tensor, that passes through. The gradient of every value of every
+    The input and the output are one value, a 0-dim tensor. The gradient of every value of every
     parameter is the gradient of the loss by the output: with the loss ``output ** 2 / 2`` it is the input.
 
-    Memory traffic: a layer writes its gradients once in each backward pass, within its time, into tensors it keeps.
-    ``param.grad`` shares their memory where it was None: nothing is copied, but by DDP into its buckets, and **a
-    gradient kept by reference is overwritten by the next backward pass**. Where it was not None, autograd adds to it in
-    place. Forward touches nothing. Memory: parameters and gradients, no activations.
+    Memory traffic: a layer writes its gradients once in each backward pass, within its time, into tensors that it
+    keeps. If ``param.grad`` was None it shares their memory, without a copy except into DDP's buckets, and **the next
+    backward pass overwrites a gradient that is kept by reference**. Otherwise autograd adds to it in place. Forward
+    touches no memory. Memory: parameters and gradients, no activations.
 
-    What it does not show: kernels that compete with communication for the device, activations, a graph that is no
+    Not emulated: kernels that compete with communication for the device, activations, a graph that is no
     chain, the host's time to launch a layer.
 
     Args:
-        table: which tensors, and how the time is divided.
+        table: the tensors, and the shares of the time.
         scale: every tensor has ``scale`` times its true number of values, at least 1; in its true shape if ``scale``
             is 1, else 1-D.
-        forward_seconds: what the forward pass takes.
-        backward_seconds: what the backward pass takes.
+        forward_seconds: the duration of the forward pass.
+        backward_seconds: the duration of the backward pass.
 
     Attributes:
-        blocks: the layers, block by block: what to call ``fully_shard`` on.
-        pacer: its seconds may be changed between steps.
+        blocks: the layers by block, for ``fully_shard``.
+        compute: the emulated computation, whose seconds may be changed between steps.
 
     Raises:
         ValueError: ``scale`` is not a positive number, or a number of seconds is negative or not finite.
@@ -54,10 +54,10 @@ class EmulatedModel(nn.Module):
         super().__init__()
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, got {scale!r}.")
-        self.pacer = Pacer(forward_seconds, backward_seconds)
+        self.compute = EmulatedCompute(forward_seconds, backward_seconds)
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                *(EmulatedLayer(spec, scale, spec.forward_flops / table.forward_flops, self.pacer) for spec in block)
+                *(EmulatedLayer(spec, scale, spec.forward_flops / table.forward_flops, self.compute) for spec in block)
             )
             for _, block in groupby(table.layers, key=lambda spec: spec.block)
         )
@@ -74,15 +74,15 @@ class EmulatedLayer(nn.Module):
 
     Args:
         spec: its tensors.
-        scale: of the number of their values.
-        share: its part of the model's time, from 0 to 1.
-        pacer: that of the model.
+        scale: the scale of the number of their values.
+        share: its share of the model's time, from 0 to 1.
+        compute: the emulated computation of the model.
     """
 
-    def __init__(self, spec: LayerSpec, scale: float, share: float, pacer: Pacer) -> None:
+    def __init__(self, spec: LayerSpec, scale: float, share: float, compute: EmulatedCompute) -> None:
         super().__init__()
         self.share = share
-        self.pacer = pacer
+        self.compute = compute
         for tensor in spec.tensors:
             shape = tensor.shape if scale == 1 else (max(1, round(scale * tensor.numel)),)
             self.register_parameter(tensor.name, nn.Parameter(torch.ones(shape)))
@@ -91,17 +91,16 @@ class EmulatedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Takes the time of the layer's forward pass; returns a copy of ``x``."""
         begin = time.perf_counter()
-        # `_parameters`, since a wrapper (FSDP2, `functional_call`) puts there what the layer has to compute with.
+        # `_parameters`, where a wrapper (FSDP2, `functional_call`) puts the tensors to compute with.
         x = _Compute.apply(x, self, *self._parameters.values())
-        self.pacer.spend(self.share * self.pacer.forward_seconds, begin)
+        self.compute.spend(self.share * self.compute.forward_seconds, begin)
         return x
 
     def gradients(self, parameters: Iterable[Tensor], value: Tensor) -> list[Tensor]:
         """Returns a gradient for each parameter, ``value`` (0-dim) everywhere.
 
-        Autograd takes a tensor as ``param.grad`` without a copy if nobody else refers to it: hence ``detach``, a new
-        tensor on the memory that is kept. Where there is a gradient already it may lie on that memory, too, which must
-        not be overwritten then.
+        Autograd uses a tensor as ``param.grad`` without a copy if there is no other reference to it: hence ``detach``,
+        a new tensor on the kept memory. An existing gradient may share that memory, which must not be overwritten then.
         """
         parameters = list(parameters)
         if not self._gradients:
@@ -113,7 +112,7 @@ class EmulatedLayer(nn.Module):
 
 
 class _Compute(torch.autograd.Function):
-    """Passes a value through a layer; its backward takes the layer's time, then hands out the gradients."""
+    """The identity; its backward takes the layer's time, then returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:
@@ -128,5 +127,5 @@ class _Compute(torch.autograd.Function):
         (value,) = grad_outputs
         layer: EmulatedLayer = ctx.layer
         gradients = layer.gradients(ctx.saved_tensors, value)
-        layer.pacer.spend(layer.share * layer.pacer.backward_seconds, begin)
+        layer.compute.spend(layer.share * layer.compute.backward_seconds, begin)
         return value, None, *gradients

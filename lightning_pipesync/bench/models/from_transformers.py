@@ -1,4 +1,4 @@
-"""Networks of the size that people train, which ``transformers`` builds from their configuration: no download."""
+"""Networks of realistic size, which ``transformers`` builds from their configurations, without a download."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bert_base(batch_size: int = 4) -> BenchModel:
 
 
 def _transformers(name: str) -> Any:
-    """Returns the package, which is imported only by those who ask for one of its models."""
+    """Imports and returns the package, which is needed for its models only."""
     try:
         return import_module("transformers")
     except ModuleNotFoundError as error:

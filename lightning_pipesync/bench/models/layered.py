@@ -1,4 +1,4 @@
-"""Small classifiers as sequences of layers, which a pipeline can cut into stages."""
+"""Small classifiers as sequences of layers, which a pipeline can split into stages."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-#: Residual blocks of :func:`resnet`: with the layer before and the one behind them enough for 50 stages.
+#: Residual blocks of :func:`resnet`: with the first and the last layer enough for 50 stages.
 NUM_BLOCKS = 48
 _NUM_CLASSES = 10
 
 
 class Residual(nn.Module):
-    """Layers, to whose output their input is added.
+    """A residual block: layers to whose output their input is added.
 
     Args:
-        layers: of a residual branch.
+        layers: the layers of the residual branch.
     """
 
     def __init__(self, *layers: nn.Module) -> None:
@@ -29,13 +29,13 @@ class Residual(nn.Module):
 
 
 class _Joined(nn.Sequential):
-    """Layers that stay on one stage: what a pipeline cuts is a plain Sequential."""
+    """Layers that stay on one stage: a pipeline splits a plain Sequential only."""
 
 
 def resnet(width: int = 16, num_blocks: int = NUM_BLOCKS) -> nn.Sequential:
     """Returns a residual network for images of 1 x 8 x 8; a branch is one dense layer, so that it is quick to train.
 
-    Each branch ends with a batch norm whose gain begins with 0: the network begins as a shallow one.
+    Each branch ends with a batch norm with an initial gain of 0: the network starts as a shallow one.
     """
     blocks = []
     for _ in range(num_blocks):
@@ -47,7 +47,7 @@ def resnet(width: int = 16, num_blocks: int = NUM_BLOCKS) -> nn.Sequential:
 
 
 def mlp(inputs: int, width: int = 16, depth: int = 8) -> nn.Sequential:
-    """Returns dense layers with ReLU between, for inputs of so many values in any shape; all begin as in He et al."""
+    """Returns dense layers with ReLU between, for inputs of ``inputs`` values, initialized as in He et al."""
     layers = []
     for i, (before, after) in enumerate(pairwise([inputs, *[width] * (depth - 1), _NUM_CLASSES])):
         dense = nn.Linear(before, after)

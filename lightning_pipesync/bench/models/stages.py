@@ -1,4 +1,4 @@
-"""Stages of a pipeline whose layers sleep where an accelerator would compute."""
+"""Stages of a pipeline whose layers sleep instead of computing."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.bench.models.pacer import Pacer
+from lightning_pipesync.bench.models.emulated_compute import EmulatedCompute
 
 
 class EmulatedStages(nn.Sequential):
-    """One layer for each stage, all alike: it takes time, and passes on activations of the size of its input.
+    """One equal layer per stage, which takes time and returns activations of the size of its input.
 
-    The time is in proportion to the number of samples, as if an accelerator were busy with any of them.
+    The time is proportional to the number of samples, as on an accelerator that any number keeps busy.
 
     Args:
-        num_stages: how many.
+        num_stages: the number of stages.
         batch_size: samples of a mini-batch.
-        forward_seconds: what the forward pass of a mini-batch takes in a stage.
-        backward_seconds: what its backward pass takes.
+        forward_seconds: the duration of the forward pass of a mini-batch in a stage.
+        backward_seconds: the duration of its backward pass.
 
     Attributes:
-        spans: ``"forward"`` or ``"backward"`` and when it began and ended (``time.perf_counter``), of every pass that
-            was made in this process.
+        spans: ``"forward"`` or ``"backward"`` and the start and end (``time.perf_counter``) of every pass in this
+            process.
     """
 
     def __init__(self, num_stages: int, batch_size: int, *, forward_seconds: float, backward_seconds: float) -> None:
-        pacer = Pacer(forward_seconds, backward_seconds)
+        compute = EmulatedCompute(forward_seconds, backward_seconds)
         spans: list[tuple[str, float, float]] = []
-        super().__init__(*(EmulatedStage(batch_size, pacer, spans) for _ in range(num_stages)))
+        super().__init__(*(EmulatedStage(batch_size, compute, spans) for _ in range(num_stages)))
         self.spans = spans
 
 
 class EmulatedStage(nn.Module):
-    """The layer of one stage; with a weight, so that there is something to train."""
+    """The layer of one stage, with one trainable weight."""
 
-    def __init__(self, batch_size: int, pacer: Pacer, spans: list[tuple[str, float, float]]) -> None:
+    def __init__(self, batch_size: int, compute: EmulatedCompute, spans: list[tuple[str, float, float]]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.batch_size, self.pacer, self.spans = batch_size, pacer, spans
+        self.batch_size, self.compute, self.spans = batch_size, compute, spans
 
     def forward(self, x: Tensor) -> Tensor:
         begin = time.perf_counter()
@@ -49,9 +49,9 @@ class EmulatedStage(nn.Module):
         return x
 
     def spend(self, kind: str, samples: int, begin: float) -> None:
-        """Takes the time of a pass that has begun."""
-        seconds = self.pacer.forward_seconds if kind == "forward" else self.pacer.backward_seconds
-        self.pacer.spend(samples / self.batch_size * seconds, begin)
+        """Takes the time of a pass that has started at ``begin``."""
+        seconds = self.compute.forward_seconds if kind == "forward" else self.compute.backward_seconds
+        self.compute.spend(samples / self.batch_size * seconds, begin)
         self.spans.append((kind, begin, time.perf_counter()))
 
 

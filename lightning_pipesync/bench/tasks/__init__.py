@@ -1,4 +1,4 @@
-"""What is trained to a target: data that needs no download, a model, and how good it is."""
+"""Tasks to train to a target quality, with data that needs no download."""
 
 from lightning_pipesync.bench.tasks.build import EVALUATED_ON, TASK_NAMES, build_task
 from lightning_pipesync.bench.tasks.task import Task, evaluations

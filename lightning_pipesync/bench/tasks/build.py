@@ -12,9 +12,9 @@ from lightning_pipesync.bench.tasks.topics import topics
 
 _TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "mnist1d": mnist1d, "signals": signals, "topics": topics}
 
-#: What :func:`build_task` knows.
+#: The names for :func:`build_task`.
 TASK_NAMES = tuple(_TASKS)
-#: What the quality can be measured on.
+#: The sets that the quality can be measured on.
 EVALUATED_ON = ("test", "validation")
 
 
@@ -27,7 +27,7 @@ def build_task(name: str, evaluate_on: str = "test") -> Task:
 
     Raises:
         ValueError: the name is unknown.
-        ModuleNotFoundError: its data come with a package that is not installed.
+        ModuleNotFoundError: the package with its data is not installed.
     """
     if name not in _TASKS:
         raise ValueError(f"task={name!r} is not known; there are {', '.join(TASK_NAMES)}.")

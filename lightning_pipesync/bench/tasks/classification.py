@@ -1,4 +1,4 @@
-"""What tasks share that tell classes apart."""
+"""Classification tasks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_pipesync.bench.tasks.task import Task
 
 
 def classification(*, train_set: TensorDataset, **rest: Any) -> Task:
-    """Returns a task whose quality is the share of the inputs that is classified correctly, in %.
+    """Returns a task whose quality is the accuracy in %.
 
     Args:
         train_set: inputs and labels.
-        rest: what else a :class:`Task` is made of.
+        rest: the other arguments of :class:`Task`.
     """
     return Task(
         train_set=train_set,
@@ -37,6 +37,6 @@ def classify(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def num_correct(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """Returns how many of a batch the module gets right, and how many there are."""
+    """Returns the number of correct predictions on a batch, and the size of the batch."""
     inputs, labels = batch
     return (module(inputs).argmax(dim=1) == labels).sum(), len(labels)

@@ -13,7 +13,7 @@ from lightning_pipesync.bench.tasks.task import Task
 
 
 def digits() -> Task:
-    """Returns the task to tell ten digits apart: 1,197 images to train on, 600 to test with.
+    """Returns the task to classify ten digits: 1,197 images to train on, 600 to test on.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.

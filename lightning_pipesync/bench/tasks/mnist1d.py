@@ -1,4 +1,4 @@
-"""Digits as signals of 40 values, drawn here: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D", 2024."""
+"""Digits as generated signals of 40 values: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D", 2024."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _GAIN, _SHEAR, _NOISE_AROUND, _NOISE = 0.4, 0.75, 0.25, 0.02
 
 
 def mnist1d() -> Task:
-    """Returns the task to tell ten digits apart, drawn as signals: 4,000 to train on, 1,000 to test with.
+    """Returns the task to classify ten digits, drawn as signals: 4,000 to train on, 1,000 to test on.
 
-    The data set's own recipe, with random numbers of our own: the same distribution, not the same signals.
+    It follows the data set's own recipe with other random numbers: the same distribution, not the same signals.
 
     Raises:
         ModuleNotFoundError: SciPy, which comes with scikit-learn, is not installed.
@@ -60,7 +60,7 @@ def mnist1d() -> Task:
 
 
 def _signal(shape: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Returns a digit of such a shape that is stretched, scaled, moved, sheared and noisy, of 40 values."""
+    """Returns a digit of a shape, stretched, scaled, moved, sheared and with noise, of 40 values."""
     from scipy.ndimage import gaussian_filter
 
     shortest, longest = _PADDINGS

@@ -1,4 +1,4 @@
-"""Noisy curves along a line, made here, after the idea of MNIST-1D (Greydanus and Kobak, arXiv 2011.14439)."""
+"""Generated noisy curves, after the idea of MNIST-1D (Greydanus and Kobak, arXiv 2011.14439)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_TRAINED, _NUM_TESTED = 3000, 1000
 
 
 def signals() -> Task:
-    """Returns the task to tell ten curves apart: 3,000 to train on, 1,000 to test with, with a fixed learning rate."""
+    """Returns the task to classify ten curves: 3,000 to train on, 1,000 to test on, with a fixed learning rate."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(_NUM_TRAINED + _NUM_TESTED) % _NUM_CLASSES
     inputs = _draw(labels, _templates(generator), generator)
@@ -34,7 +34,7 @@ def signals() -> Task:
 
 
 def _templates(generator: torch.Generator) -> Tensor:
-    """Returns a curve for each class through knots at equal distances, which begins and ends at 0."""
+    """Returns a curve for each class through equidistant knots, which starts and ends at 0."""
     knots = torch.rand(_NUM_CLASSES, _NUM_KNOTS, generator=generator) * 2 - 1
     knots[:, 0] = knots[:, -1] = 0
     return knots

@@ -1,4 +1,4 @@
-"""A model, its data, how it is trained, and what counts as good."""
+"""A task: a model, its data, its optimizer and its target quality."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
-#: The part of the training data that is held back for validation.
+#: The part of the training data that is held out for validation.
 VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Task:
-    """Everything about a training but how the ranks communicate.
+    """A training without the communication of its ranks.
 
     Attributes:
-        name: under which :func:`build_task` knows it.
+        name: the name for :func:`build_task`.
         build_module: builds the model; its weights come from torch's global generator.
-        train_set: what is trained on; a sampler divides it among the ranks.
-        test_set: what quality is measured on.
+        train_set: the training set, which a sampler divides among the ranks.
+        test_set: the set that the quality is measured on.
         batch_size: samples of each rank in a step.
-        epochs: in which each rank has gone through its share of ``train_set``.
+        epochs: the number of passes of a rank over its share of ``train_set``.
         loss: computes the loss (0-dim) from a module, or a wrapper of it, and a batch.
-        score: of a module on a batch: what all batches' sum is divided by the number of, and that number.
-        quality: makes from the mean score what is shown, and compared to the target.
+        score: returns the sum of the scores of a module on a batch, and their number.
+        quality: computes the quality, which is compared with the target, from the mean score.
         metric: the name of the quality.
-        higher_is_better: whether it is.
-        target: the quality to reach, by default.
-        optimizer: makes the optimizer of a module.
-        scheduler: makes its scheduler, stepped after every step, for so many steps.
-        max_norm: to which the gradient is clipped; None: it is not.
-        labels: of the samples of ``train_set``; None: they have none.
-        labels_per_worker: labels that each rank holds; None: a sampler gives each rank a fair share of all.
+        higher_is_better: whether a higher quality is better.
+        target: the default of the quality to reach.
+        optimizer: returns the optimizer of a module.
+        scheduler: returns the scheduler of an optimizer for a number of steps, stepped after every step.
+        max_norm: the norm to which the gradient is clipped; None: no clipping.
+        labels: the labels of the samples of ``train_set``; None: there are none.
+        labels_per_worker: the number of labels that each rank holds; None: a sampler gives each rank an equal share.
     """
 
     name: str
@@ -59,15 +59,15 @@ class Task:
     labels_per_worker: int | None = None
 
     def divided(self, share: float) -> tuple[Tensor, Tensor]:
-        """Returns which samples of ``train_set`` are such a share of it, and which the rest: always the same ones."""
+        """Splits the indices of ``train_set`` into a part of this share and the rest, with a fixed seed."""
         order = torch.randperm(len(cast(Sized, self.train_set)), generator=torch.Generator().manual_seed(0))
         number = round(share * len(order))
         return order[:number], order[number:]
 
     def with_validation(self) -> Task:
-        """Returns the task with a fixed part of its training data in the place of the test set.
+        """Returns the task with a fixed part of its training data as the test set, to choose settings on.
 
-        Settings are chosen on it; the model trains on the rest, whatever the seed of the training.
+        The model trains on the rest, for every seed of the training.
         """
         held_back, kept = (part.sort().values for part in self.divided(VALIDATION_SHARE))
         return replace(
@@ -78,10 +78,10 @@ class Task:
         )
 
     def with_label_skew(self, labels_per_worker: int) -> Task:
-        """Returns the task with data that are not IID: each rank holds only so many labels (SelSync IV-A).
+        """Returns the task with non-IID data: each rank holds ``labels_per_worker`` labels (SelSync IV-A).
 
         Raises:
-            ValueError: the samples have no labels, or fewer different ones.
+            ValueError: the samples have no labels, or fewer distinct ones.
         """
         if self.labels is None:
             raise ValueError(f"labels_per_worker={labels_per_worker}: the samples of {self.name!r} have no labels.")
@@ -94,5 +94,5 @@ class Task:
 
 
 def evaluations(num_steps: int, number: int) -> set[int]:
-    """Returns after how many steps of a training the quality is measured so often, the last time at its end."""
+    """Returns the ``number`` steps after which the quality is measured; the last one is the end of the training."""
     return {round((i + 1) * num_steps / number) for i in range(number)}

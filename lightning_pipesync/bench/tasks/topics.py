@@ -27,7 +27,7 @@ def topics() -> Task:
     text = "\n".join(texts)
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
     encoded = torch.tensor([alphabet[character] for character in text])
-    # Each window of so many characters comes with the one that follows it.
+    # Each window of _CONTEXT characters, with the next character.
     windows = encoded.unfold(0, _CONTEXT + 1, _CONTEXT)
     boundary = len(windows) * 9 // 10
     return Task(
@@ -50,6 +50,6 @@ def topics() -> Task:
 
 
 def _negative_log_likelihood(module: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    """Returns the sum over all characters but the first of each window."""
+    """Returns the sum over all characters except the first of each window."""
     [text] = batch
     return cross_entropy(module(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="sum")

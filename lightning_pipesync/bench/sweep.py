@@ -1,4 +1,4 @@
-"""Runs a benchmark on several numbers of hosts, and shows how far it is and what came out."""
+"""Runs a benchmark for several numbers of hosts, and shows its progress and its results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_pipesync.bench.job import Hosts, launched, run_job
 from lightning_pipesync.bench.results import environment, write_results
 
 
-def several(counts: list[int], rate: str | None, racks: int, uplink: str | None) -> list[Hosts]:
-    """Returns what to run on, for each number of hosts.
+def make_hosts(counts: list[int], rate: str | None, racks: int, uplink: str | None) -> list[Hosts]:
+    """Returns the hosts to run on, for each number of hosts.
 
     Raises:
-        ValueError: there are fewer than 2 hosts, or a network's setting is given and no rate.
+        ValueError: there are fewer than 2 hosts, or settings of a network without a rate.
     """
     if rate is None and (racks != 1 or uplink is not None):
         raise ValueError(f"racks={racks} and uplink={uplink!r} describe an emulated network: give its rate, too.")
@@ -31,10 +31,10 @@ def several(counts: list[int], rate: str | None, racks: int, uplink: str | None)
 
 
 def run(kind: str, settings: Any, all_hosts: list[Hosts], num_measurements: int) -> list[dict[str, Any]]:
-    """Runs the benchmark for each number of hosts; a progress bar shows how many measurements are done.
+    """Runs the benchmark for each number of hosts, with a progress bar.
 
     Returns:
-        The results, with what they were measured on; none on the ranks of a launcher but the first.
+        The results with their rate and environment; empty on the ranks of a launcher other than the first.
     """
     results = []
     for hosts in all_hosts[:1] if launched() else all_hosts:
@@ -47,7 +47,7 @@ def run(kind: str, settings: Any, all_hosts: list[Hosts], num_measurements: int)
 
 
 def finish(kind: str, results: list[dict[str, Any]], output: Path, markdown: str) -> None:
-    """Writes the results to the folder ``output``, and shows the tables."""
+    """Writes the results to the folder ``output``, and prints the tables."""
     write_results(output, kind, {"kind": kind, "results": results}, markdown)
     console = Console()
     console.print(Markdown(markdown))
@@ -56,7 +56,7 @@ def finish(kind: str, results: list[dict[str, Any]], output: Path, markdown: str
 
 @contextmanager
 def progress_bar(name: str, total: int) -> Iterator[Callable[[str], object]]:
-    """Shows on the first rank how much is done; yields what is called with the latest news after each part."""
+    """Shows a progress bar on the first rank; yields a function to call with a description after each part."""
     columns = (
         TextColumn(name),
         BarColumn(),

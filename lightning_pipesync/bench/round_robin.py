@@ -1,4 +1,4 @@
-"""Times what several things take, in turns, so that the noise of the machine meets all alike."""
+"""Times several operations in turns, so that the noise of the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 
-def time_in_turns(
+def time_round_robin(
     operations: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
@@ -20,13 +20,13 @@ def time_in_turns(
     """Runs A B C A B C ... on all ranks of the default process group; a collective call.
 
     Args:
-        operations: what to time, by name, in the same order on all ranks. The first round is not counted.
-        rounds: how often each is timed.
-        before: called with the name before each, untimed; then all ranks start together.
-        after: called with the name after each, untimed.
+        operations: the operations by name, in the same order on all ranks. The first round is a warm-up.
+        rounds: the number of measurements of each operation.
+        before: called with the name before each operation, untimed; then all ranks start together.
+        after: called with the name after each operation, untimed.
 
     Returns:
-        For each operation its seconds, round by round: those of the rank that took longest.
+        The seconds of each operation, round by round, on the slowest rank.
     """
     seconds = torch.zeros(len(operations), rounds + 1, dtype=torch.float64)
     for round_ in range(rounds + 1):
@@ -42,7 +42,7 @@ def time_in_turns(
 
 
 def median_and_quartiles(seconds: list[float]) -> tuple[float, float, float]:
-    """Returns the median and the quartiles on both sides of it."""
+    """Returns the median, the lower and the upper quartile."""
     if len(seconds) == 1:
         return seconds[0], seconds[0], seconds[0]
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")

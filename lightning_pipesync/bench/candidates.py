@@ -1,4 +1,4 @@
-"""What is compared in a training step: our methods, and what a user would pick instead."""
+"""The candidates of the benchmark of a training step: the methods of this package, and their alternatives."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 
-#: Every contestant trains with SGD, learning rate and momentum.
+#: Every candidate trains with SGD, learning rate and momentum.
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 
 
-class Contestant(ABC):
-    """One way to train a model of its own; on all ranks alike.
+class Candidate(ABC):
+    """A way to train a model, the same on all ranks.
 
     Attributes:
-        name: in tables.
-        model: what it trains.
-        limit: the property of :class:`StepCost` that it cannot be faster than.
-        compression: the size of the gradient over that of what travels.
-        segments: into which an all-reduce is divided that runs under the next step; None: there is none such.
+        name: the name in tables.
+        model: the model that it trains.
+        limit: the property of :class:`StepCost` that bounds the time of its step from below.
+        compression: the ratio of the size of the gradient to its size on the wire.
+        segments: the number of segments of an all-reduce that runs under the next step; None: there is none.
     """
 
     limit = "compute"
@@ -52,22 +52,22 @@ class Contestant(ABC):
         """Takes one training step."""
 
     def prepare(self) -> dict[str, Any] | None:
-        """Does what comes before all measurements; returns what a search has found, if there is one."""
+        """Runs before all measurements; returns the result of a search, if there is one."""
         return None
 
     def begin(self) -> None:
-        """Takes steps until what is in flight is what is in flight between any two of them."""
+        """Takes steps until the operations in flight are those of the steady state."""
         self.step()
 
     def drain(self) -> None:  # noqa: B027 - most have nothing in flight between two steps
-        """Waits for what a step has left in flight."""
+        """Waits for the operations in flight after a step."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends what is left running."""
+        """Ends threads and process groups."""
 
 
-class Wrapped(Contestant):
-    """A module that communicates in backward, and an optimizer: DDP, FSDP2, ZeRO, or nothing at all."""
+class Wrapped(Candidate):
+    """A wrapped module that communicates in backward, and an optimizer: DDP, FSDP2, ZeRO, or no communication."""
 
     def __init__(self, name: str, model: BenchModel, module: nn.Module, optimizer: Optimizer, limit: str) -> None:
         super().__init__(name, model)
@@ -79,8 +79,8 @@ class Wrapped(Contestant):
         self.optimizer.step()
 
 
-class WithMethod(Contestant):
-    """One of our methods."""
+class WithMethod(Candidate):
+    """A method of this package."""
 
     def __init__(self, name: str, model: BenchModel, limit: str, method: type[SyncMethod], **settings: Any) -> None:
         super().__init__(name, model)
@@ -102,7 +102,7 @@ class WithMethod(Contestant):
             self.step()
             steps += 1
         took, fusion = time.perf_counter() - started, self.sync.fusion
-        tried = len({trial.seconds for trial in self.sync.trials})  # the same buckets are measured once
+        tried = len({trial.seconds for trial in self.sync.trials})  # equal buckets are measured once
         return {"trials": tried, "steps": steps, "seconds": took, "size": fusion.bucket_mb, "edge": fusion.edge_mb}
 
     def drain(self) -> None:
@@ -122,7 +122,7 @@ def sgd(module: nn.Module) -> Optimizer:
 
 
 def without_communication(model: BenchModel) -> Wrapped:
-    """Each rank by itself: what computation alone takes."""
+    """Each rank trains by itself: the time of computation alone."""
     return Wrapped("no communication", model, model.module, sgd(model.module), "compute")
 
 
@@ -154,12 +154,12 @@ def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
 
 
 def searched(model: BenchModel, search: str) -> WithMethod:
-    """DeAR with a bucket size that a search finds before anything is timed."""
+    """DeAR with a bucket size that a search finds before the measurements."""
     return WithMethod(f"DeAR, {search}", model, "dear", DeAR, fusion=search)
 
 
 def selsync(model: BenchModel, name: str, limit: str, delta: float) -> WithMethod:
-    """SelSync whose steps are all of one kind."""
+    """SelSync with steps of one kind only."""
     return WithMethod(f"SelSync, {name} step", model, limit, SelSync, delta=delta)
 
 
@@ -187,8 +187,8 @@ class WithPipeSGD(WithMethod):
         self.sync.drain()
 
 
-#: What can be compared, by name: for the bucket sizes in MiB, what makes contestants of a model each.
-METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Contestant]]]] = {
+#: By name: a function of the bucket sizes in MiB that returns factories of candidates.
+METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candidate]]]] = {
     "ddp": lambda sizes: [partial(ddp, bucket_mb=size) for size in sizes],
     "fsdp2": lambda _: [fsdp2],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
@@ -208,11 +208,11 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Conte
 }
 
 
-def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[Callable[[BenchModel], Contestant]]:
-    """Returns what makes the contestants of some ``METHODS``, of a model each; to call them is collective."""
+def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[Callable[[BenchModel], Candidate]]:
+    """Returns factories of the candidates of some ``METHODS``, each for a model; calling one is collective."""
     return [make for method in methods for make in METHODS[method](bucket_mb)]
 
 
 def in_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:
-    """Returns the module in DDP, set as its documentation tells to for speed."""
+    """Returns the module in DDP, with the settings that its documentation recommends for speed."""
     return DistributedDataParallel(module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True)
