@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync import DeARConfig, EAPipeConfig, PipeSyncAccelerator, PipeSyncPlugin, SelSyncConfig
 from lightning_pipesync.accelerate.launched import check_num_processes
-from lightning_pipesync.accelerate.model import SynchronizedModel
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
-from lightning_pipesync.methods.registry import CONFIGS
+from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.training.registry import METHODS
 from tests.harness import DIED, launch, raised
 from tests.lightning_models import dataset, train_loader
 from tests.models import OPTIMIZERS, batch, seeded_mlp
@@ -42,7 +42,7 @@ def forward_backward(accelerator: Accelerator, model: nn.Module, step: int) -> N
 
 
 def test_who_reads_weights_waits_for_them() -> None:
-    model = SynchronizedModel(nn.Linear(2, 2))
+    model = SyncedModule(nn.Linear(2, 2), automatic=True)
     model.method = Mock(flushed=False)
     model.zero_grad()
     assert not model.method.synchronize.called
@@ -75,7 +75,7 @@ def test_plugin_from_the_environment(tmp_path: Path) -> None:
 
 def test_every_setting_of_every_method_reaches_it(tmp_path: Path) -> None:
     """From code, from a file and from the environment: none has the name of what chooses the method."""
-    assert all("method" not in {field.name for field in fields(config)} for config in CONFIGS.values())
+    assert all("method" not in {field.name for field in fields(method.config_type)} for method in METHODS.values())
     file = tmp_path / "pipesync.yaml"
     file.write_text("method: ea_pipe\nalgorithm: gpipe\n")
     for plugin in (

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from lightning_pipesync import PipeSyncPlugin
-from lightning_pipesync.accelerate import PipeSyncTrainerMixin
+from lightning_pipesync.transformers import PipeSyncTrainerMixin
 from tests.harness import launch
 
 METHODS: dict[str, dict[str, Any]] = {

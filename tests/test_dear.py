@@ -255,7 +255,7 @@ def misuse() -> dict[str, tuple[str, str] | None]:
     }
     sync = DeAR(model, Normalized(model.parameters()))
     outcomes["SGD is not"] = raised(lambda: sync.step(optimizer=sgd))
-    assert (raised(sync._optimizers[0].step) or ("", ""))[1].startswith("Normalized.step() was called directly")
+    assert (raised(sync.optimizers[0].step) or ("", ""))[1].startswith("Normalized.step() was called directly")
     sync.detach()
     DeAR(model, Normalized(model.parameters()), update="sharded", elementwise=(Normalized,)).detach()
     return outcomes

@@ -312,7 +312,7 @@ def loss_by_scaler(with_dear: bool) -> dict[str, Tensor]:
         optimizer.zero_grad()
         (loss_of(model, step) * 1024).backward()
         if sync:
-            assert not sync.unscale(1 / 1024)
+            assert not sync.after_backward(loss_scale=1024)
             sync.step()
             continue
         average_gradients(model, scale=1024)

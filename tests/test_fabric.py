@@ -8,7 +8,6 @@ import signal
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelDPSampler, SelSync
 from lightning_pipesync.fabric import DeARFabricStrategy, PipeSGDFabricStrategy, SelSyncFabricStrategy
-from lightning_pipesync.methods.method import AveragingMethod
 from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
 from tests.lightning_models import LOCAL, dataset
 from tests.models import batch, seeded_mlp, state
@@ -85,16 +83,13 @@ def in_a_plain_loop(name: str, by_value: bool) -> dict[str, Any]:
     schedulers, norms = [StepLR(optimizer, 5, 0.7) for optimizer in optimizers], []
     for i in range(STEPS):
         optimizer, scheduler = optimizers[i % 2], schedulers[i % 2]
-        with sync.no_sync() if isinstance(sync, AveragingMethod) else nullcontext():
+        with sync.no_sync():
             loss_of(model, 2 * i, rank).backward()
         loss_of(model, 2 * i + 1, rank).backward()
         if not by_value:
             norms.append(sync.clip(0.5, optimizer))
-        elif isinstance(sync, AveragingMethod):
-            sync.clip_value(0.01, optimizer)
         else:
-            sync.after_backward(optimizer)
-            nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
+            sync.clip_value(0.01, optimizer)
         sync.step(optimizer=optimizer)
         scheduler.step()
         model.zero_grad()
@@ -410,13 +405,13 @@ def train_folds(name: str) -> list[list[int]]:
                 assert fabric.strategy.method_of() is fabric.strategy.method_of(optimizer)
         if fold == 2 and fabric.global_rank == 1:
             kept.append(model)
-        seen.append([threading.active_count(), len(fabric.strategy._synced)])
+        seen.append([threading.active_count(), len(fabric.strategy._sessions.sessions)])
     fabric.strategy.teardown()
     optimizer.optimizer.step()  # it is the user's own
     model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
     fabric.backward(loss_of(model, 0, fabric.global_rank))
     optimizer.step()
-    seen.append([threading.active_count(), len(fabric.strategy._synced)])
+    seen.append([threading.active_count(), len(fabric.strategy._sessions.sessions)])
     return seen
 
 
@@ -490,14 +485,13 @@ def do_it_wrong() -> dict[str, tuple[str, str] | None]:
         fabric.backward(loss_of(model, 0, fabric.global_rank))
         actions = {
             "norm_type=inf": lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=float("inf")),
-            "set up all": lambda: fabric.setup_optimizers(late),
             "'pipesync'": lambda: fabric.save("nowhere", {"model": model, "pipesync": 1}),
             "was not set up": lambda: fabric.strategy.method_of(late),
             "step() was called directly": optimizer.optimizer.step,
         }
         return raised(actions[kind])
 
-    kinds = ["No model that was set up", "fused=False", "norm_type=inf", "set up all", "'pipesync'", "was not set up"]
+    kinds = ["No model that was set up", "fused=False", "norm_type=inf", "'pipesync'", "was not set up"]
     return {kind: refused(kind) for kind in [*kinds, "step() was called directly"]}
 
 
@@ -507,6 +501,41 @@ def test_what_would_go_wrong_is_named() -> None:
         assert kind == "RuntimeError"
         assert "fabric.setup()" in message
         assert_refused(outcomes)
+
+
+def train_a_part_later() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The second layer has an optimizer from the second step on, also where the first one's is Adam."""
+    outcomes = []
+    for name in NAMES:
+        fabric = launched(name, SYNCHRONOUS[name])
+        model = seeded_mlp()
+        first, second = AdamW(model[0].parameters(), lr=0.01), SGD(model[2].parameters(), lr=0.1)
+        reference, expected = [AdamW, SGD], seeded_mlp()
+        parts = [expected[0].parameters(), expected[2].parameters()]
+        reference = [cls(part, lr=lr) for cls, part, lr in zip(reference, parts, (0.01, 0.1), strict=True)]
+        wrapped, *optimizers = fabric.setup(model, first)
+        for i in range(4):
+            if i == 1:
+                optimizers.append(fabric.setup_optimizers(second))
+            loss_of(wrapped, i, fabric.global_rank).backward()
+            (sum(loss_of(expected, i, rank) for rank in range(2)) / 2).backward()
+            for optimizer in [*optimizers, *reference[: len(optimizers)]]:
+                optimizer.step()
+            wrapped.zero_grad()
+            expected.zero_grad()
+        with fabric.strategy.consolidated():
+            outcomes.append((state(model), state(expected)))
+        fabric.strategy.teardown()
+        os.environ["WORLD_SIZE"] = "2"  # which teardown removes, as with any strategy
+    return outcomes
+
+
+def test_an_optimizer_may_be_set_up_later() -> None:
+    for outcomes in zip(*launch(train_a_part_later, 2, init=False), strict=True):
+        (weights, expected), (others, _) = outcomes
+        for name, value in weights.items():
+            assert torch.equal(value, others[name]), name
+            torch.testing.assert_close(value, expected[name])
 
 
 def leave_out_a_step(how: str) -> dict[str, Tensor] | tuple[str, str] | None:
@@ -539,7 +568,7 @@ def test_selsync_where_a_step_is_left_out_after_clipping() -> None:
     for outcomes in launch(leave_out_steps, 2, init=False):
         kind, message = outcomes.pop("alone")
         assert kind == "RuntimeError"
-        assert "Rank 1 and rank 0 have not left out the same steps" in message
+        assert "Rank 1 and rank 0 have not skipped the same steps" in message
         for outcome in outcomes.values():
             assert_equal(outcome, outcomes["before"])
 

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adadelta
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
-from lightning_pipesync.methods.registry import CONFIGS
 from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.training.registry import METHODS
 from tests.harness import launch
 from tests.models import seeded_mlp
 
@@ -45,12 +45,12 @@ IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
     ("ea_pipe", {"algorithm": "spectrain", "prediction_smoothing": 0.5, "micro_batches": 2}, {"micro_batches"}),
     ("ea_pipe", {"algorithm": "gpipe", "micro_batches": 2, "replicas": 3}, {"replicas"}),
     ("ea_pipe", {"prediction_smoothing": 0.5}, {"prediction_smoothing"}),
-    *((name, {}, set()) for name in CONFIGS),
+    *((name, {}, set()) for name in METHODS),
 ]
 
 
 def changed(method: str, settings: dict[str, Any]) -> set[str]:
-    return set(settings) & set(CONFIGS[method](**settings).without_effect())
+    return set(settings) & set(METHODS[method].config_type(**settings).without_effect())
 
 
 @pytest.mark.parametrize(("method", "settings", "ignored"), IGNORED)

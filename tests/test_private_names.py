@@ -19,19 +19,20 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_pipesync.fabric.dear import DeARFabricStrategyMixin
+from lightning_pipesync.lightning.dear import DeARStrategyMixin
+from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
 from torch import nn
 from torch.optim import SGD
 
 from lightning_pipesync import PipeSyncPlugin, SelSyncStrategy
-from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncTrainerMixin
+from lightning_pipesync.accelerate import PipeSyncAccelerator
 from lightning_pipesync.core import torch_private
 from lightning_pipesync.core.private_names import Overriding, require
 from lightning_pipesync.fabric import private as fabric_private
-from lightning_pipesync.fabric.dear import DeARFabricStrategyMixin
 from lightning_pipesync.lightning import private as lightning_private
 from lightning_pipesync.lightning.callback import PipelineCallbackMixin
-from lightning_pipesync.lightning.dear import DeARStrategyMixin
-from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
+from lightning_pipesync.transformers import PipeSyncTrainerMixin
 from tests.lightning_models import Classifier
 
 

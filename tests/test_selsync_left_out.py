@@ -108,7 +108,7 @@ def test_a_step_that_one_rank_leaves_out_is_an_error_on_all() -> None:
             assert outcome[0] == "RuntimeError", what
             assert steps <= 2, what
             if aggregation == "gradients" or delta or late:
-                assert "have not left out the same steps of SGD" in outcome[1], what
+                assert "have not skipped the same steps of SGD" in outcome[1], what
 
 
 def call_twice(within: bool) -> tuple[str, str] | None:

@@ -2,6 +2,5 @@
 
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
-from lightning_pipesync.accelerate.trainer import PipeSyncTrainerMixin
 
-__all__ = ["PipeSyncAccelerator", "PipeSyncPlugin", "PipeSyncTrainerMixin"]
+__all__ = ["PipeSyncAccelerator", "PipeSyncPlugin"]

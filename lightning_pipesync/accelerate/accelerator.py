@@ -13,25 +13,29 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync.accelerate import clipping, loaders
-from lightning_pipesync.accelerate.launched import check_num_processes, check_support
-from lightning_pipesync.accelerate.model import SynchronizedModel
+from lightning_pipesync.accelerate import loaders
+from lightning_pipesync.accelerate.launched import check_num_processes, check_support, ranks_of_host
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
-from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.accelerate.private import (
     check_accelerator,
     check_marked,
     is_prepared,
     mark_prepared,
+    prepared_optimizers,
     replace_prepared_optimizer,
 )
 from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.core.shutdown import at_shutdown
+from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
-from lightning_pipesync.methods.selsync import SelSyncConfig
-from lightning_pipesync.methods.stepping import check_unscaling
+from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.session import MethodPlan, Sessions
+from lightning_pipesync.training.step import OptimizerStep, clip_norm
+from lightning_pipesync.training.step import clip_value as clip_value_of
 
 
 class PipeSyncAccelerator(SavingAccelerator):
@@ -70,8 +74,8 @@ class PipeSyncAccelerator(SavingAccelerator):
         check_num_processes(self.num_processes)
         if self.pipesync is not None:
             check_support(self)
-        self._prepared = Prepared()
-        at_shutdown(self._prepared.end)  # many a loop ends without end_training()
+        self._sessions = Sessions()
+        at_shutdown(self._sessions.end)  # many a loop ends without end_training()
         self._preparing = False
         self._loader_checked = self._loader_is_for_training = False
 
@@ -103,15 +107,11 @@ class PipeSyncAccelerator(SavingAccelerator):
             # A model without gradients needs no DistributedDataParallel, which on the CPU it would get, and refuse.
             return super().prepare_model(model, device_placement, evaluation_mode or self._synchronizes)
         self._refuse_pipeline("prepare(model, optimizer)")
-        for known in self._prepared.models:
-            if model is known or model is known.module:
-                super().prepare_model(known.module, device_placement, evaluation_mode=True)  # it may have been freed
-                self._attach()
-                return known
+        known = self._sessions.wrapper_of(model)
         # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
-        wrapper = SynchronizedModel(super().prepare_model(model, device_placement, evaluation_mode=True))
+        prepared = super().prepare_model(known.module if known else model, device_placement, evaluation_mode=True)
+        wrapper = known or self._sessions.wrap(prepared, automatic=True)
         mark_prepared(wrapper)
-        self._prepared.add(wrapper)
         self._attach()
         return wrapper
 
@@ -128,13 +128,14 @@ class PipeSyncAccelerator(SavingAccelerator):
             synchronized = SynchronizedOptimizer(prepared.optimizer, device_placement=False, scaler=prepared.scaler)
             replace_prepared_optimizer(self, prepared, synchronized)
             prepared = synchronized
-        self._prepared.add(prepared)
+        prepared.sessions = self._sessions
+        self._sessions.add_optimizer(prepared.optimizer)
         self._attach()
         return prepared
 
     @override
     def prepare_data_loader(
-        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Prepares a loader that is not of training data, or has its order from Accelerate.
 
@@ -146,7 +147,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             return loaders.same_on_all_ranks(self, data_loader)
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    def prepare_train_loader(self, data_loader: DataLoader) -> Any:
+    def prepare_train_loader(self, data_loader: DataLoader[Any]) -> Any:
         """Prepares the loader of the training data: with SelSync in the order of SelDP, and with data injection.
 
         Its order depends on the epoch alone, so that a run that goes on in the midst of one finds the same batches:
@@ -164,10 +165,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._synchronizes or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
         assert self.pipesync is not None
-        config = self.pipesync.config
-        if not isinstance(config, SelSyncConfig):
-            return loaders.divided(self, data_loader)
-        return loaders.for_selsync(self, data_loader, config, lambda: self._prepared.injection)
+        return loaders.for_training(self, data_loader, self.pipesync.config, lambda: self._injection)
 
     @contextmanager
     def preparing_train_loader(self) -> Iterator[None]:
@@ -211,7 +209,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             backend=self._traffic_backend,
             **engine_kwargs,
         )
-        self._prepared.pipelines.append(engine)
+        self._sessions.pipelines.append(engine)
         return engine
 
     @override
@@ -220,17 +218,17 @@ class PipeSyncAccelerator(SavingAccelerator):
 
         No collective call, so that a process may make it after an error. See :meth:`return_optimizer_states`.
         """
-        self._prepared.end()
+        self._sessions.end()
         return super().free_memory(*objects)
 
     def return_optimizer_states(self) -> None:
         """Gives the optimizers their whole state back, before :meth:`free_memory`; a collective call."""
-        self._prepared.return_optimizer_states()
+        self._sessions.return_optimizer_states()
 
     @override
     def end_training(self) -> None:
         """Ends the methods, trackers and process groups."""
-        self._prepared.end()
+        self._sessions.end()
         super().end_training()
 
     # --- a training step --------------------------------------------------------------------------------------------
@@ -249,7 +247,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._takes_gradients:
             super().unscale_gradients(optimizer)
             return
-        chosen = self._prepared.optimizers if optimizer is None else optimizer
+        chosen = self._optimizers_of_methods if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, (tuple, list)) else [chosen]:
             one.take_gradient()
 
@@ -266,7 +264,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self._takes_gradients:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return clipping.clip_norm(parameters, self._prepared.optimizers, max_norm, norm_type)
+        return clip_norm(self._steps_of(parameters), parameters, max_norm, norm_type)
 
     @override
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -277,7 +275,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._takes_gradients:
-            clipping.clip_value(parameters, self._prepared.optimizers, clip_value)
+            clip_value_of(self._steps_of(parameters), parameters, clip_value)
         else:
             super().clip_grad_value_(parameters, clip_value)
 
@@ -289,7 +287,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         Raises:
             ValueError: they would not, with ``even_batches=False``.
         """
-        if not any(isinstance(one, SynchronizedModel) for one in joinables):
+        if not any(isinstance(one, SyncedModule) for one in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
@@ -302,7 +300,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     def metrics(self) -> dict[str, float]:
         """Returns what the method did so far on this rank, to be logged: ``selsync/lssr``, ``dear/mib_sent``, ..."""
-        return {} if self.pipesync is None else self._prepared.metrics(self.pipesync.method)
+        return {} if self.pipesync is None else self._sessions.metrics(self.pipesync.method)
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -319,12 +317,12 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @property
     def _has_pipeline(self) -> bool:
-        return self.pipesync is not None and isinstance(self.pipesync.config, EAPipeConfig)
+        return self.pipesync is not None and METHODS[self.pipesync.method].makes_passes
 
     @property
     def _takes_gradients(self) -> bool:
         """Whether the gradients are complete, and a method has them; while they are accumulated nobody looks."""
-        return bool(self._prepared.synchronizations) and self.sync_gradients
+        return bool(self._sessions.sessions) and self.sync_gradients
 
     @property
     def _traffic_backend(self) -> str | None:
@@ -335,12 +333,42 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Has a method look after what has been prepared, once all of it has been; a collective call."""
         if self._synchronizes and not self._preparing:
             assert self.pipesync is not None
-            self._prepared.attach(self.pipesync.config, self._traffic_backend)
+            plan = MethodPlan(
+                self.pipesync.method, self.pipesync.config, ranks_of_host(), self._traffic_backend, loads_data=True
+            )
+            self._sessions.attach(plan)
+
+    @property
+    def _optimizers_of_methods(self) -> list[SynchronizedOptimizer]:
+        return [one for one in prepared_optimizers(self) if isinstance(one, SynchronizedOptimizer)]
+
+    def _steps_of(self, parameters: list[Tensor]) -> list[OptimizerStep]:
+        """Returns the steps of the optimizers that have some of the parameters, after their gradients were taken."""
+        concerned = []
+        for optimizer in self._optimizers_of_methods:
+            if (method := optimizer.method) is not None:
+                step = OptimizerStep(method, optimizer.optimizer)
+                if step.has_some_of(parameters):
+                    optimizer.take_gradient()
+                    concerned.append(step)
+        return concerned
+
+    @property
+    def _injection(self) -> DataInjection:
+        """What appends other ranks' rows to a batch.
+
+        Raises:
+            RuntimeError: there is no model yet.
+        """
+        for session in self._sessions.sessions:
+            if session.method.data.injection is not None:
+                return session.method.data.injection
+        raise RuntimeError("Batches are injected from the training of a model: prepare model and optimizer before.")
 
     def _refuse_pipeline(self, call: str) -> None:
-        if self._has_pipeline:
+        if self.pipesync is not None and self._has_pipeline:
             raise ValueError(
-                f"method='ea_pipe' makes the passes itself, and {call} cannot have it do so: call engine = "
-                "accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) in the "
-                "place of backward() and step()."
+                f"method={self.pipesync.method!r} makes the passes itself, and {call} cannot have it do so: call "
+                "engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) "
+                "in the place of backward() and step()."
             )

@@ -6,27 +6,19 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from lightning_pipesync.methods.checkpoint import Resumable, state_of_rank
-
-
-class Stateful(Protocol):
-    """What has a state on each rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from it."""
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.training.state import state_of_rank
 
 
 def save_rank_states(
-    folder: str | Path, methods: Sequence[Stateful], name: str, rank: int, world_size: int, models: Sequence[nn.Module]
+    folder: str | Path, methods: Sequence[Method], name: str, rank: int, world_size: int, models: Sequence[nn.Module]
 ) -> None:
     """Writes what this rank needs to go on bit for bit, to a file of its own, as Accelerate does with random numbers.
 
@@ -54,7 +46,7 @@ def read_rank_states(
     world_size: int,
     models: Sequence[nn.Module],
     num_methods: int,
-    config: Resumable,
+    config: Settings,
 ) -> list[Any]:
     """Returns the states that :func:`save_rank_states` has written; a collective call.
 

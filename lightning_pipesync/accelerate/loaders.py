@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared
 from lightning_pipesync.data import DataInjection, adjusted_batch_size
 from lightning_pipesync.data.loaders import LoaderWrapper, with_order, with_seldp
-from lightning_pipesync.methods.registry import MethodConfig
-from lightning_pipesync.methods.selsync import SelSyncConfig
+from lightning_pipesync.methods.settings import Settings
 
 
 class InjectedLoader(LoaderWrapper):
@@ -41,10 +40,10 @@ class InjectedLoader(LoaderWrapper):
         return InjectedLoader(skip_first_batches(self.loader, num_batches), self.find_injection, self.device)
 
 
-def for_selsync(
-    accelerator: Accelerator, loader: DataLoader, config: SelSyncConfig, find_injection: Callable[[], DataInjection]
+def for_training(
+    accelerator: Accelerator, loader: DataLoader[Any], config: Settings, find_injection: Callable[[], DataInjection]
 ) -> Any:
-    """Returns the loader of the training data as SelSync has it: its order SelDP's, its batches with injected rows.
+    """Returns the loader of the training data in the order of the method's settings, its batches with injected rows.
 
     What the user chose is respected: iterable data sets, samplers and batch samplers of his own are left to
     Accelerate, with a warning where SelDP was to be expected.
@@ -52,6 +51,8 @@ def for_selsync(
     Raises:
         ValueError: the data set has fewer samples than there are ranks, or injection has no batches to work with.
     """
+    if config.partition != "seldp" and config.injection is None:
+        return divided(accelerator, loader)
     world_size = accelerator.num_processes
     size, iterable = loader.batch_size, isinstance(loader.dataset, IterableDataset)
     if config.injection is not None and (size is None or iterable):
@@ -96,24 +97,22 @@ def for_selsync(
     return InjectedLoader(prepared, find_injection, accelerator.device if accelerator.device_placement else None)
 
 
-def divided(accelerator: Accelerator, loader: DataLoader) -> Any:
+def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
     """Returns the loader divided among the ranks, its shuffled order one that ``set_epoch`` can go back to."""
     return _prepared(accelerator, loader, accelerator.num_processes, seed=_shared_seed(accelerator))
 
 
-def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader) -> Any:
+def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
     """Returns the loader with the same batches in the same order on all ranks, as a pipeline needs them."""
     return _prepared(accelerator, loader, divided_by=1, seed=_shared_seed(accelerator))
 
 
-def check_training(config: MethodConfig) -> None:
+def check_training(config: Settings) -> None:
     """Says what is missing when a training begins whose loader was not prepared as one.
 
     Raises:
         ValueError: data injection was asked for, and nothing would be injected.
     """
-    if not isinstance(config, SelSyncConfig):
-        return
     if config.injection is not None:
         raise ValueError(
             f"injection={config.injection} has no effect on loaders that prepare() was given: call train_loader = "
@@ -130,7 +129,7 @@ def check_training(config: MethodConfig) -> None:
 
 def _prepared(
     accelerator: Accelerator,
-    loader: DataLoader,
+    loader: DataLoader[Any],
     divided_by: int,
     *,
     on_host: bool = False,

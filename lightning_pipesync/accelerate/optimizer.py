@@ -10,34 +10,31 @@ from accelerate.optimizer import AcceleratedOptimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.private_names import Overriding
-from lightning_pipesync.core.torch_private import found_overflow, is_unscaled, mark_overflow
+from lightning_pipesync.core.torch_private import found_overflow
 from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.training.session import Sessions
 
 
 class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
     """Accelerate's optimizer, whose step is a method's.
 
     Attributes:
-        method: whose step it is; None before the model is prepared, too.
+        sessions: among them is that of this optimizer, when its model has been prepared, too.
     """
 
-    method: SyncMethod | None = None
+    sessions: Sessions
     _skipped = False
     _state_at_hand: dict[str, Any] | None = None
 
+    @property
+    def method(self) -> SyncMethod | None:
+        """Whose step it is; None before the model is prepared, too."""
+        session = self.sessions.session_of(self.optimizer)
+        return None if session is None else session.method
+
     def take_gradient(self) -> None:
-        """Has the gradient of this step be what is about to be applied, unscaled and not yet clipped; once a step."""
-        method = self._method()
-        if self.scaler is not None and is_unscaled(self.scaler, self.optimizer):
-            return
-        if method.measured(self.optimizer):
-            return
-        scale = None if self.scaler is None else self.scaler.get_scale()
-        method.before_unscaling(self.optimizer, scale)
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if method.after_unscaling(self.optimizer, scale) and self.scaler is not None:
-            mark_overflow(self.scaler, self.optimizer)
+        """Makes the gradient of this step what is about to be applied, unscaled and not yet clipped; once a step."""
+        self._method().unscale(self.scaler, self.optimizer)
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -66,7 +63,8 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
         """Returns the whole state; a collective call where each rank has a part of it (DeAR)."""
         if self._state_at_hand is not None:
             return self._state_at_hand
-        return super().state_dict() if self.method is None else self.method.optimizer_state_dict(self.optimizer)
+        method = self.method
+        return super().state_dict() if method is None else method.optimizer_state_dict(self.optimizer)
 
     @contextmanager
     def state_at_hand(self) -> Iterator[None]:
@@ -95,9 +93,10 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
         self.scaler.update()
 
     def _method(self) -> SyncMethod:
-        if self.method is None:
+        method = self.method
+        if method is None:
             raise RuntimeError(
                 f"The {type(self.optimizer).__name__} updates the parameters of no model that was prepared, so nobody "
                 "would synchronize its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
             )
-        return self.method
+        return method

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from lightning_pipesync.methods.registry import make_config, parse_config
+from lightning_pipesync.methods.settings import check_for_loop
+from lightning_pipesync.training.registry import make_config, parse_config
 
 PREFIX = "PIPESYNC_"
 #: The YAML file that holds method and settings.
@@ -38,6 +39,7 @@ class PipeSyncPlugin:
     def __init__(self, method: str, **settings: Any) -> None:
         self.method = method
         self.config = make_config(method, settings)
+        check_for_loop(type(self.config), settings)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> PipeSyncPlugin:
@@ -50,6 +52,7 @@ class PipeSyncPlugin:
         plugin = cls.__new__(cls)
         plugin.method = settings.pop("method", None)
         plugin.config = parse_config(plugin.method, settings)
+        check_for_loop(type(plugin.config), settings)
         return plugin
 
     @classmethod

@@ -1,9 +1,7 @@
-"""The only place that touches a private name of Accelerate or transformers, so that an upgrade breaks one file."""
+"""The only place that touches a private name of Accelerate, so that an upgrade breaks one file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,7 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.private_names import missing, require
+from lightning_pipesync.core.private_names import require
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
@@ -41,6 +39,11 @@ def prepared_models(accelerator: Any) -> list[nn.Module]:
     return list(accelerator._models)
 
 
+def prepared_optimizers(accelerator: Any) -> list[Optimizer]:
+    """Returns the optimizers that an Accelerator has prepared."""
+    return list(accelerator._optimizers)
+
+
 def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer) -> None:
     """Has an Accelerator use ``new`` where it has prepared ``old``."""
     optimizers = accelerator._optimizers
@@ -50,29 +53,3 @@ def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer)
 def add_prepared_loader(accelerator: Any, loader: Any) -> None:
     """Has an Accelerator know a loader that was prepared in another way than its own."""
     accelerator._dataloaders.append(loader)
-
-
-@contextmanager
-def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
-    """Within it a Trainer of transformers makes its Accelerator by calling ``make``.
-
-    Raises:
-        RuntimeError: it has made one in another way.
-    """
-    from transformers import trainer
-
-    made = []
-
-    def made_here(*args: Any, **kwargs: Any) -> Any:
-        made.append(make(*args, **kwargs))
-        return made[-1]
-
-    require(trainer, "Accelerator")
-    theirs = trainer.Accelerator
-    trainer.Accelerator = made_here
-    try:
-        yield
-    finally:
-        trainer.Accelerator = theirs
-    if not made:
-        raise missing(trainer, "Accelerator")

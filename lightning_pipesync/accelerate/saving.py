@@ -12,13 +12,12 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_pipesync.accelerate import checkpoint
-from lightning_pipesync.accelerate.model import SynchronizedModel
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
-from lightning_pipesync.accelerate.prepared import Prepared
 from lightning_pipesync.accelerate.private import prepared_models
 from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.core.storage import unshare_storage
-from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.training.session import Sessions
 
 
 class SavingAccelerator(Overriding, Accelerator):
@@ -29,7 +28,7 @@ class SavingAccelerator(Overriding, Accelerator):
     """
 
     pipesync: PipeSyncPlugin | None
-    _prepared: Prepared
+    _sessions: Sessions
 
     @abstractmethod
     def _attach(self) -> None:
@@ -40,7 +39,7 @@ class SavingAccelerator(Overriding, Accelerator):
 
         A collective call. ``model.eval()``, :meth:`wait_for_everyone`, and what saves something make it themselves.
         """
-        self._prepared.consolidate()
+        self._sessions.consolidate()
 
     @override
     def wait_for_everyone(self) -> None:
@@ -53,10 +52,10 @@ class SavingAccelerator(Overriding, Accelerator):
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """Returns the user's own model; with SelSync its weights are this rank's own unless they are consolidated."""
-        if isinstance(model, SynchronizedModel):
+        if isinstance(model, SyncedModule):
             if model.method is not None:
                 model.method.synchronize()
-                if isinstance(model.method, SelSync) and model.method.diverged:
+                if model.method.diverged:
                     warnings.warn(
                         "unwrap_model() has returned a model whose weights are this process's own. If they are to be "
                         "saved or evaluated, call accelerator.wait_for_everyone() before, on all processes.",
@@ -85,7 +84,7 @@ class SavingAccelerator(Overriding, Accelerator):
         """Writes what each rank needs besides the consolidated weights and the optimizers; a collective call."""
         checkpoint.save_rank_states(
             folder,
-            self._prepared.stateful,
+            self._sessions.methods,
             "" if self.pipesync is None else self.pipesync.method,
             self.process_index,
             self.num_processes,
@@ -104,8 +103,8 @@ class SavingAccelerator(Overriding, Accelerator):
         folders: list[str] = []
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
         # Methods begin with what models and optimizers hold, so these are loaded without them.
-        self._prepared.return_optimizer_states()
-        self._prepared.detach()
+        self._sessions.return_optimizer_states()
+        self._sessions.detach()
         try:
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         finally:
@@ -119,7 +118,7 @@ class SavingAccelerator(Overriding, Accelerator):
         Raises:
             ValueError: it is of other models, settings, or another number of processes.
         """
-        if not self._prepared.stateful:
+        if not self._sessions.methods:
             return
         assert self.pipesync is not None
         states = checkpoint.read_rank_states(
@@ -128,8 +127,8 @@ class SavingAccelerator(Overriding, Accelerator):
             self.process_index,
             self.num_processes,
             prepared_models(self),
-            len(self._prepared.stateful),
+            len(self._sessions.methods),
             self.pipesync.config,
         )
-        for one, state in zip(self._prepared.stateful, states, strict=False):
+        for one, state in zip(self._sessions.methods, states, strict=False):
             one.load_state_dict(state)

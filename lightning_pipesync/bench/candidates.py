@@ -86,7 +86,7 @@ class WithMethod(Candidate):
         super().__init__(name, model)
         self.limit = limit
         self.optimizer = sgd(model.module)
-        self.sync = method(model.module, self.optimizer, **settings)  # type: ignore[call-arg]
+        self.sync = method(model.module, self.optimizer, **settings)
 
     def step(self) -> None:
         self.optimizer.zero_grad()

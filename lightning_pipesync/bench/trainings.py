@@ -152,7 +152,7 @@ class WithMethod(Training):
 
     def __init__(self, task: Task, method: type[SyncMethod], config: Any) -> None:
         super().__init__(task)
-        self.method = method(self.module, self.optimizer, config)  # type: ignore[call-arg]
+        self.method = method(self.module, self.optimizer, config)
 
     def update(self) -> None:
         if self.task.max_norm is not None:

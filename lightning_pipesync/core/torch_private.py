@@ -159,7 +159,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def copy_loader(loader: DataLoader, sampler: Any, batch_sampler: Any) -> DataLoader:
+def copy_loader(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
     """Returns a shallow copy of ``loader`` with other samplers, which a DataLoader refuses to set after ``__init__``.
 
     Persistent worker processes stay with the original.

@@ -34,14 +34,14 @@ class LoaderWrapper:
         return getattr(self.loader, name)
 
 
-def sampler_of(loader: DataLoader) -> Any:
+def sampler_of(loader: DataLoader[Any]) -> Any:
     """Returns the sampler in use: that of the batch sampler, or the batch sampler itself if it has none."""
     if loader.batch_sampler is None:
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
 
 
-def has_default_order(loader: DataLoader) -> bool:
+def has_default_order(loader: DataLoader[Any]) -> bool:
     """Returns whether the order of ``loader`` is torch's: sequential, or a shuffle of the whole data set."""
     sampler = sampler_of(loader)
     if type(sampler) is RandomSampler:
@@ -50,13 +50,13 @@ def has_default_order(loader: DataLoader) -> bool:
 
 
 def with_seldp(
-    loader: DataLoader,
+    loader: DataLoader[Any],
     order: DistributedSampler[Any],
     *,
     full_pass: bool,
     num_samples: int | None = None,
     limit: int | float = 1.0,
-) -> DataLoader:
+) -> DataLoader[Any]:
     """Returns a loader of the same data in the order of SelDP (SelSync III-D).
 
     Args:
@@ -88,7 +88,9 @@ def resumable(order: DistributedSampler[Any]) -> ResumableSampler:
     return ResumableSampler(order.dataset, order.num_replicas, order.rank, order.shuffle, order.seed, order.drop_last)
 
 
-def begin_at(loader: DataLoader, epoch: int, num_batches: int, on_skip: Callable[[], object] = lambda: None) -> bool:
+def begin_at(
+    loader: DataLoader[Any], epoch: int, num_batches: int, on_skip: Callable[[], object] = lambda: None
+) -> bool:
     """Sets where ``loader`` starts in a resumed run, if its sampler is a :class:`ResumableSampler`.
 
     Args:
@@ -111,7 +113,7 @@ def begin_at(loader: DataLoader, epoch: int, num_batches: int, on_skip: Callable
     return True
 
 
-def batch_size_before_injection(loader: DataLoader, injection: tuple[float, float], world_size: int) -> int:
+def batch_size_before_injection(loader: DataLoader[Any], injection: tuple[float, float], world_size: int) -> int:
     """Returns the batch size of the loader before data injection adds rows (SelSync Eq. 3).
 
     Raises:
@@ -130,7 +132,7 @@ def batch_size_before_injection(loader: DataLoader, injection: tuple[float, floa
     return adjusted_batch_size(batch_size(loader), *injection, world_size)
 
 
-def with_order(loader: DataLoader, sampler: Any, num_samples: int | None = None) -> DataLoader:
+def with_order(loader: DataLoader[Any], sampler: Any, num_samples: int | None = None) -> DataLoader[Any]:
     """Returns a shallow copy of ``loader`` in the order of ``sampler``; ``loader`` itself stays as it is.
 
     Args:
@@ -154,7 +156,7 @@ def with_order(loader: DataLoader, sampler: Any, num_samples: int | None = None)
     return copy_loader(loader, sampler, batch_sampler)
 
 
-def with_seed_of_its_own(loader: DataLoader) -> DataLoader:
+def with_seed_of_its_own(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Sets a generator on ``loader`` if it has none, and returns the loader.
 
     Without one, every epoch draws a seed from the global generator, and a resumed run draws fewer seeds.
@@ -164,7 +166,7 @@ def with_seed_of_its_own(loader: DataLoader) -> DataLoader:
     return loader
 
 
-def batch_size(loader: DataLoader) -> int:
+def batch_size(loader: DataLoader[Any]) -> int:
     """Returns the batch size; 1 if the loader does not batch.
 
     Raises:
@@ -181,6 +183,6 @@ def batch_size(loader: DataLoader) -> int:
     return int(num_samples)
 
 
-def counts_samples(loader: DataLoader) -> bool:
+def counts_samples(loader: DataLoader[Any]) -> bool:
     """Returns whether the number of samples follows from the number of batches, as with torch's batch sampler."""
     return loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler

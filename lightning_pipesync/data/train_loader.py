@@ -35,7 +35,7 @@ class TrainLoader(LoaderWrapper):
         epoch: the epoch of the last batch, or the next epoch if that one is over.
     """
 
-    def __init__(self, loader: DataLoader, finish: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], finish: Callable[[Any], Any]) -> None:
         self.loader = loader
         self.epoch = 0
         self._finish = finish

@@ -1,31 +1,34 @@
 """The methods as strategies of Lightning Fabric; importing this registers their names."""
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 
-from lightning_pipesync.fabric.classes import (
-    STRATEGIES,
-    DeARFabricStrategy,
-    PipeSGDFabricStrategy,
-    SelSyncFabricStrategy,
-)
-from lightning_pipesync.fabric.ea_pipe import refuse_ea_pipe
-from lightning_pipesync.fabric.private import import_twin, register_strategy
+from lightning_pipesync.fabric.private import import_twin
+from lightning_pipesync.fabric.strategy import fabric_strategy
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.strategies import Strategies
 
-__all__ = ["DeARFabricStrategy", "PipeSGDFabricStrategy", "SelSyncFabricStrategy"]
-
-
-def _register() -> None:
-    registered = [(STRATEGY_REGISTRY, STRATEGIES)]
-    if find_spec("lightning_fabric") is not None:
-        registry = import_twin("lightning_fabric.strategies").STRATEGY_REGISTRY
-        registered.append((registry, import_module("lightning_pipesync.fabric.twin_classes").STRATEGIES))
-    for registry, strategies in registered:
-        for strategy in strategies:
-            register_strategy(registry, strategy.name, strategy)
-        register_strategy(registry, "ea_pipe", refuse_ea_pipe)
+_STRATEGIES = [Strategies(__name__, STRATEGY_REGISTRY, partial(fabric_strategy, DDPStrategy))]
+if find_spec("lightning_fabric") is not None:
+    import_twin("lightning_fabric.strategies")
+    _STRATEGIES.append(import_module("lightning_pipesync.fabric.twin").STRATEGIES)
 
 
-_register()
+def register(method: type[Method]) -> None:
+    """Makes the strategies of a method, ``<Method>FabricStrategy``, and registers its name with Fabric."""
+    for strategies in _STRATEGIES:
+        strategies.register(method)
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the strategy of a registered method by its name."""
+    return _STRATEGIES[0].find(name)
+
+
+for _method in METHODS.values():
+    register(_method)

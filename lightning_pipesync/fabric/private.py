@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -50,8 +49,3 @@ def import_twin(name: str) -> ModuleType:
         return import_module(name)
     finally:
         rank_zero.log, rank_zero.rank_zero_deprecation_category = log, category
-
-
-def register_strategy(registry: Any, name: str, strategy: Callable[..., Any]) -> None:
-    """Has a registry of Lightning's know a strategy, described by the first line of its docstring."""
-    registry.register(name, strategy, (strategy.__doc__ or "").partition("\n")[0], override=True)

@@ -1,41 +1,270 @@
-"""Fabric's checkpoints, with what a method needs besides."""
+"""Strategies of Fabric, whose calls they translate into calls on a method."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync.core.rng import rng_states, set_rng_states
-from lightning_pipesync.fabric.module import SyncedModule, TrainedModule
-from lightning_pipesync.fabric.training import FabricTrainingMixin
-from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
-from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.rng import set_rng_states
+from lightning_pipesync.core.shutdown import at_shutdown
+from lightning_pipesync.core.storage import unshare_storage
+from lightning_pipesync.data import TrainLoader
+from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
+from lightning_pipesync.methods.method import PIECE_MB, Method, SyncMethod, parameters_of
+from lightning_pipesync.methods.settings import Settings, check_for_loop
+from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.training.registry import make_config
+from lightning_pipesync.training.session import MethodPlan, Session, Sessions
+from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
+from lightning_pipesync.training.step import OptimizerStep, clip_norm, clip_value
+from lightning_pipesync.training.strategies import strategy_class
+
+if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `lightning_fabric`, whose classes differ
+    from lightning.fabric.strategies import DDPStrategy as _Base
+else:
+    _Base = object
 
 
-class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
+class BackwardSyncControl:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def no_backward_sync(self, module: SyncedModule, enabled: bool = True) -> AbstractContextManager[None]:
+        """Within it, if ``enabled``, backward passes accumulate gradients."""
+        return module.no_sync() if enabled else nullcontext()
+
+
+class PipeSyncFabricStrategyMixin(Overriding, _Base):
     """What the strategies of all methods have in common; goes before ``DDPStrategy`` in the bases.
 
     Attributes:
-        checkpoint_replicas: whether checkpoints hold each rank's own state.
+        name: what the strategy is registered as.
+        config: the settings.
+
+    Args:
+        accelerator: as in DDPStrategy, and so are those that follow.
+        parallel_devices: devices of this host's ranks.
+        cluster_environment: says which rank this is.
+        checkpoint_io: writes and reads checkpoints.
+        precision: the precision.
+        process_group_backend: with ``"gloo"``, CUDA tensors travel through the host.
+        start_method: of the processes.
+        settings: those of the method, by name.
+
+    Raises:
+        ValueError: there is no such setting, or it is out of its range; the message names it and its value.
     """
 
-    checkpoint_replicas = True
+    name: str
+    config: Settings
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **settings: Any,
+    ) -> None:
+        self.config = make_config(self.name, settings)
+        check_for_loop(type(self.config), settings)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=self.config.timeout_s),
+            start_method=start_method,
+        )
+        control_backward_sync(self, BackwardSyncControl())
+        self._sessions = Sessions()
+
+    def method_of(self, optimizer: Optimizer | None = None) -> SyncMethod:
+        """Returns the method that an optimizer is stepped by, for its metrics, say.
+
+        Args:
+            optimizer: may be left out if there is but one model with optimizers, or one that this rank still holds.
+
+        Raises:
+            ValueError: there are several and none is named, or the optimizer was not set up.
+        """
+        if optimizer is not None:
+            session = self._sessions.session_of(unwrapped(optimizer))
+            if session is None:
+                raise ValueError(f"{type(optimizer).__name__} was not set up: call fabric.setup(model, optimizer).")
+            return session.method
+        sessions = self._sessions.sessions
+        if len(sessions) > 1:
+            sessions = [session for session in sessions if session.is_held]
+        if len(sessions) != 1:
+            raise ValueError(
+                f"{len(sessions)} models have optimizers: say which one is meant with optimizer=. One that is done "
+                "with goes at the next fabric.setup(), when no rank holds it any more; fabric.strategy.teardown() ends "
+                "all."
+            )
+        return sessions[0].method
+
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        """Within it the weights are the method's consolidated ones, the same on all ranks; buffers, too.
+
+        For validation, and for whatever else reads the weights but a training step or ``fabric.save``, which does it
+        itself. A collective call: all ranks enter it.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        training = self._sessions.flush()
+        try:
+            yield
+        finally:
+            for method in training:
+                method.resume()
+
+    def prepare_train_loader(self, loader: DataLoader[Any], optimizer: Optimizer | None = None) -> TrainLoader:
+        """Takes the place of ``fabric.setup_dataloaders`` for the training data, after ``fabric.setup``.
+
+        Its batches are as the method's settings have them, and on the device; its order has the seed of
+        ``fabric.seed_everything``. A collective call.
+
+        Args:
+            loader: as the user has made it.
+            optimizer: that trains on the data; may be left out as in :meth:`method_of`.
+
+        Raises:
+            ValueError: as in :meth:`SyncMethod.prepare_train_loader` and :meth:`method_of`.
+        """
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return self.method_of(optimizer).prepare_train_loader(loader, seed, self.batch_to_device)
+
+    # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    @override
+    def setup_module(self, module: nn.Module) -> SyncedModule:  # type: ignore[override]
+        """Gives all ranks the weights of rank 0; optimizers may follow."""
+        wrapper = self._begin(module)
+
+        def start(flat: Tensor) -> Handle[Any]:
+            return Handle(dist.broadcast(flat, 0, async_op=True).wait)
+
+        exchange_fused([*module.parameters(), *buffer_reader(module)()], PIECE_MB, start)
+        return wrapper
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Trains the models that were set up before with ``optimizer``, too.
+
+        Raises:
+            ValueError: no model that was set up has its parameters.
+        """
+        self._add(optimizer)
+        self._sessions.attach(self._plan)
+        if self._sessions.session_of(optimizer) is None:
+            raise ValueError(
+                f"No model that was set up has parameters of {type(optimizer).__name__}: call "
+                "fabric.setup_module(model) first."
+            )
+        return optimizer
+
+    @override
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
+        """Attaches the method; a scheduler stays as it is."""
+        wrapper = self._begin(module)
+        for optimizer in optimizers:
+            self._add(optimizer)
+        self._sessions.attach(self._plan)
+        return (wrapper, optimizers, *scheduler)
+
+    @override
+    def teardown(self) -> None:
+        """Ends the training: models are plain ones again. Happens by itself when the process ends."""
+        self._sessions.end()
+        super().teardown()
+
+    # --- a training step --------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:  # type: ignore[override]
+        method = self.method_of(optimizer)
+        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
+        if closure is not None:
+
+            def compute() -> Any:
+                result = closure()
+                method.unscale(self._scaler, optimizer)
+                return result
+
+            kwargs["closure"] = compute
+        else:
+            method.unscale(self._scaler, optimizer)
+        return method.step(partial(super().optimizer_step, optimizer, **kwargs), optimizer)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips the gradient that is about to be applied; returns the norm before.
+
+        Raises:
+            ValueError: no rank has that gradient (DeAR), and it is not the L2 norm.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+        """
+        step = self._step_to_clip(optimizer)
+        return clip_norm([step], parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips every value of the gradient that is about to be applied."""
+        clip_value([self._step_to_clip(optimizer)], parameters_of(optimizer), clip_val)
+
+    def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
+        method = self.method_of(optimizer)
+        method.unscale(self._scaler, optimizer)
+        return OptimizerStep(method, optimizer)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as DDP's optimizer would have it, on every rank; a collective call."""
-        synced = self.owner_of(optimizer)
-        if synced is None:
+        session = self._sessions.session_of(optimizer)
+        if session is None:
             return super().get_optimizer_state(optimizer)
-        return synced.attached().optimizer_state_dict(optimizer)
+        return session.method.optimizer_state_dict(optimizer)
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return super().get_module_state_dict(module.module if isinstance(module, SyncedModule) else module)
+        if isinstance(module, SyncedModule):
+            return unshare_storage(super().get_module_state_dict(module.module))
+        return super().get_module_state_dict(module)
 
     @override
     def load_module_state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +272,7 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Saves consolidated weights, and what each rank needs to go on if model and optimizers are in ``state``.
+        """Saves consolidated weights, and what each rank needs to resume if model and optimizers are in ``state``.
 
         Raises:
             ValueError: ``state`` has something of its own under the key of the latter.
@@ -51,43 +280,35 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
         if CHECKPOINT_KEY in state:
             raise ValueError(f"The key {CHECKPOINT_KEY!r} of a checkpoint is taken: give it another name in the state.")
         with self.consolidated():
-            methods = {name: synced.attached() for name, synced in _trained_in(state).items()}
-            if methods:
-                saved: dict[str, Any] = {"strategy": self.name, "world_size": self.world_size}
-                if self.checkpoint_replicas:
-                    states = next(iter(methods.values())).transport.collect_states(self._rank_state_dict(methods))
-                    saved["ranks"] = dict(enumerate(states or []))
-                state = {**state, CHECKPOINT_KEY: saved}
+            if methods := self._methods_in(state):
+                transport = next(iter(methods.values())).transport
+                section = section_of(self.name, self.config, transport, lambda: self._rank_state_dict(methods))
+                state = {**state, CHECKPOINT_KEY: section}
             super().save_checkpoint(path, state, *args, **kwargs)
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads weights and optimizers, and begins anew from them, or goes on where the checkpoint was saved.
+        """Loads weights and optimizers, and begins anew from them, or resumes where the checkpoint was saved.
 
         Raises:
             ValueError: the checkpoint was written by this strategy with another number of ranks.
         """
         objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
-        loaded = [synced.trained for synced in objects.values() if isinstance(synced, SyncedModule)]
-        for synced in loaded:
-            if synced.method is not None:
+        loaded = [one for one in objects.values() if isinstance(one, SyncedModule)]
+        for wrapper in loaded:
+            if (session := self._sessions.session_of(wrapper)) is not None:
                 # What is in flight, and what ranks have of their own, is of the weights that go.
-                synced.method.flush()
-                synced.method.return_optimizer_states()
-                synced.detach()
+                session.flush_and_detach()
+                self._sessions.sessions.remove(session)
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
-        for synced in loaded:
-            if synced.optimizers:
-                synced.attached()
+        self._sessions.attach(self._plan)
         if loaded and (saved := remainder.pop(CHECKPOINT_KEY, None)) is not None:
-            methods = {name: synced.attached() for name, synced in _trained_in(objects).items()}
-            if methods:
-                self._load_from(saved, methods)
+            self._load_from(saved, self._methods_in(objects))
         return remainder
 
     def _load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
-        """Has ``methods`` go on from what a checkpoint holds besides a plain one's content."""
-        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config)
+        """Resumes ``methods`` from what a checkpoint holds besides a plain one's content."""
+        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config) if methods else None
         if state is None:
             return
         for name, method in methods.items():
@@ -98,20 +319,83 @@ class PipeSyncFabricStrategyMixin(FabricTrainingMixin):
         set_rng_states(state["rng"])
 
     def _rank_state_dict(self, methods: Mapping[str, SyncMethod]) -> dict[str, Any]:
-        """Returns what this rank needs to go on bit for bit, besides what a plain checkpoint holds."""
-        state: dict[str, Any] = {"methods": {name: method.state_dict() for name, method in methods.items()}}
-        if precision := self.precision.state_dict():  # a loss scale of its own
-            state["precision"] = precision
-        return {**state, "rng": rng_states(self.root_device)}
+        states = {name: method.state_dict() for name, method in methods.items()}
+        return rank_state({"methods": states}, self.precision.state_dict(), self.root_device)
+
+    def _methods_in(self, state: Mapping[str, Any]) -> dict[str, SyncMethod]:
+        """Returns the methods of the models in ``state`` whose optimizers are all in it, too, by the model's name."""
+        optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
+        found: dict[str, Session] = {}
+        for name, value in state.items():
+            session = self._sessions.session_of(value) if isinstance(value, SyncedModule) else None
+            if session is None or any(session is known for known in found.values()):
+                continue
+            if {id(one) for one in session.optimizers} <= optimizers:
+                found[name] = session
+        return {name: session.method for name, session in found.items()}
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of 16-mixed precision."""
+        return scaler_of(self.precision)
+
+    @property
+    def _plan(self) -> MethodPlan:
+        backend = "gloo" if self.process_group_backend == "gloo" else None  # otherwise the transport chooses
+        return MethodPlan(self.name, self.config, self.num_processes, backend)
+
+    def _begin(self, module: nn.Module) -> SyncedModule:
+        if not self._sessions.sessions:
+            at_shutdown(self._sessions.end)  # nobody tells a strategy of the end
+        else:
+            self._release(module)
+        return self._sessions.wrap(module, automatic=False)
+
+    def _release(self, module: nn.Module) -> None:
+        """Ends the methods of models that no rank holds any more, and of ``module``; a collective call.
+
+        While one rank holds a model, all take part in what is done with it.
+        """
+        gc.collect()
+        sessions = self._sessions.sessions.copy()
+        again = [any(own is module for own in session.modules) for session in sessions]
+        held = [session.is_held and not repeated for session, repeated in zip(sessions, again, strict=True)]
+        held_somewhere = torch.tensor(held, dtype=torch.uint8, device=self.root_device)
+        dist.all_reduce(held_somewhere, dist.ReduceOp.MAX)
+        for session, keep, repeated in zip(sessions, held_somewhere.tolist(), again, strict=True):
+            if not keep:
+                if repeated:  # its training goes on
+                    session.method.flush()
+                    session.method.return_optimizer_states()
+                self._sessions.remove(session)
+
+    def _add(self, optimizer: Optimizer) -> None:
+        if self._scaler is not None:
+            check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
+        self._sessions.add_optimizer(optimizer)
 
 
-def _trained_in(state: Mapping[str, Any]) -> dict[str, TrainedModule]:
-    """Returns the models in ``state`` that have optimizers, which are all in it, too."""
-    optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
-    return {
-        name: value.trained
-        for name, value in state.items()
-        if isinstance(value, SyncedModule)
-        and value.trained.optimizers
-        and {id(o) for o in value.trained.optimizers} <= optimizers
-    }
+def fabric_strategy(base: type, method: type[Method], module: str) -> Any:
+    """Returns the strategy of a method for a distribution of Fabric; a pipeline's refuses to be one.
+
+    Args:
+        base: the distribution's DDPStrategy.
+        method: what it trains with.
+        module: where it can be imported from.
+    """
+    if not method.makes_passes:
+        bases = (PipeSyncFabricStrategyMixin, base)
+        return strategy_class("FabricStrategy", method, bases, module, method.config_type.for_trainer)
+
+    def refuse() -> NoReturn:
+        """Pipelines cannot be strategies of Fabric."""
+        raise ValueError(
+            f"strategy={method.name!r} cannot run under Fabric, whose loop makes the backward pass of one mini-batch "
+            "at a time; a pipeline has several on their way. Use Fabric(strategy='ddp') and, after launch(), "
+            f"lightning_pipesync.{method.__name__}(layers, loss, optimizer_factory) with train_batch(batch) in the "
+            f"loop, in place of fabric.setup(); or Trainer(strategy={method.name!r})."
+        )
+
+    return refuse

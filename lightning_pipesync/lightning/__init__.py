@@ -1,31 +1,35 @@
 """The methods as strategies of Lightning's Trainer; importing this registers their names."""
 
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_pipesync.fabric.private import import_twin, register_strategy
-from lightning_pipesync.lightning.classes import (
-    STRATEGIES,
-    DeARStrategy,
-    EAPipeStrategy,
-    PipeSGDStrategy,
-    PipeSyncCallback,
-    SelSyncStrategy,
-)
+from lightning_pipesync.fabric.private import import_twin
+from lightning_pipesync.lightning.classes import trainer_strategy
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.training.strategies import Strategies
 
-__all__ = ["DeARStrategy", "EAPipeStrategy", "PipeSGDStrategy", "PipeSyncCallback", "SelSyncStrategy"]
-
-
-def _register() -> None:
-    registered = [(StrategyRegistry, STRATEGIES)]
-    if find_spec("pytorch_lightning") is not None:
-        registry = import_twin("pytorch_lightning.strategies").StrategyRegistry
-        registered.append((registry, import_module("lightning_pipesync.lightning.twin_classes").STRATEGIES))
-    for registry, strategies in registered:
-        for strategy in strategies:
-            register_strategy(registry, strategy.name, strategy)
+_STRATEGIES = [Strategies(__name__, StrategyRegistry, partial(trainer_strategy, DDPStrategy, Callback))]
+if find_spec("pytorch_lightning") is not None:
+    import_twin("pytorch_lightning.strategies")
+    _STRATEGIES.append(import_module("lightning_pipesync.lightning.twin").STRATEGIES)
 
 
-_register()
+def register(method: type[Method]) -> None:
+    """Makes the strategies of a method, ``<Method>Strategy``, and registers its name with Lightning."""
+    for strategies in _STRATEGIES:
+        strategies.register(method)
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the strategy of a registered method by its name."""
+    return _STRATEGIES[0].find(name)
+
+
+for _method in METHODS.values():
+    register(_method)

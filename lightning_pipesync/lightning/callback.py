@@ -1,4 +1,4 @@
-"""The moments that a strategy alone does not see."""
+"""Callback hooks that the strategies need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
+    from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
     from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 else:
     _Base = object
@@ -35,6 +35,7 @@ class PipeSyncCallbackMixin(Overriding, _Base):
         """
         method = _strategy(trainer).method
         assert method is not None
+        assert method.transport is not None
         num_batches = method.transport.gather_objects(trainer.num_training_batches)
         if len(set(num_batches)) > 1:
             raise ValueError(
@@ -59,7 +60,7 @@ class PipeSyncCallbackMixin(Overriding, _Base):
         strategy = _strategy(trainer)
         assert strategy.method is not None
         metrics = {f"{strategy.name}/{name}": value for name, value in strategy.method.metrics().items()}
-        shown = {f"{strategy.name}/{name}" for name in strategy.shown_metrics}
+        shown = {f"{strategy.name}/{name}" for name in strategy.method.shown_metrics}
         # Without a batch_size, Lightning refuses to log for a training_step that takes the loader's iterator.
         for shows in (True, False):
             chosen = {name: value for name, value in metrics.items() if (name in shown) == shows}
@@ -79,7 +80,7 @@ class PipeSyncCallbackMixin(Overriding, _Base):
 
 
 class PipelineCallbackMixin(PipeSyncCallbackMixin):
-    """Has all ranks find what rank 0 has logged, before any other callback looks."""
+    """Broadcasts rank 0's logged metrics before any other callback reads them."""
 
     @override
     def on_train_batch_end(
@@ -111,5 +112,5 @@ def _strategy(trainer: Trainer) -> PipeSyncStrategyMixin:
     return cast("PipeSyncStrategyMixin", trainer.strategy)
 
 
-def _pipeline(trainer: Trainer) -> EAPipeStrategyMixin:
-    return cast("EAPipeStrategyMixin", trainer.strategy)
+def _pipeline(trainer: Trainer) -> PipelineStrategyMixin:
+    return cast("PipelineStrategyMixin", trainer.strategy)

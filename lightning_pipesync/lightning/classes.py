@@ -1,44 +1,27 @@
-"""The strategies and the callback for the ``lightning`` distribution."""
+"""The Trainer's strategy of a method, for each distribution of Lightning."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from typing import Any
 
 from lightning_pipesync.lightning.callback import PipelineCallbackMixin, PipeSyncCallbackMixin
-from lightning_pipesync.lightning.dear import DeARStrategyMixin
-from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
-from lightning_pipesync.lightning.pipe_sgd import PipeSGDStrategyMixin
-from lightning_pipesync.lightning.selsync import SelSyncStrategyMixin
-from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
+from lightning_pipesync.lightning.sync import SyncStrategyMixin
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.training.strategies import strategy_class
 
 
-class PipeSyncCallback(PipeSyncCallbackMixin, Callback):
-    __doc__ = PipeSyncCallbackMixin.__doc__
+def trainer_strategy(base: type, callback: type, method: type[Method], module: str) -> type[Any]:
+    """Returns the strategy of a method.
 
-
-class PipelineCallback(PipelineCallbackMixin, Callback):
-    __doc__ = PipelineCallbackMixin.__doc__
-
-
-class DeARStrategy(DeARStrategyMixin, DDPStrategy):
-    __doc__ = DeARStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
-
-
-class EAPipeStrategy(EAPipeStrategyMixin, DDPStrategy):
-    __doc__ = EAPipeStrategyMixin.__doc__
-    callback_class = PipelineCallback
-
-
-class PipeSGDStrategy(PipeSGDStrategyMixin, DDPStrategy):
-    __doc__ = PipeSGDStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
-
-
-class SelSyncStrategy(SelSyncStrategyMixin, DDPStrategy):
-    __doc__ = SelSyncStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
-
-
-STRATEGIES: list[type[PipeSyncStrategyMixin]] = [DeARStrategy, EAPipeStrategy, PipeSGDStrategy, SelSyncStrategy]
+    Args:
+        base: the distribution's DDPStrategy.
+        callback: the distribution's Callback.
+        method: what it trains with.
+        module: where it can be imported from.
+    """
+    mixin: type = PipelineStrategyMixin if method.makes_passes else SyncStrategyMixin
+    callback_mixin: type = PipelineCallbackMixin if method.makes_passes else PipeSyncCallbackMixin
+    callback_class = type(callback_mixin.__name__.removesuffix("Mixin"), (callback_mixin, callback), {})
+    left_out = method.config_type.set_by_trainer
+    return strategy_class("Strategy", method, (mixin, base), module, left_out, callback_class=callback_class)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
@@ -32,7 +34,7 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
     require(precision, "_after_closure", "clip_grad_by_norm", "clip_grad_by_value")
 
 
-def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader], DataLoader]) -> None:
+def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
     """Changes the training loaders, if they are set up already, and begins to iterate over them anew."""
     loaders, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if loaders is not None and fetcher is not None:
@@ -100,8 +102,20 @@ def keep_local(metric: Metric) -> None:
     metric.sync_on_compute = metric._to_sync = False
 
 
-def without_rank(loader: DataLoader) -> None:
+def without_rank(loader: DataLoader[Any]) -> None:
     """Has the workers of ``loader`` draw the same random numbers on all ranks, if Lightning has seeded them."""
     seeding = loader.worker_init_fn
     if isinstance(seeding, functools.partial) and seeding.func is pl_worker_init_function:
         loader.worker_init_fn = functools.partial(seeding.func, rank=0)
+
+
+@contextmanager
+def no_warning_about_resuming() -> Iterator[None]:
+    """Keeps Lightning from saying that a loader without a ``state_dict`` cannot go on within an epoch: ours can."""
+    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.core.private_names import Overriding
-from lightning_pipesync.core.rng import rng_states, set_rng_states
-from lightning_pipesync.core.torch_private import mark_overflow
+from lightning_pipesync.core.rng import set_rng_states
+from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.loaders import begin_at
-from lightning_pipesync.fabric.private import scaler_of
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
-from lightning_pipesync.lightning.loaders import no_warning_about_resuming, with_resumable_order
-from lightning_pipesync.lightning.private import change_train_loaders, check_trainer
-from lightning_pipesync.methods.checkpoint import CHECKPOINT_KEY, state_of_rank
-from lightning_pipesync.methods.method import SyncMethod
-from lightning_pipesync.methods.stepping import check_unscaling
+from lightning_pipesync.lightning.private import change_train_loaders, no_warning_about_resuming
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.training.loaders import with_resumable_order
+from lightning_pipesync.training.registry import make_config
+from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.loops.progress import _ProcessedTracker
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
@@ -38,69 +40,75 @@ else:
 class PipeSyncStrategyMixin(Overriding, _Base):
     """What the strategies of all methods have in common; goes before ``DDPStrategy`` in the bases.
 
-    The module is not wrapped: ``training_step`` runs on it directly, and the method sees to its gradients and weights.
-
     Attributes:
         name: what the strategy is registered as.
-        shown_metrics: names of the method's metrics that the progress bar shows.
         callback_class: the callback that is added to the Trainer.
-        checkpoint_replicas: whether checkpoints hold each rank's own state.
         config: the settings.
         method: what runs in the current ``fit``; None outside one.
+
+    Args:
+        accelerator: as in DDPStrategy, and so are those that follow.
+        parallel_devices: devices of this host's ranks.
+        cluster_environment: says which rank this is.
+        checkpoint_io: writes and reads checkpoints.
+        precision_plugin: the precision.
+        process_group_backend: with ``"gloo"``, CUDA tensors travel through the host.
+        start_method: of the processes.
+        settings: those of the method, by name.
+
+    Raises:
+        ValueError: there is no such setting, or it is out of its range; the message names it and its value.
     """
 
     name: str
-    shown_metrics: tuple[str, ...]
     callback_class: type[PipeSyncCallbackMixin]
-    checkpoint_replicas: bool
-    config: Any
-    method: SyncMethod | None = None
+    config: Settings
+    method: Method | None = None
     _rng_states: dict[str, Tensor] | None = None
-    _flushed_to_save = False
     _start: tuple[int, int] = (0, 0)
     _checkpoint_step: int | None = None
     _until_teardown = ExitStack()
 
-    @abstractmethod
-    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> SyncMethod:
-        """Creates the method; called on all ranks when module and optimizers are on their device."""
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **settings: Any,
+    ) -> None:
+        self.config = make_config(self.name, settings)
+        for name, instead in self.config.set_by_trainer.items():
+            if name in settings:
+                raise ValueError(f"{name}={settings[name]!r} is for a loop of one's own: set {instead}.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=self.config.timeout_s),
+            start_method=start_method,
+        )
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
-
-    @override
-    def configure_ddp(self) -> None:
-        """Leaves the module as it is: there is nothing to wrap."""
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn != "fit":
-            return
-        assert self.lightning_module is not None
-        check_trainer(trainer, self.precision_plugin)
-        self._begin_to_attach(trainer)
-        for optimizer in self.optimizers if self._scaler is not None else ():
-            check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
-        self.method = self.attach_method(self.lightning_module, self.optimizers)
-        self._check_checkpoint()
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            for value in vars(callback).values():
-                if isinstance(value, AveragedModel):  # WeightAveraging and its kin
-                    self.method.follow(value)
 
     def _begin_to_attach(self, trainer: Trainer) -> None:
         self._start = (0, 0)
         self._until_teardown = ExitStack()
         self._add_callback(trainer, first=True)  # before all others: they shall find consolidated weights
 
-    def _check_checkpoint(self) -> None:
+    def _check_checkpoint(self, transport: Transport) -> None:
         """Checks that all ranks go on from the same step; a collective call.
 
         Raises:
             ValueError: on every rank: they do not, and some would take more steps than the others, and wait for ever.
         """
-        assert self.method is not None
-        steps = self.method.transport.gather_objects(self._checkpoint_step)
+        steps = transport.gather_objects(self._checkpoint_step)
         if len(set(steps)) > 1:
             found = ["no checkpoint" if step is None else f"one of step {step}" for step in steps]
             other = next(rank for rank, step in enumerate(steps) if step != steps[0])
@@ -154,48 +162,25 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             return nullcontext()
         return self.method.transport.watch.waiting("all ranks, in the default process group")
 
-    # --- a training step --------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------------------------
 
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        assert self.method is not None
-        assert self.lightning_module is not None
-        # The learning rate finder replaces them all, and looks for its own in front.
-        self._add_callback(self.lightning_module.trainer, first=False)
-        update = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-        return self.method.step(update, optimizer)
-
+    @abstractmethod
     def after_backward(self, optimizer: Optimizer) -> None:
         """Called between unscaling and clipping."""
-        assert self.method is not None
-        scaler = self._scaler
-        overflow = self.method.after_unscaling(optimizer, None if scaler is None else scaler.get_scale())
-        if overflow and scaler is not None:
-            mark_overflow(scaler, optimizer)
 
+    @abstractmethod
     def flush(self) -> None:
-        """Makes the weights the consolidated ones. Does nothing outside ``fit`` and after an error."""
-        if self.method is not None and not self._interrupted:
-            self.method.flush()
-            self._flushed_to_save = False
+        """Consolidates the weights. Does nothing outside ``fit`` and after an error."""
 
+    @abstractmethod
     def end_training(self) -> None:
         """Called before any callback is told of the end of the training."""
-        self.flush()
 
     def resume(self) -> None:
-        """Lets training go on after :meth:`flush`."""
-        if self.method is not None:
-            self.method.resume()
+        """Continues the training after :meth:`flush`."""
         self._restore_rng()
 
-    def begin_where_stopped(self, dataloader: DataLoader) -> DataLoader:
+    def begin_where_stopped(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns the training loader, in a resumed run with the next unseen batch first, if its order is known."""
         if self._start != (0, 0) and not self._overfitting:
             dataloader = with_resumable_order(dataloader)
@@ -208,25 +193,11 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.method is not None and not self.method.flushed:
-            self.flush()
-            self._flushed_to_save = True  # training may be in the midst of a step: after saving it goes on
-        return super().lightning_module_state_dict()
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         weights_only = "optimizer_states" not in checkpoint
-        if self.method is not None and not weights_only and not self._interrupted:
-            saved: dict[str, Any] = {"strategy": self.name, "world_size": self.world_size}
-            if self.checkpoint_replicas:
-                states = self.method.transport.collect_states(self.rank_state_dict())
-                saved["ranks"] = dict(enumerate(states or []))
-            checkpoint[CHECKPOINT_KEY] = saved
+        if self.method is not None and self.method.transport is not None and not weights_only and not self._interrupted:
+            checkpoint[CHECKPOINT_KEY] = section_of(self.name, self.config, self.method.transport, self.rank_state_dict)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.method is not None and self._flushed_to_save:
-            self.method.resume()
-            self._flushed_to_save = False
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -261,15 +232,12 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             self.load_rank_state_dict(state)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Returns what this rank needs to go on bit for bit, besides what a plain checkpoint holds."""
+        """Returns what this rank needs to resume bit for bit, besides what a plain checkpoint holds."""
         assert self.method is not None
-        state = {"method": self.method.state_dict(), "rng": rng_states(self.root_device)}
-        if precision := self.precision_plugin.state_dict():  # a loss scale of its own
-            state["precision"] = precision
-        return state
+        return rank_state({"method": self.method.state_dict()}, self.precision_plugin.state_dict(), self.root_device)
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`rank_state_dict` returned."""
+        """Resumes from what :meth:`rank_state_dict` returned."""
         assert self.method is not None
         self.method.load_state_dict(state["method"])
         if "precision" in state:
@@ -293,10 +261,6 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             callbacks.remove(own)
         if own is None or first:
             callbacks.insert(0 if first else len(callbacks), own or self.callback_class())
-
-    @property
-    def _scaler(self) -> torch.amp.GradScaler | None:
-        return scaler_of(self.precision_plugin)
 
     @property
     def _fitting(self) -> bool:

@@ -2,123 +2,65 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.consistency import collect_consistent_parameters, raise_on_all_ranks
+from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.data.training_data import TrainingData
+from lightning_pipesync.methods.settings import Settings, config_from, warn_of_ignored
+from lightning_pipesync.methods.step import Stage, StepProtocol
 
 T = TypeVar("T")
-Config = TypeVar("Config")
+
+#: MiB that travel in one piece before the training, and of buffers.
+PIECE_MB = 25.0
 
 
-class SyncMethod(ABC):
-    """Takes over gradient synchronization and the optimizer step of one module on every rank.
-
-    Constructing it attaches it. A plain loop calls :meth:`step` in place of ``optimizer.step()``; a framework whose
-    own code sits between the gradient and the update calls :meth:`after_backward` itself. With several optimizers
-    each call names the one that it is about.
+class Method(ABC):
+    """What a registered method declares, and what every framework may ask of it.
 
     Attributes:
-        transport: the way to the other ranks.
+        name: what users call it.
+        config_type: the dataclass of its settings.
+        makes_passes: whether it makes the forward and backward passes itself, as a pipeline does.
+        shown_metrics: names of the metrics that a progress bar shows.
+        shards_optimizer_state: whether a rank may have a part of an optimizer's state only.
+        transport: the way to the other ranks; None if there are none.
         flushed: whether the weights are the consolidated ones, since :meth:`flush`.
-        applies_grad: whether ``p.grad`` is what is about to be applied, after :meth:`after_backward`.
     """
 
-    applies_grad = True
+    name: ClassVar[str]
+    config_type: ClassVar[type[Settings]]
+    makes_passes: ClassVar[bool] = False
+    shown_metrics: ClassVar[tuple[str, ...]] = ("mib_sent",)
+    shards_optimizer_state: ClassVar[bool] = False
 
-    transport: Transport
+    transport: Transport | None
     flushed: bool
-
-    @abstractmethod
-    def after_backward(self, optimizer: Optimizer | None = None) -> bool:
-        """Tells the method that the gradient of this step is complete, accumulated and unscaled, not yet clipped.
-
-        Returns:
-            Whether the gradient has become one that is not finite, since some rank's was not: a loss scaler, which has
-            looked at this rank's alone, has to skip the update. The same on all ranks.
-        """
-
-    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:  # noqa: B027
-        """Called by a framework when the backward passes of a step are over, before its loss scaler sees ``p.grad``.
-
-        Most methods wait until the gradient is unscaled.
-
-        Args:
-            optimizer: whose gradient is complete; may be left out if there is but one.
-            loss_scale: by which the gradient is too large; None without a loss scaler.
-        """
-
-    def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
-        """Called by a framework after :meth:`before_unscaling`, when ``p.grad`` is unscaled, and not yet clipped.
-
-        Returns:
-            As :meth:`after_backward`.
-        """
-        return self.after_backward(optimizer)
-
-    def measured(self, optimizer: Optimizer | None = None) -> bool:
-        """Returns whether :meth:`after_backward` was called in this step, and is not to be called again."""
-        return False
-
-    @abstractmethod
-    def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
-        """Clips the gradient that is about to be applied by its global L2 norm; returns the norm before (0-dim)."""
-
-    def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns tensors that are to be clipped as ``parameters`` are, which hold gradients in ``grad`` as they do."""
-        return []
-
-    @abstractmethod
-    def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
-        """Takes the optimizer step, and whatever communication belongs to it.
-
-        Args:
-            update: what updates the weights; ``optimizer.step`` if None. If it computes the gradient first (a closure)
-                or unscales it, it has to call :meth:`after_backward` at the right moment.
-            optimizer: whose step; may be left out if there is but one.
-
-        Returns:
-            What ``update`` returned.
-        """
 
     @abstractmethod
     def flush(self) -> None:
         """Makes the module's weights the method's consolidated ones, the same on all ranks; a collective call.
 
-        A step that is taken without :meth:`resume` goes on from them.
+        A step that is taken without a ``resume`` goes on from them.
         """
-
-    def synchronize(self) -> None:  # noqa: B027 - most methods bring the weights up to date within a step
-        """Waits until this rank's weights are those after the last step; not a collective call."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Undoes :meth:`flush`, but for what was written to the weights since; does nothing if not flushed.
-
-        Not a collective call.
-        """
-
-    def follow(self, module: nn.Module) -> None:  # noqa: B027 - most methods have nothing to do
-        """Has :meth:`flush` consolidate ``module``, too, which follows this rank's weights: their running average."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Returns what the method did so far, by name."""
-
-    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns what ``optimizer.state_dict()`` would be without the method, on every rank; a collective call."""
-        return optimizer.state_dict()
-
-    def return_optimizer_states(self) -> None:  # noqa: B027 - most methods leave it to the optimizers
-        """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -126,21 +68,182 @@ class SyncMethod(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned on this rank."""
+        """Resumes from what :meth:`state_dict` returned on this rank."""
 
     @abstractmethod
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the method's threads and process groups. The weights stay as they are."""
 
 
-class AveragingMethod(SyncMethod):
-    """A method that averages every gradient over the ranks.
+class PipelineMethod(Method):
+    """Trains a model as a pipeline, whose passes it makes itself: each rank has some of the layers."""
+
+    makes_passes = True
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Copies the consolidated layers of all ranks to all ranks, after :meth:`flush`; a collective call."""
+
+
+class SyncMethod(Method):
+    """Takes over gradient synchronization and the optimizer step of one module on every rank.
+
+    Constructing it attaches it: all ranks then have rank 0's weights and buffers. A plain loop calls :meth:`step` in
+    place of ``optimizer.step()``. With several optimizers each call names the one that it is about. The order of the
+    calls in a step is that of :class:`Stage`; what has been done in a step is not done again.
+
+    Args:
+        module: the model, the same on all ranks.
+        optimizer: one or several torch optimizers over its parameters.
+        config: the settings; or give them as keywords.
+        backend: of the traffic, see :class:`Transport`.
 
     Attributes:
+        config: the settings.
+        applies_grad: whether ``p.grad`` is what is about to be applied, after :meth:`after_backward`.
+        reduces_together: whether the gradients of all optimizers are reduced at the same time.
+        optimizers: the user's own.
         syncing: whether this is outside :meth:`no_sync`.
+        data: follows the settings of the training data.
+
+    Raises:
+        ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
+        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
+    applies_grad: ClassVar[bool] = True
+    reduces_together: ClassVar[bool] = False
+
+    transport: Transport
     syncing = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        config: Any = None,
+        *,
+        backend: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = config_from(self.config_type, config, settings)
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.flushed = False
+        self._module = module
+        self._protocol = StepProtocol(len(self.optimizers), self.reduces_together)
+        self.transport = self._make_transport(device_of(module), backend)
+        try:
+            parameters = self._agreed_parameters()
+            raise_on_all_ranks(self.transport, self._problem())
+        except ValueError:
+            self.transport.close()
+            raise
+        warn_of_ignored(self.config, self.transport.rank)
+        exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
+        self._read_buffers = buffer_reader(module)
+        self._broadcast_buffers()
+        self.data = TrainingData(self.config, self.transport)
+        self._attach(parameters)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def after_backward(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
+        """Takes the gradient of this step, which is complete and not yet clipped.
+
+        Args:
+            optimizer: whose gradient; may be left out if there is but one.
+            loss_scale: by which it is too large; None without a loss scaler.
+
+        Returns:
+            Whether the gradient has become one that is not finite, since some rank's was not: a loss scaler, which has
+            looked at this rank's alone, has to skip the update. The same on all ranks.
+
+        Raises:
+            RuntimeError: a peer is lost.
+            ValueError: a setting of the training data is without effect, see :meth:`prepare_train_loader`.
+        """
+        self.before_unscaling(optimizer, loss_scale)
+        return self.after_unscaling(optimizer, loss_scale)
+
+    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:
+        """Makes the first half of :meth:`after_backward`, before a loss scaler sees ``p.grad``."""
+        index = self._index(optimizer)
+        self._skip_if_outdated(index)
+        if self._protocol.stage(index) < Stage.REDUCED:
+            self.data.check_followed()
+            self._reduce(index, loss_scale)
+            self._protocol.reduced(index)
+
+    def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
+        """Makes the second half of :meth:`after_backward`, when ``p.grad`` is unscaled."""
+        self.before_unscaling(optimizer, loss_scale)
+        index = self._index(optimizer)
+        if self._protocol.stage(index) == Stage.UNSCALED:
+            return False
+        overflow = self._unscale(index, loss_scale)
+        self._protocol.unscaled(index)
+        return overflow
+
+    def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
+        """Takes the gradient as :meth:`after_backward`, and unscales it with a loss scaler; once in a step.
+
+        Args:
+            scaler: skips the update if the gradient of some rank is not finite; None: there is none.
+            optimizer: as in :meth:`after_backward`.
+
+        Raises:
+            RuntimeError: a peer is lost, or the scaler has unscaled the gradient before.
+        """
+        if self.is_unscaled(optimizer):
+            return
+        loss_scale = None if scaler is None else scaler.get_scale()
+        self.before_unscaling(optimizer, loss_scale)
+        trained = self.optimizers[self._index(optimizer)]
+        if scaler is not None:
+            scaler.unscale_(trained)
+        if self.after_unscaling(optimizer, loss_scale) and scaler is not None:
+            mark_overflow(scaler, trained)
+
+    def is_unscaled(self, optimizer: Optimizer | None = None) -> bool:
+        """Returns whether the gradient of this step has been taken and unscaled."""
+        index = self._index(optimizer)
+        return self._protocol.stage(index) == Stage.UNSCALED and not self._protocol.is_outdated(index)
+
+    def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        """Clips the gradient that is about to be applied by its global L2 norm; returns the norm before (0-dim)."""
+        self.after_backward(optimizer)
+        parameters = self._trained(optimizer)
+        torch.nn.utils.clip_grad_norm_(self.clipped_along(parameters), max_norm)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
+        """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
+        self.after_backward(optimizer)
+        parameters = self._trained(optimizer)
+        torch.nn.utils.clip_grad_value_([*parameters, *self.clipped_along(parameters)], max_value)
+
+    def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors that are to be clipped as ``parameters`` are, which hold gradients in ``grad`` as they do."""
+        return []
+
+    def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
+        """Takes the optimizer step, and whatever communication belongs to it.
+
+        Args:
+            update: what updates the weights; ``optimizer.step`` if None. It may evaluate a closure, or unscale the
+                gradient, and then calls :meth:`after_backward` at the right moment.
+            optimizer: whose step; may be left out if there is but one.
+
+        Returns:
+            What ``update`` returned.
+
+        Raises:
+            RuntimeError: a peer is lost, or a call is out of order.
+        """
+        index = self._index(optimizer)
+        self._skip_if_outdated(index)
+        with self._protocol.stepping(index):
+            return self._step(index, update)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,57 +254,137 @@ class AveragingMethod(SyncMethod):
         finally:
             self.syncing = before
 
+    def begin_pass(self) -> None:
+        """Called by a framework before the user's code computes a loss, in which it may read any weights."""
+
+    def end_pass(self) -> None:
+        """Called by a framework after the last backward pass of what :meth:`begin_pass` began."""
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def prepare_train_loader(
+        self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
+    ) -> TrainLoader:
+        """Returns the batches of ``loader`` as the settings have them; a collective call.
+
+        With ``partition="seldp"`` a loader of a map-style data set, shuffled or not, has the order of SelDP, and so has
+        one with torch's ``DistributedSampler``; with ``"defdp"`` it has that of ``DistributedSampler``. Another sampler
+        is the user's own order, and stays. With ``injection`` the batch size is that of Eq. 3, and each batch has rows
+        of other ranks appended. ``loader`` itself stays as it is.
+
+        Args:
+            loader: of the training data, the same on all ranks.
+            seed: of the order, the same on all ranks; a ``DistributedSampler`` has its own.
+            to_device: moves a batch to where it is trained on; None leaves it there where ``loader`` has it.
+
+        Raises:
+            ValueError: on every rank: a setting has no effect on this loader, the data set has fewer samples than there
+                are ranks, or the ranks have different numbers of batches.
+        """
+        return self.data.prepare(loader, seed, to_device)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the weights may be this rank's own."""
+        return False
+
+    def synchronize(self) -> None:
+        """Waits until this rank's weights are those after the last step; not a collective call."""
+
     @abstractmethod
-    def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
-        """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
+    def resume(self) -> None:
+        """Undoes :meth:`flush`, but for what was written to the weights since; does nothing if not flushed.
 
+        Not a collective call.
+        """
 
-def one_config(config_type: type[Config], config: Config | None, settings: dict[str, Any]) -> Config:
-    """Returns a method's settings, which were given as a whole or as keywords.
+    def follow(self, module: nn.Module) -> None:
+        """Makes :meth:`flush` consolidate ``module``, too, which follows this rank's weights: their running average."""
 
-    Raises:
-        ValueError: they were given in both ways, or one is out of its range.
-    """
-    if config is not None and settings:
-        raise ValueError(f"Give the settings as config or as keywords ({', '.join(settings)}), not both.")
-    return config or config_type(**settings)
+    def finish(self, before_update: Callable[[Optimizer], object]) -> None:
+        """Called by a framework after the last step of a training; a collective call.
 
+        Args:
+            before_update: called when ``p.grad`` is what a further update is about to apply.
+        """
 
-class Settings(Protocol):
-    """A dataclass of settings, some of which may make others ineffective."""
+    # --- state ------------------------------------------------------------------------------------------------------
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    def metrics(self) -> dict[str, float]:
+        """Returns MiB sent and seconds of exposed communication, and what else the method counts, by name."""
+        traffic = self.transport.traffic
+        return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
 
-    def without_effect(self) -> Mapping[str, str]:
-        """Returns the settings that have no effect with the others as they are, by name, and why."""
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns what ``optimizer.state_dict()`` would be without the method, on every rank; a collective call."""
+        return optimizer.state_dict()
 
+    def return_optimizer_states(self) -> None:
+        """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
 
-def warn_of_ignored(settings: Settings, rank: int) -> None:
-    """Warns, on rank 0, of each setting that the user has changed and that has no effect."""
-    defaults = {field.name: field.default for field in fields(settings)}
-    for name, why in settings.without_effect().items():
-        value = getattr(settings, name)
-        if rank == 0 and value != defaults[name]:
-            warnings.warn(f"{name}={value!r} has no effect {why}.", stacklevel=3)
+    # --- what a method is made of -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
+        """Hangs the method on the module and the optimizers; called once, on all ranks."""
+
+    @abstractmethod
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Takes the gradient of an optimizer, which is complete and too large by ``loss_scale``; a collective call."""
+
+    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+        """Completes :meth:`_reduce` when ``p.grad`` is unscaled; returns as :meth:`after_backward`."""
+        return False
+
+    def _skip(self, index: int) -> None:
+        """Undoes :meth:`_reduce`: the step was skipped."""
+
+    @abstractmethod
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Takes an optimizer's step, as :meth:`step`."""
+
+    def _problem(self) -> ValueError | None:
+        """Returns why these optimizers cannot be trained with these settings; None if they can."""
+        return None
+
+    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend)
+
+    def _agreed_parameters(self) -> list[NamedParameter]:
+        """Returns the parameters, which are the same on all ranks; a collective call."""
+        return collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
+
+    def _broadcast_buffers(self) -> None:
+        """Gives all ranks the buffers of rank 0; a collective call."""
+        exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
+
+    def _skip_if_outdated(self, index: int) -> None:
+        if self._protocol.is_outdated(index):
+            self._skip(index)
+            self._protocol.restart(index)
+
+    def _trained(self, optimizer: Optimizer | None) -> list[Tensor]:
+        return parameters_of(self.optimizers[self._index(optimizer)])
+
+    def _index(self, optimizer: Optimizer | None) -> int:
+        """Returns which of the optimizers is meant; None means the only one.
+
+        Raises:
+            ValueError: there are several and none is named, or this one is not among them.
+        """
+        if optimizer is None and len(self.optimizers) > 1:
+            raise ValueError(f"There are {len(self.optimizers)} optimizers: say whose step it is with optimizer=.")
+        for index, known in enumerate(self.optimizers):
+            if optimizer is None or known is optimizer:
+                return index
+        raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to {type(self).__name__}.")
 
 
 def device_of(module: nn.Module) -> torch.device:
     """Returns where the module's parameters are."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-
-
-def index_of(optimizer: Optimizer | None, optimizers: Sequence[Optimizer], method: str) -> int:
-    """Returns which of a method's optimizers is meant; None means the only one.
-
-    Raises:
-        ValueError: there are several and none is named, or ``method`` was not given this one.
-    """
-    if optimizer is None and len(optimizers) > 1:
-        raise ValueError(f"There are {len(optimizers)} optimizers: say whose step it is with optimizer=.")
-    for index, known in enumerate(optimizers):
-        if optimizer is None or known is optimizer:
-            return index
-    raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to {method}.")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

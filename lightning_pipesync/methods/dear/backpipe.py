@@ -22,9 +22,6 @@ MISSING, OUTDATED, END_OF_TRIAL = 1, 2, 4
 class BackPipe:
     """Reduces all buckets once for each backward pass, in one order, whichever gradients this rank has.
 
-    Attributes:
-        reduced: whether the gradients of the last backward pass are averaged.
-
     Args:
         buckets: what travels together.
         order: learns in which order gradients become ready.
@@ -44,16 +41,14 @@ class BackPipe:
         self._buckets, self._order, self._queue = buckets, order, queue
         self._tuner, self._transport = tuner, transport
         self._num_launched = 0
-        self._reducing = self.reduced = self._outdated = False
+        self._reducing = self._outdated = False
 
     def gradient_is_ready(self, parameter: Tensor, send: bool) -> None:
         """Starts the reduce-scatter of the bucket whose last gradient this is, if ``send``."""
         if not send:
-            self.reduced = False
             return
         self._order.is_ready(parameter)
         if not self._buckets or self._tuner.over:  # the first step only watches; new buckets come after this pass
-            self.reduced = False
             return
         bucket = self._buckets.with_parameter(parameter)
         if bucket is None:  # no optimizer has it any more
@@ -79,7 +74,7 @@ class BackPipe:
             flags = self._finish_round()
         if flags & MISSING:
             self._find_present()
-        self._reducing, self.reduced = False, True
+        self._reducing = False
 
     def drain(self) -> None:
         """Waits until nothing is under way, and all weights are up to date."""
@@ -90,7 +85,7 @@ class BackPipe:
     def forget(self) -> None:
         """Has :meth:`finish` reduce everything anew: the buckets are about to change; a collective call."""
         self._finish_round()  # ranks may have launched different numbers of buckets
-        self._reducing = self.reduced = False
+        self._reducing = False
 
     def _finish_round(self) -> int:
         """Blocks until all buckets are reduced, and returns the union of all ranks' flags."""
@@ -111,7 +106,7 @@ class BackPipe:
         self.drain()
         for bucket in self._buckets:
             bucket.expect_gradients()
-        self._num_launched, self._reducing, self.reduced, self._outdated = 0, True, False, False
+        self._num_launched, self._reducing, self._outdated = 0, True, False
 
     def _launch(self, end: int) -> None:
         """Starts the reduce-scatters of the buckets up to ``end``."""

@@ -10,6 +10,7 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimize
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.settings import Settings
 
 #: Optimizers that treat every value by itself: a shard can be updated without the rest.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
@@ -20,7 +21,7 @@ FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
 
 @dataclass(frozen=True)
-class DeARConfig:
+class DeARConfig(Settings):
     """Settings of DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
     Pipelining").
 
@@ -64,7 +65,7 @@ class DeARConfig:
     num_layers: int = 4
     """Layers that travel in one piece, with ``fusion="layers"``."""
 
-    compression: str | Codec = "none"
+    compression: Codec | str = "none"
     """Codec of both halves: none, bf16, fp16, truncate16, int8, topk."""
 
     error_feedback: bool = True
@@ -126,11 +127,6 @@ class DeARConfig:
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
         return self.feeds_back
-
-    @property
-    def lost_with_other_ranks(self) -> str | None:
-        """What becomes of that which fits as many ranks only: shards are divided anew, and nothing is lost."""
-        return None
 
     def without_effect(self) -> dict[str, str]:
         """Returns the settings that have no effect with the others as they are, by name, and why."""

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import MIB, Fusion, buffer_reader
+from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.comm_queue import CommQueue
-from lightning_pipesync.core.consistency import collect_consistent_parameters, raise_on_all_ranks
-from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.core.transport import Transport
@@ -23,21 +21,14 @@ from lightning_pipesync.methods.dear.order import ExecutionOrder
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
-from lightning_pipesync.methods.method import (
-    AveragingMethod,
-    device_of,
-    group_members,
-    index_of,
-    one_config,
-    warn_of_ignored,
-)
+from lightning_pipesync.methods.method import SyncMethod, group_members
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.stepping import StepGuard, replaced_step
+from lightning_pipesync.methods.step import StepGuard, replaced_step
 
 T = TypeVar("T")
 
 
-class DeAR(AveragingMethod):
+class DeAR(SyncMethod):
     """Synchronous SGD whose all-reduce is split in two, hidden under the backward pass and the next forward pass.
 
     What is trained is what ``DistributedDataParallel`` would train. A bucket's reduce-scatter starts when its last
@@ -58,70 +49,34 @@ class DeAR(AveragingMethod):
     ``p.grad`` stays this rank's own gradient; the average of all is never put together on one rank. With several
     backward passes before a step, all but the last belong under :meth:`no_sync`.
 
-    Args:
-        module: the model, the same on all ranks.
-        optimizer: one or several torch optimizers over its parameters.
-        config: the settings; or give them as keywords, see :class:`DeARConfig`.
-        backend: of the traffic, see :class:`Transport`.
-
-    Attributes:
-        config: the settings.
-        transport: the way to the other ranks.
-
-    Raises:
-        ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
-        RuntimeError: ``torch.distributed`` is not initialized.
+    Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`DeARConfig`.
     """
 
+    name = "dear"
+    config_type = DeARConfig
     applies_grad = False
+    reduces_together = True
+    shards_optimizer_state = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
-        config: DeARConfig | None = None,
-        *,
-        backend: str | None = None,
-        **settings: Any,
-    ) -> None:
-        self.config = one_config(DeARConfig, config, settings)
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.transport = Transport(
-            device_of(module),
-            timeout_s=self.config.timeout_s,
-            backend=backend,
-            topology=self.config.topology,
-            torus_columns=self.config.torus_columns,
-        )
-        try:
-            parameters = collect_consistent_parameters(self.transport, self.config, module, self._optimizers)
-            self._tuning_file: TuningFile | None = None
-            raise_on_all_ranks(self.transport, self._problem())
-        except ValueError:
-            self.transport.close()
-            raise
-        warn_of_ignored(self.config, self.transport.rank)
-        everything = [parameter.tensor for parameter in parameters]
-        exchange_fused(everything, self.config.bucket_mb, self.transport.broadcast)
-        self._read_buffers = buffer_reader(module)
-        exchange_fused(self._read_buffers(), self.config.bucket_mb, self.transport.broadcast)
-        self._module = module
-        self._order = ExecutionOrder(module)
+    config: DeARConfig
+    _tuning_file: TuningFile | None = None
+
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
+        self._order = ExecutionOrder(self._module)
         self._queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
-        self._buckets = FusedBuckets(self._order, self._optimizers, self.config, self.transport)
+        self._buckets = FusedBuckets(self._order, self.optimizers, self.config, self.transport)
         self._tuner = FusionTuner(self.config, self._buckets, self.transport, self._tuning_file)
         self._backpipe = BackPipe(self._buckets, self._order, self._queue, self._tuner, self.transport)
-        self._stepped: set[int] = set()  # optimizers that have used the gradients of this backward pass
         self._eager = False
-        self.flushed = False
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         # Before the hooks of others, as of weight_norm, which read the weights.
         before_forward, before_saving = ModuleHook(self._before_forward), ModuleHook(self._before_saving)
         self._hooks = [child.register_forward_pre_hook(before_forward, prepend=True) for child in self._order.modules]
-        self._hooks += [child.register_state_dict_pre_hook(before_saving) for child in module.modules()]
-        self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self._optimizers]
+        self._hooks += [child.register_state_dict_pre_hook(before_saving) for child in self._module.modules()]
+        self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self.optimizers]
         # What steps are copies of the optimizers; these themselves never do.
-        self._guards = [StepGuard(optimizer, "DeAR") for optimizer in self._optimizers]
+        self._guards = [StepGuard(optimizer, "DeAR") for optimizer in self.optimizers]
+        self._note_gradient = self._protocol.gradient_hook(0)
         self._hooked: set[int] = set()
         self._take_over(parameters)
 
@@ -140,45 +95,37 @@ class DeAR(AveragingMethod):
         """What the search for it has measured so far."""
         return self._tuner.trials
 
-    def after_backward(self, optimizer: Optimizer | None = None) -> bool:
-        """Waits until the gradients of all ranks are averaged, each rank its shard of them.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
-        if self._backpipe.reduced and self._index(optimizer) not in self._stepped:
-            return False
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Waits until the gradients of all ranks are averaged, each rank its shard of them; they were sent scaled."""
         # A state was loaded, or there are further parameters, as a callback adds that thaws layers.
-        if self._buckets and (self._loaded or self._members != group_members(self._optimizers)):
+        if self._buckets and (self._loaded or self._members != group_members(self.optimizers)):
             self._backpipe.forget()
             self.return_optimizer_states()
-            self._take_over(collect_consistent_parameters(self.transport, self.config, self._module, self._optimizers))
+            self._take_over(self._agreed_parameters())
         if not self._buckets:
             self._buckets.plan(self._tuner.fusion)
         elif self._tuner.over:
             self._backpipe.drain()
             self._tuner.change()
         self._backpipe.finish()
-        self._stepped.clear()
-        return False
 
-    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:
-        """Waits for the averaged gradient: it was sent in the backward pass, scaled."""
-        self.after_backward(optimizer)
-
-    def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
+    def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Unscales the averaged gradient, too, of which ``p.grad`` is no part.
 
         Returns:
             Whether some value of it is not finite, on any rank.
         """
-        self.after_backward(optimizer)
-        return loss_scale is not None and self.unscale(1 / loss_scale, optimizer)
+        if loss_scale is None:
+            return False
+        gradients = self._own_gradients(index)
+        finite = [bool(torch.isfinite(flat.mul_(1 / loss_scale)).all()) for flat in gradients]
+        self._queue.wait_all()
+        return any(self.transport.exchange_flags(not all(finite)).wait())
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the averaged gradient by its L2 norm, to which each rank contributes one number, that of its shard."""
         self.after_backward(optimizer)
-        gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
+        gradients = self._own_gradients(self._index(optimizer))
         squares = torch.stack(foreach_norm(gradients)).square_()  # of one type on all ranks, as the buckets are
         self._queue.wait_all()  # another optimizer's weights may be on their way
         norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
@@ -187,15 +134,17 @@ class DeAR(AveragingMethod):
             flat.mul_(factor)
         return norm
 
-    def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
-        """Starts to bring the weights up to date; they are when a forward pass, or :meth:`synchronize`, needs them.
+    def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
+        """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
+        self.after_backward(optimizer)
+        for flat in self._own_gradients(self._index(optimizer)):
+            flat.clamp_(-max_value, max_value)
 
-        Raises:
-            RuntimeError: a peer is lost.
-        """
-        index, stepped, result = self._index(optimizer), True, None
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Starts to bring the weights up to date; they are when a forward pass, or :meth:`synchronize`, needs them."""
+        optimizer, stepped, result = self.optimizers[index], True, None
         if update is not None:
-            stepped, result = self._run(update, self._optimizers[index])
+            stepped, result = self._run(update, optimizer)
         self.after_backward(optimizer)
         if stepped:  # otherwise a loss scaler skips the step
             for bucket in self._buckets.of_optimizer(index):
@@ -203,9 +152,8 @@ class DeAR(AveragingMethod):
             self._queue.flush()
         if index == 0:
             self._tuner.note_step()
-        mark_stepped(self._optimizers[index])
+        mark_stepped(optimizer)
         self.flushed = False
-        self._stepped.add(index)
         self._order.begin_step()
         for parameter in self._order.used_elsewhere:
             if (used := self._buckets.with_parameter(parameter)) is not None:
@@ -218,24 +166,6 @@ class DeAR(AveragingMethod):
         """Has :meth:`step` wait for the weights: who follows them reads them at once, before any forward pass."""
         self._eager = True
 
-    def unscale(self, factor: float, optimizer: Optimizer | None = None) -> bool:
-        """Multiplies the averaged gradient by ``factor``; a collective call.
-
-        Returns:
-            Whether some value of it is not finite, on any rank.
-        """
-        self.after_backward(optimizer)
-        gradients = [bucket.own_gradient for bucket in self._buckets.of_optimizer(self._index(optimizer))]
-        finite = [bool(torch.isfinite(flat.mul_(factor)).all()) for flat in gradients]
-        self._queue.wait_all()
-        return any(self.transport.exchange_flags(not all(finite)).wait())
-
-    def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
-        """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
-        self.after_backward(optimizer)
-        for bucket in self._buckets.of_optimizer(self._index(optimizer)):
-            bucket.own_gradient.clamp_(-max_value, max_value)
-
     def synchronize(self) -> None:
         """Waits until all weights are up to date; not a collective call (Listing 1)."""
         for bucket in self._buckets:
@@ -244,7 +174,7 @@ class DeAR(AveragingMethod):
     def flush(self) -> None:
         """Has weights and buffers be those of synchronous training; buffers follow rank 0. A collective call."""
         self.synchronize()
-        exchange_fused(self._read_buffers(), self.config.bucket_mb, self.transport.broadcast)
+        self._broadcast_buffers()
         self.flushed = True
 
     def resume(self) -> None:
@@ -252,12 +182,7 @@ class DeAR(AveragingMethod):
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of buckets, MiB sent and seconds of exposed communication."""
-        traffic = self.transport.traffic
-        return {
-            "buckets": len(self._buckets),
-            "mib_sent": traffic.total_bytes_sent / MIB,
-            "exposed_seconds": traffic.total_seconds_waited,
-        }
+        return {"buckets": len(self._buckets), **super().metrics()}
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without DeAR, on every rank; a collective call.
@@ -267,7 +192,7 @@ class DeAR(AveragingMethod):
         """
         self.synchronize()
         index = self._index(optimizer)
-        optimizer = self._optimizers[index]
+        optimizer = self.optimizers[index]
         before = dict(optimizer.state)
         if index not in self._loaded:  # otherwise the next step will take over what the optimizer has
             optimizer.state.update(self._buckets.optimizer_states(index))
@@ -291,8 +216,8 @@ class DeAR(AveragingMethod):
         """
         if state["settings"] != self._shape_settings():
             raise ValueError(f"The state was saved with {state['settings']}, this run has {self._shape_settings()}.")
-        if self._members != group_members(self._optimizers):
-            self._take_over(collect_consistent_parameters(self.transport, self.config, self._module, self._optimizers))
+        if self._members != group_members(self.optimizers):
+            self._take_over(self._agreed_parameters())
         self._buckets.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
         self._loaded.clear()
@@ -300,7 +225,7 @@ class DeAR(AveragingMethod):
     def return_optimizer_states(self) -> None:
         """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
         self.synchronize()
-        for index, optimizer in enumerate(self._optimizers):
+        for index, optimizer in enumerate(self.optimizers):
             if index not in self._loaded:
                 optimizer.state.update(self._buckets.optimizer_states(index))
 
@@ -322,6 +247,7 @@ class DeAR(AveragingMethod):
             bucket.wait()
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
+        self._note_gradient(parameter)
         self._backpipe.gradient_is_ready(parameter, send=self.syncing)
 
     def _before_saving(self, *_: Any) -> None:
@@ -338,7 +264,7 @@ class DeAR(AveragingMethod):
         trained = [parameter for parameter in parameters if parameter.group]
         self._buckets.begin_anew(trained)
         self._tuner.begin(trained)
-        self._members = group_members(self._optimizers)
+        self._members = group_members(self.optimizers)
         self._loaded.clear()
         for parameter in trained:
             if id(parameter.tensor) not in self._hooked:
@@ -363,12 +289,23 @@ class DeAR(AveragingMethod):
             result = update()
         return stepped, result
 
-    def _index(self, optimizer: Optimizer | None) -> int:
-        return index_of(optimizer, self._optimizers, "DeAR")
+    def _own_gradients(self, index: int) -> list[Tensor]:
+        """Returns the shards of an optimizer's averaged gradient that this rank has."""
+        return [bucket.own_gradient for bucket in self._buckets.of_optimizer(index)]
+
+    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
+        config = self.config
+        return Transport(
+            device,
+            timeout_s=config.timeout_s,
+            backend=backend,
+            topology=config.topology,
+            torus_columns=config.torus_columns,
+        )
 
     def _shape_settings(self) -> dict[str, Any]:
         """The settings that decide what :meth:`state_dict` looks like."""
-        sharded = [self.config.shards(optimizer) for optimizer in self._optimizers]
+        sharded = [self.config.shards(optimizer) for optimizer in self.optimizers]
         return {
             "sharded": sharded,
             "compression": str(self.config.compression),
@@ -383,7 +320,7 @@ class DeAR(AveragingMethod):
                 self._tuning_file = TuningFile(self.config.tuning_file)
         except ValueError as error:
             return error
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
                 return ValueError(
                     f"{type(optimizer).__name__} wraps another optimizer, which DeAR would not reach: pass that one."

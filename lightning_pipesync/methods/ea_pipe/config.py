@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
+
+from lightning_pipesync.methods.settings import Settings
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
@@ -18,12 +21,15 @@ SYNCHRONOUS = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
-class EAPipeConfig:
+class EAPipeConfig(Settings):
     """Settings of EA-Pipe ("Pipeline Parallelism With Elastic Averaging", IEEE Access 2024).
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
     """
+
+    set_by_trainer = MappingProxyType({"clip_norm": "Trainer(gradient_clip_val=...)"})
+    for_trainer = MappingProxyType({"module": "give the pipeline the layers themselves"})
 
     elastic_force: float = 0.5
     """alpha: the fraction of their distance by which a replica and the master are pulled together (Eq. 1). The paper
@@ -36,6 +42,9 @@ class EAPipeConfig:
     """``ea_pipe``; or an algorithm that the paper compares it with: ``pipedream`` (weight stashing and vertical sync),
     ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or the synchronous ``gpipe`` and ``1f1b``. Also
     ``weight_stashing`` without vertical sync, the default of PipeDream."""
+
+    module: str | None = None
+    """Name of the submodule of a LightningModule that is divided. None: there is but one ``nn.Sequential``."""
 
     split: Split = "balanced"
     """The layers of each stage: ``balanced`` by their measured time; by their number of ``parameters``; or the indices
@@ -116,11 +125,6 @@ class EAPipeConfig:
                 f"split must list the indices of the first layers of the later stages, growing and from 1 on, got "
                 f"{self.split!r}."
             )
-
-    @property
-    def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only be resumed with the same number of ranks."""
-        return False
 
     @property
     def lost_with_other_ranks(self) -> str | None:

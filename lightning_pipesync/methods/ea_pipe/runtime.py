@@ -26,16 +26,14 @@ from lightning_pipesync.methods.ea_pipe.partition import Partition, make_partiti
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
-from lightning_pipesync.methods.method import device_of, one_config, warn_of_ignored
+from lightning_pipesync.methods.method import PIECE_MB, PipelineMethod, device_of
+from lightning_pipesync.methods.settings import config_from, warn_of_ignored
 
 T = TypeVar("T")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-#: MiB of a bucket of the broadcasts before and after training.
-PIECE_MB = 25.0
 
-
-class EAPipe:
+class EAPipe(PipelineMethod):
     """Trains a model as a pipeline without bubbles, with one stage in each process.
 
     Mini-batches follow each other without a flush. Each one in flight has its own replica of the weights, and replicas
@@ -76,6 +74,9 @@ class EAPipe:
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
+    name = "ea_pipe"
+    config_type = EAPipeConfig
+
     def __init__(
         self,
         layers: nn.Module,
@@ -89,7 +90,7 @@ class EAPipe:
         backend: str | None = None,
         **settings: Any,
     ) -> None:
-        self.config = one_config(EAPipeConfig, config, settings)
+        self.config = config_from(EAPipeConfig, config, settings)
         self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
         self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.settings import Settings
 
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
 #: What has gradients computed at predicted weights.
@@ -15,7 +17,7 @@ _PREDICTING = ("prediction", "momentum")
 
 
 @dataclass(frozen=True)
-class PipeSGDConfig:
+class PipeSGDConfig(Settings):
     """Settings of Pipe-SGD (Li et al., "Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
     Training").
 
@@ -23,11 +25,13 @@ class PipeSGDConfig:
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
+    for_trainer = MappingProxyType({"drain": "call the method's drain() after the last step"})
+
     staleness: int = 1
     """k: how many steps later a gradient is applied (Algorithm 1). 0: synchronous SGD. The paper's optimum is 1: more
     hides nothing else, and costs convergence."""
 
-    compression: str | Codec = "none"
+    compression: Codec | str = "none"
     """Codec of the all-reduce: none, bf16, fp16, truncate16, int8, topk. Each rank compresses its gradient once."""
 
     error_feedback: bool = True

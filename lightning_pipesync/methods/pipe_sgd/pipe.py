@@ -27,7 +27,7 @@ from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight, GradientPlan
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
-from lightning_pipesync.methods.stepping import StepGuard, replaced_step
+from lightning_pipesync.methods.step import StepGuard, replaced_step
 
 T = TypeVar("T")
 
@@ -37,7 +37,6 @@ class GradientPipe:
 
     Attributes:
         optimizer: the user's own.
-        handed_over: whether this step's gradient is on its way, and ``p.grad`` is what will be applied.
         guard: refuses steps that are not taken through here.
         num_steps: steps so far.
         num_updates: updates so far.
@@ -62,7 +61,7 @@ class GradientPipe:
         self.optimizer, self._config = optimizer, config
         self._queue, self._transport = queue, transport
         self.guard = StepGuard(optimizer, "PipeSGD")
-        self.handed_over = False
+        self._handed_over = False  # and ``p.grad`` is what will be applied
         self.num_steps = self.num_updates = self.staleness = 0
         self._failed = False
         self._in_flight: deque[GradientInFlight] = deque()
@@ -107,12 +106,7 @@ class GradientPipe:
         self._make_plan(parameters)
 
     def gradient_is_ready(self, parameter: Tensor, send: bool) -> None:
-        """Sends the segment whose last gradient this is, if ``send`` and at level 2.
-
-        A backward pass after the gradient was handed over begins the next step: the user has skipped the update.
-        """
-        if self.handed_over:
-            self._end_step()
+        """Sends the segment whose last gradient this is, if ``send`` and at level 2."""
         if not send or self._config.pipeline_level == 1:
             return
         if self._started is None:
@@ -134,7 +128,7 @@ class GradientPipe:
         grad_is_reused = self._shown is not None  # it has been added to, and is where gradients travel
         gradient.hand_over(self.optimizer, loss_scale, self.num_updates, grad_is_reused)
         self._in_flight.append(gradient)
-        self.handed_over = True
+        self._handed_over = True
         may_be_in_flight = 0 if self.num_steps < self._config.warmup_steps else self._config.staleness
         if len(self._in_flight) > may_be_in_flight:
             self._show_next(loss_scale)
@@ -166,7 +160,7 @@ class GradientPipe:
         try:
             with self.guard.stepping(), replaced_step(self.optimizer, step):
                 result = step() if update is None else update()
-            if not self.handed_over or (self._due is not None and self._due.is_finite()):
+            if not self._handed_over or (self._due is not None and self._due.is_finite()):
                 raise RuntimeError(
                     f"{type(self.optimizer).__name__}.step() was not called within step(), as by a loss scaler that "
                     "has looked at this rank's own gradient. Call after_backward(loss_scale=scaler.get_scale()) before "
@@ -176,13 +170,13 @@ class GradientPipe:
             self._failed = True
             raise
         mark_stepped(self.optimizer)
-        self._end_step()
+        self.end_step()
         return result
 
     def drain(self, before_update: Callable[[Optimizer], object]) -> None:
         """Applies all gradients in flight, in order; a collective call."""
         self.forget_prediction()
-        self.handed_over = True
+        self._handed_over = True
         try:
             while self._in_flight:
                 self._show_next(loss_scale=1.0)
@@ -191,7 +185,7 @@ class GradientPipe:
                     with self.guard.stepping():
                         self._apply(self.optimizer.step)
         finally:
-            self.handed_over, self._due = False, None
+            self._handed_over, self._due = False, None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the gradients in flight, the counters and what the codec has dropped; a collective call."""
@@ -257,8 +251,9 @@ class GradientPipe:
                 "begin anew from a checkpoint."
             )
 
-    def _end_step(self) -> None:
-        self.handed_over, self._due = False, None
+    def end_step(self) -> None:
+        """Ends a step, which was taken or skipped."""
+        self._handed_over, self._due = False, None
         self.num_steps += 1
 
     def _compensated(self, gradient: GradientInFlight) -> Hyperparameters:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.settings import Settings
 
 #: The outer momentum that suits optimizers which divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
@@ -19,7 +20,7 @@ Partition = Literal["seldp", "defdp"]
 
 
 @dataclass(frozen=True)
-class SelSyncConfig:
+class SelSyncConfig(Settings):
     """Settings of SelSync (Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization").
 
     Raises:
@@ -62,7 +63,7 @@ class SelSyncConfig:
     """Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the ranks sends
     a share beta of its batch to all; the batch size is reduced by Eq. 3 so that the total stays."""
 
-    compression: str | Codec = "none"
+    compression: Codec | str = "none"
     """Codec of a synchronized step: none, bf16, fp16, truncate16, int8, topk. Parameters then travel as the difference
     to the last synchronized ones."""
 
@@ -138,11 +139,6 @@ class SelSyncConfig:
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can only go on with as many ranks as before: each has a replica of its own."""
         return True
-
-    @property
-    def lost_with_other_ranks(self) -> str | None:
-        """What becomes of that which fits as many ranks only: such a run is refused."""
-        return None
 
     def without_effect(self) -> dict[str, str]:
         """Returns the settings that have no effect with the others as they are, by name, and why."""

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.buckets import MIB, buffer_reader
-from lightning_pipesync.core.consistency import collect_consistent_parameters
-from lightning_pipesync.core.exchange import exchange_fused
-from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.data import TrainLoader
-from lightning_pipesync.methods.method import SyncMethod, device_of, index_of, one_config, warn_of_ignored
+from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.training_data import TrainingData
 from lightning_pipesync.methods.selsync.unit import Decision, OptimizerUnit
 from lightning_pipesync.methods.selsync.untrained import UntrainedTensors
 
@@ -48,81 +41,41 @@ class SelSync(SyncMethod):
         sync.flush()
         sync.detach()
 
-    Args:
-        module: the model, the same on all ranks.
-        optimizer: one or several torch optimizers over its parameters.
-        config: the settings; or give them as keywords, see :class:`SelSyncConfig`.
-        backend: of the traffic, see :class:`Transport`.
+    Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`SelSyncConfig`.
+
+    All ranks may skip a step once its gradient was measured, and go on with the next backward pass: it is as if this
+    one's gradient had never been measured. Accumulating on, too, makes it be measured anew.
 
     Attributes:
-        config: the settings.
-        transport: the way to the other ranks; its ``traffic`` counts bytes and seconds.
-        data: follows the settings of the training data.
         last: the decision about the last step.
         num_local_steps: steps so far that stayed local.
         num_synchronized_steps: steps so far that were synchronized.
-
-    Raises:
-        ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
-        RuntimeError: ``torch.distributed`` is not initialized.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
-        config: SelSyncConfig | None = None,
-        *,
-        backend: str | None = None,
-        **settings: Any,
-    ) -> None:
-        self.config = one_config(SelSyncConfig, config, settings)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.transport = Transport(device_of(module), timeout_s=self.config.timeout_s, backend=backend)
-        try:
-            parameters = collect_consistent_parameters(self.transport, self.config, module, optimizers)
-        except ValueError:
-            self.transport.close()
-            raise
-        warn_of_ignored(self.config, self.transport.rank)
-        trained = [parameter.tensor for parameter in parameters if parameter.group]
-        exchange_fused(trained, self.config.bucket_mb, self.transport.broadcast)
+    name = "selsync"
+    config_type = SelSyncConfig
+    shown_metrics = ("lssr", "relative_gradient_change", "mib_sent")
+
+    config: SelSyncConfig
+
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._units = [
             OptimizerUnit(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
-            for i, opt in enumerate(optimizers)
+            for i, opt in enumerate(self.optimizers)
+        ]
+        self._hooks = [
+            hook_gradient(parameter, self._protocol.gradient_hook(i))
+            for i, unit in enumerate(self._units)
+            for parameter in unit.parameters
         ]
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._stepped = self._units[0]
-        self._untrained = self._untrained_tensors(others, module)
-        self._untrained.broadcast()
+        self._untrained = self._untrained_tensors(others, self._module)
         self._followers: list[UntrainedTensors] = []
         self._followers_diverged = False
-        self.data = TrainingData(self.config, self.transport)
-        self.flushed = False
         self.last = Decision(delta=self._units[0].threshold.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
-
-    def prepare_train_loader(
-        self, loader: DataLoader, seed: int = 0, to_device: Callable[[Any], Any] | None = None
-    ) -> TrainLoader:
-        """Returns the batches of ``loader`` as the settings have them; a collective call.
-
-        With ``partition="seldp"`` a loader of a map-style data set, shuffled or not, has the order of SelDP, and so has
-        one with torch's ``DistributedSampler``; with ``"defdp"`` it has that of ``DistributedSampler``. Another sampler
-        is the user's own order, and stays. With ``injection`` the batch size is that of Eq. 3, and each batch has rows
-        of other ranks appended. ``loader`` itself stays as it is.
-
-        Args:
-            loader: of the training data, the same on all ranks.
-            seed: of the order, the same on all ranks; a ``DistributedSampler`` has its own.
-            to_device: moves a batch to where it is trained on; None leaves it there where ``loader`` has it.
-
-        Raises:
-            ValueError: on every rank: a setting has no effect on this loader, the data set has fewer samples than there
-                are ranks, or the ranks have different numbers of batches.
-        """
-        return self.data.prepare(loader, seed, to_device)
 
     @property
     def lssr(self) -> float:
@@ -135,28 +88,21 @@ class SelSync(SyncMethod):
         """Whether the weights may be this rank's own."""
         return not self.flushed and any(unit.replicas.diverged for unit in self._units)
 
-    def measured(self, optimizer: Optimizer | None = None) -> bool:
-        """Returns whether :meth:`after_backward` was called in this step, and no backward pass has followed."""
-        return self._unit(optimizer).measured
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Begins a step: the gradient is measured when it is unscaled."""
+        if self.flushed:  # the gradient is that of the average, and from there it goes on
+            self._keep_average()
 
-    def after_backward(self, optimizer: Optimizer | None = None) -> bool:
+    def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Measures the gradient (accumulated and unscaled, not yet clipped); averages it if gradients are aggregated.
-
-        All ranks may leave out the step then, and go on with the next backward pass: it is as if this one's gradient
-        had never been measured. Accumulating on, too, has it be measured anew.
 
         Returns:
             Whether the gradient was averaged with one that is not finite.
 
         Raises:
-            RuntimeError: called twice in a step, as by an optimizer that evaluates its closure more than once; or some
-                rank has left out a step that another one has taken.
-            ValueError: a setting of the training data is without effect, see :meth:`prepare_train_loader`.
+            RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
         """
-        self.data.check_followed()
-        if self.flushed:  # the gradient is that of the average, and from there it goes on
-            self._keep_average()
-        unit = self._unit(optimizer)
+        unit = self._units[index]
         unit.measure()
         # On CUDA the host would have to wait for the backward pass here. The update is enqueued first.
         if unit.gradients is not None or self.transport.device.type != "cuda":
@@ -166,26 +112,22 @@ class SelSync(SyncMethod):
         unit.gradients.average(decision.missing_gradient)
         return decision.not_finite
 
-    def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
-        """Clips the gradient by its L2 norm: the rank's own, or the average on a step that aggregates gradients."""
-        unit = self._unit(optimizer)
-        if not unit.measured:
-            self.after_backward(optimizer)
-        return torch.nn.utils.clip_grad_norm_(unit.parameters, max_norm)
+    def _skip(self, index: int) -> None:
+        self._units[index].skip()
 
-    def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and averages them with all others' if some rank's gradient changed enough.
 
         Raises:
             RuntimeError: ``update`` was given, and nobody called :meth:`after_backward` since the last backward pass;
-                some rank has left out a step that another one has taken; or a peer is lost.
+                some rank has skipped a step that another one has taken; or a peer is lost.
         """
-        unit = self._unit(optimizer)
-        if update is None and not unit.measured:
-            self.after_backward(optimizer)
-        with unit.stepping():
+        unit = self._units[index]
+        if update is None:
+            self.after_backward(unit.optimizer)
+        with unit.guard.stepping():
             result = unit.optimizer.step() if update is None else update()  # Algorithm 1, line 9
-        if not unit.measured:
+        if not self.is_unscaled(unit.optimizer):
             raise RuntimeError(
                 "Call after_backward() when the gradient is complete, before or within update, and after the last "
                 "backward pass."
@@ -217,7 +159,7 @@ class SelSync(SyncMethod):
         """Makes the weights and buffers the average of the replicas, which is exact whatever the codec.
 
         Raises:
-            RuntimeError: another rank takes a step, or has left out one that this one has taken; or a peer is lost.
+            RuntimeError: another rank takes a step, or has skipped one that this one has taken; or a peer is lost.
         """
         if self.flushed:
             return
@@ -240,13 +182,11 @@ class SelSync(SyncMethod):
 
     def metrics(self) -> dict[str, float]:
         """Returns LSSR, delta, this rank's relative gradient change, MiB sent and seconds of exposed communication."""
-        traffic = self.transport.traffic
         return {
             "lssr": self.lssr,
             "relative_gradient_change": self.last.relative_change,
             "delta": self._stepped.threshold.delta,
-            "mib_sent": traffic.total_bytes_sent / MIB,
-            "exposed_seconds": traffic.total_seconds_waited,
+            **super().metrics(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,8 +237,10 @@ class SelSync(SyncMethod):
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and process groups; the weights stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
         for unit in self._units:
-            unit.detach()
+            unit.guard.release()
         self.transport.close(timeout_s)
 
     def _keep_average(self) -> None:
@@ -309,9 +251,6 @@ class SelSync(SyncMethod):
 
     def _untrained_tensors(self, parameters: list[Tensor], module: nn.Module) -> UntrainedTensors:
         return UntrainedTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)
-
-    def _unit(self, optimizer: Optimizer | None) -> OptimizerUnit:
-        return self._units[index_of(optimizer, [unit.optimizer for unit in self._units], "SelSync")]
 
     def _shape_settings(self) -> dict[str, Any]:
         """The settings that decide what :meth:`state_dict` looks like."""

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.norm import SquaredNorm
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.gradients import GradientAggregation
 from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
 from lightning_pipesync.methods.selsync.threshold import Threshold
 from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker
-from lightning_pipesync.methods.stepping import StepGuard
+from lightning_pipesync.methods.step import StepGuard
 
 #: So many local steps in a row are worth a warning.
 MANY_LOCAL_STEPS = 500
 
 # The bits of a rank's flag.
 SYNCHRONIZE, MISSING_GRADIENT, NOT_FINITE = 1, 2, 4
-# It has left out an even or an odd number of steps. One of them is set, so that nothing else passes for a flag.
-LEFT_OUT = 8, 16
+# It has skipped an even or an odd number of steps. One of them is set, so that nothing else passes for a flag.
+SKIPPED = 8, 16
 # It takes no step: it is about to consolidate the weights.
 CONSOLIDATE = 32
 # Its change is not defined. It calls for a synchronized step, and says nothing about delta.
@@ -92,50 +89,17 @@ class OptimizerUnit:
         self._flags: Handle[list[int]] | None = None
         self.flag_sent = False
         self.decision: Decision | None = None
-        self._guard = StepGuard(optimizer, "SelSync")
-        self._is_stepping = False
-        self._num_left_out = 0
-        # What a backward pass has added to since the measurement. Every parameter is watched, as a rank may use any of
-        # them, by a hook that is not written in Python.
-        self._added_to: deque[Tensor] = deque(maxlen=1)
-        self._hooks = [hook_gradient(parameter, self._added_to.append) for parameter in self.parameters]
+        self.guard = StepGuard(optimizer, "SelSync")
+        self._num_skipped = 0
         self._steps_in_a_row, self._largest_change = 0, 0.0
 
-    @property
-    def measured(self) -> bool:
-        """Whether the gradient has been measured as it is: since then no backward pass has added to it."""
-        return self._norm is not None and not self._added_to
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Within it the optimizer may step."""
-        if self._added_to:
-            self.leave_out()
-        self._is_stepping = True
-        try:
-            with self._guard.stepping():
-                yield
-        finally:
-            self._is_stepping = False
-
     def measure(self) -> None:
-        """Starts to measure the gradient, in one pass. One that was measured before has been left out.
-
-        Raises:
-            RuntimeError: it was measured before, and is the same or of the same step.
-        """
-        if self.measured or (self._norm is not None and self._is_stepping):
-            raise RuntimeError(
-                "after_backward() was called twice in a step: call it once when the gradient is complete; a closure "
-                "may be evaluated only once."
-            )
-        self.leave_out()
+        """Starts to measure the gradient, in one pass."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self._some_missing = len(gradients) < len(self.parameters)
         self._norm = SquaredNorm(gradients)
-        self._added_to.clear()
 
-    def leave_out(self) -> None:
+    def skip(self) -> None:
         """Forgets the measurement, if there is one: the user has skipped the update, or goes on accumulating.
 
         All ranks do so, or none. Each measurement has its flag, so that a rank that does otherwise is found out.
@@ -145,7 +109,7 @@ class OptimizerUnit:
         """
         if self._norm is None:
             return
-        self._num_left_out += 1
+        self._num_skipped += 1
         if not self.flag_sent:
             self.send_flag()
         self._receive_flags()
@@ -153,13 +117,13 @@ class OptimizerUnit:
         self._forget()
 
     def agree_to_consolidate(self) -> None:
-        """Checks that all ranks are about to consolidate the weights, and have left out the same steps before.
+        """Checks that all ranks are about to consolidate the weights, and have skipped the same steps before.
 
         Raises:
             RuntimeError: they are not, or have not; or a peer is lost.
         """
         if not self._config.is_local:
-            flag = self._left_out_flag(pending=self._norm is not None) | CONSOLIDATE
+            flag = self._skipped_flag(pending=self._norm is not None) | CONSOLIDATE
             self._check(self._transport.exchange_flags(flag).wait())
 
     def send_flag(self) -> None:
@@ -174,14 +138,14 @@ class OptimizerUnit:
         flag |= UNDEFINED * math.isinf(self._change)
         flag |= MISSING_GRADIENT * self._some_missing
         flag |= NOT_FINITE * (not math.isfinite(squared_norm))
-        flag |= self._left_out_flag()
+        flag |= self._skipped_flag()
         self._flags = self._transport.exchange_flags(flag)
 
     def decide(self) -> Decision:
         """Waits for the flags of all ranks.
 
         Raises:
-            RuntimeError: some rank has left out a step that another one has taken; or a peer is lost.
+            RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
         """
         union = 0
         for flag in self._receive_flags():
@@ -205,19 +169,12 @@ class OptimizerUnit:
             self.threshold.follow(decision.synchronized)
         self._watch_local_steps(decision)
 
-    def detach(self) -> None:
-        """Lets the optimizer step without the method again."""
-        self._guard.release()
-        for hook in self._hooks:
-            hook.remove()
-
     def _forget(self) -> None:
         self._norm = self._flags = self.decision = None
         self.flag_sent = False
-        self._added_to.clear()
 
-    def _left_out_flag(self, pending: bool = False) -> int:
-        return LEFT_OUT[(self._num_left_out + pending) % 2]
+    def _skipped_flag(self, pending: bool = False) -> int:
+        return SKIPPED[(self._num_skipped + pending) % 2]
 
     def _receive_flags(self) -> list[int]:
         flags = self._flags.wait() if self._flags else []
@@ -231,10 +188,10 @@ class OptimizerUnit:
                 f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or "
                 "a checkpoint, and the others take a step: all ranks have to do so together."
             )
-        others = [rank for rank, flag in enumerate(flags) if flag & sum(LEFT_OUT) != flags[0] & sum(LEFT_OUT)]
+        others = [rank for rank, flag in enumerate(flags) if flag & sum(SKIPPED) != flags[0] & sum(SKIPPED)]
         if others:
             raise RuntimeError(
-                f"Rank {', '.join(map(str, others))} and rank 0 have not left out the same steps of "
+                f"Rank {', '.join(map(str, others))} and rank 0 have not skipped the same steps of "
                 f"{type(self.optimizer).__name__}. Once its gradient has been measured, by clipping it or by "
                 "after_backward(), a step is taken by all ranks or by none: decide about it by what is the same on "
                 "all ranks; to change nothing by a step, set the gradients to zero."

@@ -44,11 +44,6 @@ class UntrainedTensors:
         self._average: dict[int, Tensor] = {}
         self._remember()
 
-    def broadcast(self) -> None:
-        """Gives every rank the tensors of rank 0."""
-        exchange_fused(self._tensors(), self._bucket_mb, self._transport.broadcast)
-        self._remember()
-
     def average(self) -> None:
         """Gives every rank the average of what some rank has changed; a collective call."""
         self._average_tensors(self._changed_anywhere())

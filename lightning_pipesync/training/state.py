@@ -1,25 +1,47 @@
-"""What a checkpoint holds besides a plain one's content."""
+"""What a checkpoint holds of each rank besides a plain one's content, and who may resume from it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_pipesync.core.rng import rng_states
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.settings import Settings
 
 #: The key of a checkpoint under which everything stands that a plain one does not have.
 CHECKPOINT_KEY = "pipesync"
 
 
-class Resumable(Protocol):
-    """What a method's settings say about a run that goes on with another number of ranks."""
+def section_of(
+    name: str, config: Settings, transport: Transport, state: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns what stands under :data:`CHECKPOINT_KEY`, on rank 0 with the states of all ranks; a collective call.
 
-    @property
-    def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only go on with as many ranks as before."""
+    Args:
+        name: of the method.
+        config: its settings.
+        transport: the way to the other ranks.
+        state: returns this rank's state.
+    """
+    section: dict[str, Any] = {"strategy": name, "world_size": transport.world_size}
+    if config.checkpoint_replicas:
+        section["ranks"] = dict(enumerate(transport.collect_states(state()) or []))
+    return section
 
-    @property
-    def lost_with_other_ranks(self) -> str | None:
-        """What becomes of that which fits as many ranks only, if the run can go on; None: there is nothing."""
+
+def rank_state(methods: dict[str, Any], precision: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Returns what this rank needs to resume bit for bit, besides what a plain checkpoint holds.
+
+    Args:
+        methods: states of the methods.
+        precision: state of the precision plugin: a loss scale of this rank's own; may be empty.
+        device: whose random numbers belong to it.
+    """
+    return {**methods, **({"precision": precision} if precision else {}), "rng": rng_states(device)}
 
 
 def state_of_rank(
@@ -27,7 +49,7 @@ def state_of_rank(
     strategy: str,
     rank: int,
     world_size: int,
-    config: Resumable,
+    config: Settings,
     removable: str = f"the key {CHECKPOINT_KEY!r}",
 ) -> dict[str, Any] | None:
     """Returns what a rank needs to go on bit for bit, from what stands under :data:`CHECKPOINT_KEY`.

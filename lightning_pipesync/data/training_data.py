@@ -1,11 +1,11 @@
-"""What SelSync's settings say about the data of a training: its order, and what ranks share of it."""
+"""The data of a training: in which order each rank gets it, and what ranks share of their batches."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
@@ -23,29 +23,47 @@ from lightning_pipesync.data.loaders import (
 )
 from lightning_pipesync.data.seldp import SelDPSampler
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.selsync.config import SelSyncConfig
+
+
+class DataSettings(Protocol):
+    """Settings of the training data.
+
+    Attributes:
+        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` is the loader's own order.
+        full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
+        injection: (alpha, beta) of data injection; None: there is none.
+    """
+
+    @property
+    def partition(self) -> str: ...
+
+    @property
+    def full_pass(self) -> bool: ...
+
+    @property
+    def injection(self) -> tuple[float, float] | None: ...
 
 
 class TrainingData:
-    """Follows ``partition``, ``full_pass`` and ``injection``, or knows that nobody does.
+    """Follows a method's settings of the training data, or knows that nobody does.
 
     Args:
-        config: the settings.
+        settings: of the method.
         transport: the way to the other ranks.
 
     Attributes:
-        injection: appends other ranks' rows to a batch; None unless ``config.injection`` is set.
+        injection: appends other ranks' rows to a batch; None unless ``injection`` is set.
         followed: whether somebody follows the settings: true from the first batch of a prepared loader on. An adapter
             to a framework that sees to the data itself sets it.
     """
 
-    def __init__(self, config: SelSyncConfig, transport: Transport) -> None:
-        self.injection = None if config.injection is None else DataInjection(*config.injection, transport)
+    def __init__(self, settings: DataSettings, transport: Transport) -> None:
+        self.injection = None if settings.injection is None else DataInjection(*settings.injection, transport)
         self.followed = False
-        self._config, self._transport = config, transport
+        self._settings, self._transport = settings, transport
 
-    def prepare(self, loader: DataLoader, seed: int, to_device: Callable[[Any], Any] | None) -> TrainLoader:
-        """See :meth:`SelSync.prepare_train_loader`."""
+    def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None) -> TrainLoader:
+        """See :meth:`SyncMethod.prepare_train_loader`."""
         problem: ValueError | None = None
         try:
             loader = self._in_order(loader, seed)
@@ -74,13 +92,13 @@ class TrainingData:
             "full_pass": "set full_pass=False, also with a SelDPSampler(full_pass=True) of your own",
         }
         for name, way_out in ways_out.items():
-            if value := getattr(self._config, name):
+            if value := getattr(self._settings, name):
                 raise ValueError(
-                    f"{name}={value!r} has no effect on a loader that SelSync does not know: iterate over train_loader "
-                    f"= sync.prepare_train_loader(train_loader), or {way_out}."
+                    f"{name}={value!r} has no effect on a loader that the method does not know: iterate over "
+                    f"train_loader = sync.prepare_train_loader(train_loader), or {way_out}."
                 )
 
-    def _in_order(self, loader: DataLoader, seed: int) -> DataLoader:
+    def _in_order(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         """Returns ``loader`` in this rank's order, with the batch size of Eq. 3."""
         if not isinstance(loader, DataLoader):
             raise ValueError(
@@ -88,7 +106,7 @@ class TrainingData:
                 f"{type(loader).__name__}: give it the DataLoader itself; or set injection=None, and call a "
                 "DataInjection on each batch."
             )
-        config, world_size = self._config, self._transport.world_size
+        config, world_size = self._settings, self._transport.world_size
         samples = None
         if config.injection is not None:
             samples = batch_size_before_injection(loader, config.injection, world_size)
@@ -107,14 +125,14 @@ class TrainingData:
 
     def _leave_order(self, what: str, order: Any) -> None:
         """Says which settings an order of the user's own leaves without effect."""
-        if isinstance(order, SelDPSampler) and order.full_pass >= self._config.full_pass:
+        if isinstance(order, SelDPSampler) and order.full_pass >= self._settings.full_pass:
             return
-        if self._config.full_pass:
+        if self._settings.full_pass:
             raise ValueError(
                 f"full_pass=True has no effect on {what}: give the loader a SelDPSampler(full_pass=True) or no "
                 "sampler, or set full_pass=False."
             )
-        if self._config.partition == "seldp" and self._transport.rank == 0:
+        if self._settings.partition == "seldp" and self._transport.rank == 0:
             warnings.warn(
                 f"partition='seldp' has no effect on a loader with {what}, which itself has to give each rank data of "
                 "its own. Set partition='defdp' to say so.",
@@ -122,7 +140,7 @@ class TrainingData:
             )
 
 
-def _num_batches(loader: DataLoader) -> int | None:
+def _num_batches(loader: DataLoader[Any]) -> int | None:
     """Returns the number of batches in an epoch; None if a data set does not know."""
     try:
         return len(loader)

@@ -5,32 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
-from lightning_pipesync.methods.dear import DeAR, DeARConfig
-from lightning_pipesync.methods.ea_pipe import EAPipeConfig
-from lightning_pipesync.methods.method import SyncMethod
-from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
-from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.methods.dear import DeAR
+from lightning_pipesync.methods.ea_pipe import EAPipe
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.pipe_sgd import PipeSGD
+from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.methods.settings import Settings
 
-MethodConfig = DeARConfig | EAPipeConfig | PipeSGDConfig | SelSyncConfig
-
-CONFIGS: dict[str, type[MethodConfig]] = {
-    "dear": DeARConfig,
-    "ea_pipe": EAPipeConfig,
-    "pipe_sgd": PipeSGDConfig,
-    "selsync": SelSyncConfig,
-}
-
-#: What trains with which settings. EA-Pipe is not among them: it makes the passes itself.
-SYNC_METHODS: dict[type[MethodConfig], type[SyncMethod]] = {
-    DeARConfig: DeAR,
-    PipeSGDConfig: PipeSGD,
-    SelSyncConfig: SelSync,
-}
+#: Every method by its name. Strategies, plugin, command line and docs follow from it.
+METHODS: dict[str, type[Method]] = {method.name: method for method in (DeAR, EAPipe, PipeSGD, SelSync)}
 
 
-def make_config(method: object, settings: Mapping[str, Any]) -> MethodConfig:
+def make_config(method: object, settings: Mapping[str, Any]) -> Settings:
     """Returns the settings of the method of that name.
 
     Raises:
@@ -43,7 +31,7 @@ def make_config(method: object, settings: Mapping[str, Any]) -> MethodConfig:
         raise ValueError(f"A setting of method={method!r} is not of its type: {error}. Given: {settings!r}.") from None
 
 
-def parse_config(method: object, settings: Mapping[str, Any]) -> MethodConfig:
+def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
     """Returns the settings of the method of that name, from a YAML file or from environment variables.
 
     Args:
@@ -55,23 +43,26 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> MethodConfig:
     """
     from jsonargparse import ArgumentError, ArgumentParser  # takes longer to import than all the rest here
 
+    config_type = _config_type(method, settings)
+    types = get_type_hints(config_type)
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(_config_type(method, settings), "settings")
+    for name in settings:
+        parser.add_argument(f"--{name}", type=types[name])
     values = {name: math.inf if str(value).lower() == "inf" else value for name, value in settings.items()}
     try:
-        parsed = parser.parse_object({"settings": values})
+        parsed = parser.parse_object(values)
     except ArgumentError as error:
         raise ValueError(f"A setting of method={method!r} is not of its type. {error}") from None
-    config: MethodConfig = parser.instantiate(parsed).settings
-    return config
+    return config_type(**parser.instantiate(parsed).as_dict())
 
 
-def _config_type(method: object, settings: Mapping[str, Any]) -> type[MethodConfig]:
+def _config_type(method: object, settings: Mapping[str, Any]) -> type[Settings]:
     """Returns the class of a method's settings, which has all of those."""
-    if not isinstance(method, str) or method not in CONFIGS:
-        raise ValueError(f"method must be one of {', '.join(CONFIGS)}, got {method!r}.")
-    known = [field.name for field in fields(CONFIGS[method])]
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    config_type = METHODS[method].config_type
+    known = [field.name for field in fields(config_type)]
     for name in settings:
         if name not in known:
             raise ValueError(f"method={method!r} has no setting {name!r}. It has: {', '.join(known)}.")
-    return CONFIGS[method]
+    return config_type

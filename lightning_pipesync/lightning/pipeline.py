@@ -1,13 +1,12 @@
-"""``Trainer(strategy="ea_pipe")``."""
+"""Strategies of methods that make the passes themselves: pipelines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,109 +31,29 @@ from lightning_pipesync.lightning.private import check_trainer, keep_local, run_
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.config import Algorithm, Split, Wire
 from lightning_pipesync.methods.ea_pipe.microbatched import part_of
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.runtime import nothing_to_optimize
 from lightning_pipesync.methods.ea_pipe.stage import Stage
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.plugins.precision import Precision
 
 
-class EAPipeStrategyMixin(PipeSyncStrategyMixin):
-    """EA-Pipe: a pipeline with a stage in each process, and a replica of the weights for each mini-batch in flight.
+class PipelineStrategyMixin(PipeSyncStrategyMixin):
+    """Translates the Trainer's hooks into the calls of a method that makes the passes itself: a pipeline.
 
     The LightningModule stays as it is: it holds an ``nn.Sequential``, whose layers are divided among the processes, or
     another submodule, which is traced and cut, and computes its loss from what that returns. Every process loads the
     same batches. Rank 0 has the last stage: there ``training_step``, ``validation_step`` and so on are run, and there
     they log; what callbacks read is the same on all ranks after each epoch, validation and checkpoint.
     ``trainer.predict`` returns the predictions on rank 0.
-
-    Logs ``ea_pipe/mib_sent`` and ``ea_pipe/exposed_seconds`` of rank 0. In ``on_before_optimizer_step``, ``p.grad`` is
-    the gradient of this rank's layers that is about to be applied; those of other ranks' layers are None.
-
-    Args:
-        elastic_force: alpha: part of their distance by which a replica and the master are pulled to each other;
-        sync_period: tau: a replica is pulled after every so many of its mini-batches.
-        algorithm: ``ea_pipe``, or what it is compared to: ``pipedream``, ``weight_stashing``, ``naive``, ``spectrain``,
-            ``gpipe``, ``1f1b``.
-        module: name of the submodule that is divided; None: there is but one ``nn.Sequential``.
-        split: ``balanced`` by measured time, ``parameters`` by their number, or the indices of the layers with which
-            the second and later stages begin. For a submodule that is no ``nn.Sequential``: the names within it of
-            those with which they begin, in the order in which they are called.
-        replicas: mini-batches in flight; None: as many as stages. More hide the time that activations travel.
-        micro_batches: parts of a mini-batch for ``gpipe`` and ``1f1b``; None: as many as stages.
-        prediction_smoothing: of the updates from which ``spectrain`` predicts.
-        compression: what activations and their gradients travel as: ``none``, ``bf16`` or ``fp16``.
-        seed: of the random numbers that the layers draw.
-        timeout_s: seconds after which a rank that does not answer counts as lost.
-        accelerator: as in DDPStrategy.
-        parallel_devices: as in DDPStrategy.
-        cluster_environment: as in DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        precision_plugin: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors travel through the host.
-        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-
-    Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
     """
 
-    name = "ea_pipe"
-    shown_metrics = ("mib_sent",)
-    checkpoint_replicas = True
-    method: EAPipe | None = None  # type: ignore[assignment]
+    config: EAPipeConfig
+    method: EAPipe | None = None
     _completes = True
     _num_evaluated = 0
-
-    def __init__(
-        self,
-        elastic_force: float = 0.5,
-        sync_period: int = 1,
-        algorithm: Algorithm = "ea_pipe",
-        module: str | None = None,
-        split: Split = "balanced",
-        replicas: int | None = None,
-        micro_batches: int | None = None,
-        prediction_smoothing: float | None = None,
-        compression: Wire = "none",
-        seed: int = 0,
-        timeout_s: float = 1800.0,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-    ) -> None:
-        self.config = EAPipeConfig(
-            elastic_force=elastic_force,
-            sync_period=sync_period,
-            algorithm=algorithm,
-            split=split,
-            replicas=replicas,
-            micro_batches=micro_batches,
-            prediction_smoothing=prediction_smoothing,
-            compression=compression,
-            seed=seed,
-            timeout_s=timeout_s,
-        )
-        self._submodule_name = module
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_s),
-            start_method=start_method,
-        )
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -148,7 +67,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         self._begin_to_attach(trainer)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
-        self._submodule = Submodule(module, self._submodule_name, traced=self.config.split_names is not None)
+        self._submodule = Submodule(module, self.config.module, traced=self.config.split_names is not None)
         self.model_to_device()
         if self.global_rank != 0:
             self._until_teardown.enter_context(leaving_logs_to_rank_0(module))
@@ -160,19 +79,17 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         draw_alike(self.broadcast)
         for metric in metrics_of(module):
             keep_local(metric)  # what is evaluated, is evaluated once
-        self.method = self.attach_method(module, self.optimizers)
-        self._check_checkpoint()
-
-    def attach_method(self, module: nn.Module, optimizers: list[Optimizer]) -> EAPipe:  # type: ignore[override]
-        return EAPipe(
+        self.method = EAPipe(
             self._submodule.layers,
             None,
-            lambda parameters: optimizers[0] if self._fitting else nothing_to_optimize(),
-            self._config_for(cast("LightningModule", module).trainer),
+            lambda parameters: self.optimizers[0] if self._fitting else nothing_to_optimize(),
+            self._config_for(trainer),
             others=self._submodule.others,
             device=self.root_device,
             backend=self._traffic_backend,
         )
+        assert self.method.transport is not None
+        self._check_checkpoint(self.method.transport)
 
     def _config_for(self, trainer: Trainer) -> EAPipeConfig:
         if not self._fitting:
@@ -191,7 +108,7 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
         setattr(owner, name, self._submodule.layers)
 
     def end_training(self) -> None:
-        super().end_training()
+        self.flush()
         if self.method is not None and not self._interrupted:
             self.method.gather()
             for optimizer in self.optimizers:  # rank 0 can save a whole checkpoint when the processes have parted
@@ -280,9 +197,6 @@ class EAPipeStrategyMixin(PipeSyncStrategyMixin):
 
     def after_backward(self, optimizer: Optimizer) -> None:
         """There is nothing to average."""
-
-    def resume(self) -> None:
-        self._restore_rng()
 
     def _update(self, stage: Stage) -> None:
         optimizer = self.optimizers[0]

@@ -1,4 +1,4 @@
-"""The methods in transformers' Trainer."""
+"""transformers' Trainer, whose Accelerator is one of this package."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing_extensions import override
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
-from lightning_pipesync.accelerate.private import accelerator_of_transformers
 from lightning_pipesync.core.private_names import Overriding
-from lightning_pipesync.methods.selsync import SelSyncConfig
+from lightning_pipesync.training.registry import METHODS
+from lightning_pipesync.transformers.private import accelerator_of_transformers
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -42,16 +42,15 @@ class PipeSyncTrainerMixin(Overriding, _Base):
 
     def __init__(self, *args: Any, pipesync: PipeSyncPlugin | None = None, **kwargs: Any) -> None:
         self._pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
-        if self._pipesync is not None and self._pipesync.method == "ea_pipe":
+        if self._pipesync is not None and METHODS[self._pipesync.method].makes_passes:
             raise ValueError(
-                "method='ea_pipe' makes the passes itself, and transformers' Trainer makes them, too: use "
-                "PipeSyncAccelerator.prepare_pipeline() in a loop of your own, or another method."
+                f"method={self._pipesync.method!r} makes the passes itself, and transformers' Trainer makes them, too: "
+                "use PipeSyncAccelerator.prepare_pipeline() in a loop of your own, or another method."
             )
-        config = None if self._pipesync is None else self._pipesync.config
-        if isinstance(config, SelSyncConfig) and config.injection is not None:
+        if self._pipesync is not None and self._pipesync.config.injection is not None:
             raise ValueError(
-                f"injection={config.injection} does not work in transformers' Trainer, which goes on within an epoch "
-                "by a loader of its own: use it in a loop of your own, or set injection=None."
+                f"injection={self._pipesync.config.injection} does not work in transformers' Trainer, which "
+                "resumes within an epoch by a loader of its own: use it in a loop of your own, or set injection=None."
             )
         super().__init__(*args, **kwargs)
 
@@ -61,7 +60,7 @@ class PipeSyncTrainerMixin(Overriding, _Base):
             super().create_accelerator_and_postprocess()
 
     @override
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         with self.accelerator.preparing_train_loader():
             return super().get_train_dataloader()
 

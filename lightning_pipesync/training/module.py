@@ -1,37 +1,38 @@
-"""What ``prepare`` returns for a model."""
+"""What stands in the place of a model, where DistributedDataParallel would."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_pipesync.methods.method import AveragingMethod, SyncMethod
+from lightning_pipesync.methods.method import SyncMethod
 
 
-class SynchronizedModel(nn.Module):
-    """A model whose gradients and weights a method looks after, in the place of ``DistributedDataParallel``.
-
-    In a validation it has the consolidated weights: :meth:`eval` makes them, and so it is a collective call where
-    ranks hold weights or buffers of their own (SelSync; BatchNorm). The next forward pass of the training undoes that.
+class SyncedModule(nn.Module):
+    """A model whose gradients and weights a method looks after.
 
     Args:
         module: the user's own model, or its compiled form.
+        automatic: whether :meth:`eval` consolidates the weights, so that it is a collective call, and the next forward
+            pass of the training undoes that; and whether a training without a method is refused. Otherwise the loop
+            says when it evaluates.
 
     Attributes:
         module: the model that was given.
-        method: what looks after it; None before its optimizer is prepared, too.
+        method: what looks after it; None before its optimizer is known, too.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, automatic: bool) -> None:
         super().__init__()
         self.module = module
         self.method: SyncMethod | None = None
         self.training = module.training
+        self._automatic = automatic
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model.
@@ -39,25 +40,20 @@ class SynchronizedModel(nn.Module):
         Raises:
             RuntimeError: a training begins, and nobody would synchronize the gradients.
         """
-        if self.training and torch.is_grad_enabled():
+        if self._automatic and self.training and torch.is_grad_enabled():
             self._begin_to_train()
         return self.module(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> SynchronizedModel:
-        """Sets the model's mode; before an evaluation it consolidates the weights."""
+    def train(self, mode: bool = True) -> SyncedModule:
+        """Sets the model's mode; before an evaluation it consolidates the weights, if that is automatic."""
         super().train(mode)
-        if not mode and self.method is not None and not self.method.flushed:
+        if self._automatic and not mode and self.method is not None and not self.method.flushed:
             self.method.flush()
         return self
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within it gradients are accumulated, and nothing is communicated."""
-        if isinstance(self.method, AveragingMethod):
-            with self.method.no_sync():
-                yield
-        else:
-            yield  # without a step there is nothing that travels
+        return nullcontext() if self.method is None else self.method.no_sync()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Returns the parameters as :class:`torch.nn.Module` does, when their weights are those after the last step."""
@@ -76,11 +72,11 @@ class SynchronizedModel(nn.Module):
         return deepcopy(self.module, memo)
 
     def _begin_to_train(self) -> None:
-        if self.method is None:
-            if any(parameter.requires_grad for parameter in self.module.parameters()):
-                raise RuntimeError(
-                    f"The {type(self.module).__name__} is trained, and its optimizer was not prepared, so nobody would "
-                    "synchronize its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
-                )
-        elif self.method.flushed:
-            self.method.resume()
+        if self.method is not None:
+            if self.method.flushed:
+                self.method.resume()
+        elif any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise RuntimeError(
+                f"The {type(self.module).__name__} is trained, and its optimizer was not prepared, so nobody would "
+                "synchronize its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
+            )

@@ -1,0 +1,38 @@
+"""Writes the table of each method's settings, which its dataclass states, into the method's page.
+
+Usage: python docs/settings_tables.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from lightning_pipesync.methods.settings import docs_of
+from lightning_pipesync.training.registry import METHODS
+
+DOCS = Path(__file__).parent
+BEGIN, END = "<!-- settings: written by docs/settings_tables.py -->", "<!-- end of settings -->"
+
+
+def table(method: str) -> str:
+    """Returns the table of a method's settings."""
+    config_type = METHODS[method].config_type
+    docs = docs_of(config_type)
+    rows = [
+        f"| `{field.name}` | `{field.default!r}` | {docs[field.name].replace('``', '`').replace('|', chr(92) + '|')} |"
+        for field in fields(config_type)
+    ]
+    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows])
+
+
+def page_with_table(method: str) -> str:
+    """Returns the page of a method with the table as it has to be."""
+    page = (DOCS / f"{method}.md").read_text()
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{table(method)}\n\n{END}", page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for name in METHODS:
+        (DOCS / f"{name}.md").write_text(page_with_table(name))

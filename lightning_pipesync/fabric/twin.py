@@ -1,0 +1,16 @@
+"""The same for the twin distribution ``lightning_fabric``."""
+
+from functools import partial
+from typing import Any
+
+from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+
+from lightning_pipesync.fabric.strategy import fabric_strategy
+from lightning_pipesync.training.strategies import Strategies
+
+STRATEGIES = Strategies(__name__, STRATEGY_REGISTRY, partial(fabric_strategy, DDPStrategy))
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the strategy of a registered method by its name."""
+    return STRATEGIES.find(name)

@@ -1,0 +1,245 @@
+"""Strategies of methods that synchronize what Lightning's own loop computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_pipesync.core.storage import unshare_storage
+from lightning_pipesync.core.torch_private import mark_overflow
+from lightning_pipesync.fabric.private import scaler_of, unwrapped
+from lightning_pipesync.lightning.private import check_trainer, run_hooks_before_step
+from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.methods.method import SyncMethod, parameters_of
+from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.training.loaders import check_num_samples, in_order, replaceable_order
+from lightning_pipesync.training.session import MethodPlan
+from lightning_pipesync.training.step import OptimizerStep, clip_norm, clip_value
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class SyncStrategyMixin(PipeSyncStrategyMixin):
+    """Translates the Trainer's hooks into the calls of a :class:`SyncMethod`.
+
+    The module is not wrapped: ``training_step`` runs on it directly, and the method sees to its gradients and weights.
+    """
+
+    method: SyncMethod | None = None
+    _flushed_to_save = False
+
+    # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    @override
+    def configure_ddp(self) -> None:
+        """Leaves the module as it is: there is nothing to wrap."""
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        module = self.lightning_module
+        assert module is not None
+        check_trainer(trainer, self.precision_plugin)
+        self._begin_to_attach(trainer)
+        self._check(module, self.optimizers)
+        self.method = self._plan.attach(module, self.optimizers)
+        self._check_checkpoint(self.method.transport)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for value in vars(callback).values():
+                if isinstance(value, AveragedModel):  # WeightAveraging and its kin
+                    self.method.follow(value)
+        # The gradient to clip may not be in p.grad yet, where the plugin would look for it, or never is.
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+
+    @override
+    def teardown(self) -> None:
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        super().teardown()
+
+    @override
+    def on_train_end(self) -> None:
+        """Gives the optimizers their state back, for a checkpoint that is saved after the training."""
+        super().on_train_end()
+        if self.method is not None and not self._interrupted:
+            self.method.return_optimizer_states()
+
+    def _check(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers if self._scaler is not None else ():
+            check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
+        injection = self.config.injection
+        if injection is not None and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"injection={injection} cannot reach the batches of a training_step(dataloader_iter), which takes "
+                "them from the loader itself: write training_step(batch, batch_idx), or set injection=None."
+            )
+
+    @property
+    def _plan(self) -> MethodPlan:
+        return MethodPlan(self.name, self.config, self.num_processes, self._traffic_backend, loads_data=True)
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.method is not None and self.method.data.injection is not None and self._training:
+            batch = self.method.data.injection(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Gives the training loader the method's order and batch size; a resumed run continues within its epoch.
+
+        Raises:
+            ValueError: the data set has fewer samples than there are ranks, or data injection a loader without batches.
+        """
+        dataloader = super().process_dataloader(dataloader)
+        if not self._training or not isinstance(dataloader, DataLoader):
+            return dataloader
+        if self.config.partition == "seldp" or self.config.injection is not None:
+            check_num_samples(dataloader, self.world_size)
+        order = None if self._overfitting else replaceable_order(dataloader, self.config, self.global_rank)
+        dataloader = in_order(dataloader, self.config, order, self.world_size, self._batch_limit)
+        return self.begin_where_stopped(dataloader)
+
+    # --- a training step --------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.method is not None
+        self.method.begin_pass()  # the step may read weights outside of any module's forward pass
+        result = super().training_step(*args, **kwargs)
+        if not self._automatic:
+            self.method.end_pass()  # its optimizers have stepped, and callbacks look
+        return result
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(*args, **kwargs)
+        if self.method is not None and self._automatic:
+            self.method.end_pass()  # this was the only graph, and no step may follow
+        return loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self.method is not None
+        assert self.lightning_module is not None
+        # The learning rate finder replaces them all, and looks for its own in front.
+        self._add_callback(self.lightning_module.trainer, first=False)
+
+        def compute() -> Any:
+            result = closure()
+            self._before_unscaling(optimizer)
+            return result
+
+        return self.method.step(partial(super().optimizer_step, optimizer, compute, model, **kwargs), optimizer)
+
+    def after_backward(self, optimizer: Optimizer) -> None:
+        assert self.method is not None
+        scaler = self._scaler
+        overflow = self.method.after_unscaling(optimizer, None if scaler is None else scaler.get_scale())
+        if overflow and scaler is not None:
+            mark_overflow(scaler, optimizer)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it gradients are accumulated, and nothing is communicated."""
+        with nullcontext() if self.method is None else self.method.no_sync():
+            yield
+
+    def flush(self) -> None:
+        if self.method is not None and not self._interrupted:
+            self.method.flush()
+            self._flushed_to_save = False
+
+    def resume(self) -> None:
+        if self.method is not None:
+            self.method.resume()
+        super().resume()
+
+    def end_training(self) -> None:
+        if self.method is not None and not self._interrupted:
+            self.method.finish(partial(run_hooks_before_step, self.precision_plugin, self.lightning_module))
+        self.flush()
+
+    def _before_unscaling(self, optimizer: Optimizer) -> None:
+        assert self.method is not None
+        self.method.before_unscaling(optimizer, None if self._scaler is None else self._scaler.get_scale())
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        step = self._step_to_clip(optimizer)
+        clip_norm([step], parameters_of(step.optimizer), clip_val)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        step = self._step_to_clip(optimizer)
+        clip_value([step], parameters_of(step.optimizer), clip_val)
+
+    def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
+        """Returns the step of ``optimizer``, whose gradient the method may not have taken: manual optimization."""
+        assert self.method is not None
+        optimizer = unwrapped(optimizer)
+        self._before_unscaling(optimizer)
+        return OptimizerStep(self.method, optimizer)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.method is not None and not self.method.flushed:
+            self.flush()
+            self._flushed_to_save = True  # training may be in the midst of a step: after saving it goes on
+        state = super().lightning_module_state_dict()
+        return state if self.method is None else unshare_storage(state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.method is not None and self._flushed_to_save:
+            self.method.resume()
+            self._flushed_to_save = False
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole state, as DDP's optimizer would have it, on every rank."""
+        if self.method is None or not self.method.shards_optimizer_state:
+            return super().optimizer_state(optimizer)
+        if self._interrupted:
+            rank_zero_warn(
+                "The checkpoint is saved after an error, when the other ranks may be gone. Each rank has but a part of "
+                "the optimizer's state, so it holds none: a run that goes on from it begins with a new optimizer state."
+            )
+            return super().optimizer_state(optimizer)
+        return self.method.optimizer_state_dict(unwrapped(optimizer))
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return scaler_of(self.precision_plugin)
+
+    @property
+    def _automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization

@@ -1,0 +1,17 @@
+"""The same for the twin distribution ``pytorch_lightning``."""
+
+from functools import partial
+from typing import Any
+
+from pytorch_lightning import Callback
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_pipesync.lightning.classes import trainer_strategy
+from lightning_pipesync.training.strategies import Strategies
+
+STRATEGIES = Strategies(__name__, StrategyRegistry, partial(trainer_strategy, DDPStrategy, Callback))
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the strategy of a registered method by its name."""
+    return STRATEGIES.find(name)

@@ -1,0 +1,160 @@
+"""The protocol of a step, and who may step an optimizer that a method has taken over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.torch_private import handles_unscaling
+
+
+class Stage(IntEnum):
+    """How far an optimizer is in its step."""
+
+    ACCUMULATING = 0
+    """Backward passes add to ``p.grad``."""
+    REDUCED = 1
+    """The gradient is complete, and the method has taken it. A loss scaler may unscale what will be applied."""
+    UNSCALED = 2
+    """What will be applied is unscaled. It may be clipped, and the optimizer may step."""
+
+
+class StepProtocol:
+    """Tracks the stage of each optimizer of a method, the same for all loops and frameworks.
+
+    A backward pass that adds to a gradient which the method has taken makes that outdated: the user has skipped the
+    step, or goes on accumulating.
+
+    Args:
+        num_optimizers: how many optimizers the method has.
+        together: whether the gradients of all optimizers are reduced at the same time.
+    """
+
+    def __init__(self, num_optimizers: int, together: bool = False) -> None:
+        self._stages = [Stage.ACCUMULATING] * num_optimizers
+        # What a backward pass has added to since the gradient was taken. The hook that notes it is not in Python.
+        self._added_to: list[deque[Tensor]] = [deque(maxlen=1) for _ in range(1 if together else num_optimizers)]
+        self._together = together
+        self._stepping: int | None = None
+
+    def gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Returns what is to be called when a backward pass has added to the gradient of a parameter."""
+        return self._added_by(index).append
+
+    def stage(self, index: int) -> Stage:
+        """Returns the stage of an optimizer."""
+        return self._stages[index]
+
+    def is_outdated(self, index: int) -> bool:
+        """Returns whether a backward pass has added to the gradient since the method has taken it.
+
+        Raises:
+            RuntimeError: it has, within the step of this optimizer.
+        """
+        outdated = self._stages[index] > Stage.ACCUMULATING and bool(self._added_by(index))
+        if outdated and index == self._stepping:
+            raise RuntimeError(
+                "A backward pass has added to a gradient within the step that uses it: call after_backward() when the "
+                "gradient is complete, and evaluate a closure only once."
+            )
+        return outdated
+
+    def restart(self, index: int) -> None:
+        """Begins a step anew, whose gradient is outdated."""
+        self._stages[index] = Stage.ACCUMULATING
+
+    def reduced(self, index: int) -> None:
+        """Notes that the method has taken the gradient."""
+        for one in range(len(self._stages)) if self._together else (index,):
+            self._stages[one] = Stage.REDUCED
+        self._added_by(index).clear()
+
+    def unscaled(self, index: int) -> None:
+        """Notes that what will be applied is unscaled."""
+        self._stages[index] = Stage.UNSCALED
+
+    @contextmanager
+    def stepping(self, index: int) -> Iterator[None]:
+        """Within it an optimizer steps; afterwards it accumulates again."""
+        self._stepping = index
+        try:
+            yield
+        finally:
+            self._stepping = None
+        self._stages[index] = Stage.ACCUMULATING
+
+    def _added_by(self, index: int) -> deque[Tensor]:
+        return self._added_to[0 if self._together else index]
+
+
+class StepGuard:
+    """Refuses a step that a method does not know of: this rank's weights would differ from all others'.
+
+    Args:
+        optimizer: the user's own.
+        method: name of the method's class.
+    """
+
+    def __init__(self, optimizer: Optimizer, method: str) -> None:
+        self._optimizer, self._method = optimizer, method
+        self._is_stepping = False
+        self._hook = optimizer.register_step_pre_hook(self._refuse_step_of_others)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within it the optimizer may step."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def release(self) -> None:
+        """Lets the optimizer step without the method again."""
+        self._hook.remove()
+
+    def _refuse_step_of_others(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__}.step() was called directly: this rank would go its own way, and no "
+                f"other would know. Call the step() of {self._method}, or of the optimizer that self.optimizers() "
+                "or fabric.setup() returns."
+            )
+
+
+def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:
+    """Checks that a loss scaler leaves gradients unscaled in ``p.grad`` before the step of ``optimizer``.
+
+    Args:
+        optimizer: the user's own.
+        precision: the setting that has brought the scaler.
+        method: who has to see the gradients.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if handles_unscaling(optimizer):
+        raise ValueError(
+            f"{precision} with a fused {type(optimizer).__name__} unscales gradients within the step, where {method} "
+            "cannot see them: set fused=False."
+        )
+
+
+@contextmanager
+def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[None]:
+    """Within it ``optimizer.step`` is ``step``, also for who has put something around it before."""
+    own = vars(optimizer).get("step")
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own  # type: ignore[method-assign]

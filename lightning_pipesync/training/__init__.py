@@ -1,0 +1,1 @@
+"""What every framework's adapter needs, once, and free of any framework."""

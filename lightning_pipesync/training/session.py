@@ -1,0 +1,226 @@
+"""Which method trains which of the models and optimizers that a framework was given."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.methods.method import Method, PipelineMethod, SyncMethod, parameters_of
+from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.training.registry import METHODS
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """How a framework's methods are attached.
+
+    Attributes:
+        name: of the method.
+        config: its settings.
+        ranks_per_host: how many ranks this host has.
+        backend: of the traffic, see :class:`Transport`.
+        loads_data: whether the framework follows the settings of the training data itself.
+    """
+
+    name: str
+    config: Settings
+    ranks_per_host: int
+    backend: str | None = None
+    loads_data: bool = False
+
+    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
+        """Attaches the method; a collective call.
+
+        Raises:
+            ValueError: as :class:`SyncMethod`.
+        """
+        make: Any = METHODS[self.name]
+        config = self.config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
+        method: SyncMethod = make(module, optimizers, config, backend=self.backend)
+        method.data.followed = self.loads_data
+        return method
+
+
+@dataclass(frozen=True)
+class Session:
+    """A method, the optimizers whose steps it takes, and the models that they train.
+
+    Attributes:
+        modules: the user's own models, all that share an optimizer.
+        optimizers: all that share a model.
+        method: attached to them.
+        wrappers: what stands in the place of the models, as long as somebody holds it.
+    """
+
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    method: SyncMethod
+    wrappers: list[weakref.ref[SyncedModule]]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds one of the wrappers."""
+        return any(wrapper() is not None for wrapper in self.wrappers)
+
+    def flush_and_detach(self) -> None:
+        """Ends the method, so that another one begins with what models and optimizers hold; a collective call."""
+        self.method.flush()
+        self.method.return_optimizer_states()
+        self.detach()
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the method's threads and process groups; the weights stay as they are."""
+        for reference in self.wrappers:
+            if (wrapper := reference()) is not None:
+                wrapper.method = None
+        self.method.detach(timeout_s)
+
+
+class Sessions:
+    """Everything that was prepared to be trained: models and optimizers in any order, and whole pipelines.
+
+    Attributes:
+        sessions: those that are attached.
+        optimizers: in the order in which they were added.
+        pipelines: methods that make the passes themselves.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self.optimizers: list[Optimizer] = []
+        self.pipelines: list[PipelineMethod] = []
+        self._wrappers: list[weakref.ref[SyncedModule]] = []
+
+    @property
+    def methods(self) -> list[Method]:
+        """All that are attached."""
+        return [*(session.method for session in self.sessions), *self.pipelines]
+
+    def wrap(self, module: nn.Module, automatic: bool) -> SyncedModule:
+        """Returns what stands in the place of a model, which is trained when its optimizer has been added, too.
+
+        Args:
+            module: the user's own model.
+            automatic: see :class:`SyncedModule`.
+        """
+        wrapper = SyncedModule(module, automatic)
+        self._wrappers.append(weakref.ref(wrapper))
+        return wrapper
+
+    def wrapper_of(self, module: nn.Module) -> SyncedModule | None:
+        """Returns the wrapper of a model, or itself, as long as somebody holds it."""
+        return next((one for one in self._held_wrappers if module is one or module is one.module), None)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Adds an optimizer, unless it is there."""
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def session_of(self, one: Optimizer | SyncedModule) -> Session | None:
+        """Returns the session of an optimizer or a wrapper; None if it is in none."""
+        for session in self.sessions:
+            known = session.modules if isinstance(one, SyncedModule) else session.optimizers
+            if any((one.module if isinstance(one, SyncedModule) else one) is other for other in known):
+                return session
+        return None
+
+    def attach(self, plan: MethodPlan) -> None:
+        """Gives a method to what has none yet, and is complete; a collective call.
+
+        Raises:
+            ValueError: the ranks differ in settings or model, or something cannot be trained so.
+        """
+        modules = [module for session in self.sessions for module in session.modules]
+        modules += [one.module for one in self._held_wrappers if not any(one.module is known for known in modules)]
+        groups = connected(modules, self.optimizers)
+        for session in list(self.sessions):
+            if (session.modules, session.optimizers) in groups:
+                groups.remove((session.modules, session.optimizers))
+            else:  # a further optimizer for its models
+                session.flush_and_detach()
+                self.sessions.remove(session)
+        self.sessions += [self._attached(modules, optimizers, plan) for modules, optimizers in groups]
+
+    def remove(self, session: Session) -> None:
+        """Ends a session, and forgets its optimizers."""
+        session.detach()
+        self.sessions.remove(session)
+        self.optimizers = [one for one in self.optimizers if not any(one is own for own in session.optimizers)]
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the methods of models and optimizers; their weights stay as they are."""
+        for session in self.sessions:
+            session.detach(timeout_s)
+        self.sessions.clear()
+
+    def end(self, timeout_s: float = 10.0) -> None:
+        """Ends everything, and forgets it; models may be trained again, with an optimizer that is added then."""
+        self.detach(timeout_s)
+        for engine in self.pipelines:
+            engine.detach(timeout_s)
+        self.optimizers.clear()
+        self.pipelines.clear()
+
+    def return_optimizer_states(self) -> None:
+        """Gives optimizers their whole state back, of which a rank may have but a part; a collective call."""
+        for session in self.sessions:
+            session.method.return_optimizer_states()
+
+    def flush(self) -> list[SyncMethod]:
+        """Consolidates all weights; returns the methods that were training until then. A collective call."""
+        training = [session.method for session in self.sessions if not session.method.flushed]
+        for method in training:
+            method.flush()
+        return training
+
+    def consolidate(self) -> None:
+        """Makes all weights the consolidated ones, on all ranks; a collective call."""
+        self.flush()
+        for engine in self.pipelines:
+            engine.gather()
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Returns the metrics of all methods under ``name``, and those of further ones under ``name_1`` and so on."""
+        found: dict[str, float] = {}
+        for index, method in enumerate(self.methods):
+            prefix = f"{name}_{index}" if index else name
+            found |= {f"{prefix}/{key}": value for key, value in method.metrics().items()}
+        return found
+
+    @property
+    def _held_wrappers(self) -> list[SyncedModule]:
+        return [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
+
+    def _attached(self, modules: list[nn.Module], optimizers: list[Optimizer], plan: MethodPlan) -> Session:
+        method = plan.attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), optimizers)
+        wrappers = [one for one in self._held_wrappers if any(one.module is module for module in modules)]
+        for wrapper in wrappers:
+            wrapper.method = method
+        return Session(modules, optimizers, method, [weakref.ref(wrapper) for wrapper in wrappers])
+
+
+def connected(
+    modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> list[tuple[list[nn.Module], list[Optimizer]]]:
+    """Returns groups of models and optimizers, so that what shares a parameter is in one group.
+
+    Models that no optimizer trains, and optimizers that train none of the models, are not in it.
+    """
+    groups: list[tuple[list[nn.Module], list[Optimizer]]] = []
+    for optimizer in optimizers:
+        trained = {id(parameter) for parameter in parameters_of(optimizer)}
+        own = [module for module in modules if any(id(parameter) in trained for parameter in module.parameters())]
+        if not own:
+            continue
+        sharing = [group for group in groups if any(module in own for module in group[0])]
+        merged = [module for module in modules if module in own or any(module in group[0] for group in sharing)]
+        others = [one for group in sharing for one in group[1]]
+        groups = [group for group in groups if group not in sharing] + [(merged, [*others, optimizer])]
+    return groups

@@ -1,0 +1,104 @@
+"""Clipping what the methods are about to apply, whoever asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.methods.method import SyncMethod, parameters_of
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """An optimizer, and the method that steps it.
+
+    Attributes:
+        method: has taken the gradient of this step.
+        optimizer: the user's own.
+    """
+
+    method: SyncMethod
+    optimizer: Optimizer
+
+    def has_some_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Returns whether some of the parameters are this optimizer's."""
+        return not self._ids.isdisjoint(id(parameter) for parameter in parameters)
+
+    def has_only(self, parameters: Sequence[Tensor]) -> bool:
+        """Returns whether all of this optimizer's are among the parameters."""
+        return self._ids <= {id(parameter) for parameter in parameters}
+
+    @property
+    def _ids(self) -> set[int]:
+        return {id(parameter) for parameter in parameters_of(self.optimizer)}
+
+
+def clip_norm(
+    steps: Sequence[OptimizerStep],
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients of ``parameters`` by their norm; returns the norm before, 0-dim.
+
+    Args:
+        steps: of the optimizers that have some of the parameters.
+        parameters: whose gradients to clip.
+        max_norm: largest norm.
+        norm_type: as in :func:`torch.nn.utils.clip_grad_norm_`.
+        error_if_nonfinite: whether a norm that is not finite is an error.
+
+    Raises:
+        ValueError: no rank has the gradients, and these are not all of one optimizer, or it is not the L2 norm.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+    """
+    if all(step.method.applies_grad for step in steps):
+        nn.utils.clip_grad_norm_(_clipped_along(steps, parameters), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    step = _whole(steps, parameters)
+    if norm_type != 2:
+        raise ValueError(
+            f"norm_type={norm_type!r}: each rank has a part of the averaged gradient, of which {step.method.name!r} "
+            "knows the L2 norm only. Leave out norm_type, or clip by value."
+        )
+    norm = step.method.clip(max_norm, step.optimizer)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The norm of the gradient is {norm.item()}, which nothing can be clipped by: find out where that comes "
+            "from, or set error_if_nonfinite=False."
+        )
+    return norm
+
+
+def clip_value(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor], max_value: float) -> None:
+    """Clips every value of the gradients of ``parameters`` to ``[-max_value, max_value]``.
+
+    Raises:
+        ValueError: no rank has the gradients, and these are not all of one optimizer.
+    """
+    if all(step.method.applies_grad for step in steps):
+        nn.utils.clip_grad_value_([*parameters, *_clipped_along(steps, parameters)], max_value)
+    else:
+        step = _whole(steps, parameters)
+        step.method.clip_value(max_value, step.optimizer)
+
+
+def _clipped_along(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor]) -> list[Tensor]:
+    methods = {id(step.method): step.method for step in steps}
+    return [tensor for method in methods.values() for tensor in method.clipped_along(parameters)]
+
+
+def _whole(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor]) -> OptimizerStep:
+    """Returns the step of the one optimizer whose parameters these are."""
+    if len(steps) > 1 or not steps[0].has_only(parameters):
+        raise ValueError(
+            f"With {steps[0].method.name!r} each rank has a part of the averaged gradient only: clip all parameters of "
+            f"one optimizer in one call. This one was given {len(parameters)} tensors, and the optimizers that have "
+            f"some of them have {', '.join(str(len(parameters_of(step.optimizer))) for step in steps)}."
+        )
+    return steps[0]

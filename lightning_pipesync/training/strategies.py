@@ -1,0 +1,104 @@
+"""Strategy classes as views of a method's settings: names, types, defaults and docs are the dataclass's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.settings import docs_of
+
+#: What a strategy takes besides the method's settings.
+FRAMEWORK_DOCS = {
+    "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors travel through the host.',
+    "start_method": 'as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.',
+}
+
+
+class Strategies:
+    """The strategy classes of one distribution of a framework, by name.
+
+    Args:
+        module: where they can be imported from.
+        registry: the framework's registry of strategies.
+        make: returns the class for a method, or what refuses to be one.
+    """
+
+    def __init__(self, module: str, registry: Any, make: Callable[[type[Method], str], Any]) -> None:
+        self._module, self._registry, self._make = module, registry, make
+        self._classes: dict[str, Any] = {}
+
+    def register(self, method: type[Method]) -> None:
+        """Makes the strategy of a method, and registers the method's name with the framework."""
+        strategy = self._make(method, self._module)
+        self._classes[strategy.__name__] = strategy
+        summary = (strategy.__doc__ or "").partition("\n")[0]
+        self._registry.register(method.name, strategy, summary, override=True)
+
+    def find(self, name: str) -> Any:
+        """Returns the class of that name, for a module's ``__getattr__``.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        if name not in self._classes:
+            raise AttributeError(f"module {self._module!r} has no attribute {name!r}")
+        return self._classes[name]
+
+
+def strategy_class(
+    suffix: str,
+    method: type[Method],
+    bases: tuple[type, ...],
+    module: str,
+    without: Collection[str] = (),
+    **attributes: Any,
+) -> type[Any]:
+    """Returns the class of a strategy.
+
+    Its ``__init__`` passes the arguments on by name to that of the first base, whose ``**settings`` its signature
+    replaces by the method's settings.
+
+    Args:
+        suffix: its name is that of the method's class with ``suffix``.
+        method: what it trains with.
+        bases: the framework's strategy is the last one.
+        module: where it can be imported from.
+        without: settings that it does not take.
+        attributes: of the class.
+    """
+    init = bases[0].__init__  # type: ignore[misc]
+    types = {**get_type_hints(init), **get_type_hints(method.config_type)}
+    framework = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
+    del framework["self"], framework["settings"]
+    own = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
+    defaults = {**own, **framework}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(name, kind, default=value, annotation=types[name]) for name, value in defaults.items()
+    ]
+    names = [parameter.name for parameter in parameters]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(names):
+            raise TypeError(f"{type(self).__name__} takes at most {len(names)} arguments, got {len(args)}.")
+        init(self, **dict(zip(names, args, strict=False)), **kwargs)
+
+    _describe(__init__, parameters)
+    docs = docs_of(method.config_type)
+    described = [f"    {name}: {docs.get(name) or FRAMEWORK_DOCS.get(name, 'as in DDPStrategy.')}" for name in names]
+    summary = inspect.cleandoc(method.__doc__ or "").partition("\n\n")[0]
+    doc = "\n".join(
+        [summary, "", "Args:", *described, "", "Raises:", "    ValueError: a setting is unknown or out of its range."]
+    )
+    contents = {"__init__": __init__, "__doc__": doc, "__module__": module, "name": method.name, **attributes}
+    return type(f"{method.__name__}{suffix}", bases, contents)
+
+
+def _describe(init: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    """Gives ``__init__`` the signature that users and command lines see."""
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    init.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]
+    init.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,0 +1,5 @@
+"""The methods in transformers' Trainer."""
+
+from lightning_pipesync.transformers.trainer import PipeSyncTrainerMixin
+
+__all__ = ["PipeSyncTrainerMixin"]

@@ -1,0 +1,62 @@
+"""An import goes down the storeys of docs/architecture.md, and no storey knows a framework that is not its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "lightning_pipesync"
+#: From below to above.
+STOREYS = [
+    ["core"],
+    ["data"],
+    ["methods"],
+    ["training"],
+    ["fabric", "netlab"],
+    ["lightning", "accelerate"],
+    ["transformers"],
+    ["bench"],
+]
+FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"}
+ADAPTERS = {
+    "lightning": {"lightning", "pytorch_lightning", "torchmetrics"},
+    "fabric": {"lightning", "lightning_fabric", "lightning_utilities"},
+    "accelerate": {"accelerate"},
+    "transformers": {"transformers"},
+    "bench": {"transformers"},  # takes models from there
+}
+FLOOR = {name: floor for floor, names in enumerate(STOREYS) for name in names}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The modules that a file imports, in functions, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield node.module or ""
+            if node.module == "lightning_pipesync":
+                yield from (f"lightning_pipesync.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("storey", FLOOR)
+def test_imports_go_down(storey: str) -> None:
+    files = sorted((ROOT / storey).rglob("*.py"))
+    assert files
+    for path in files:
+        for name in imports_of(path):
+            package, _, rest = name.partition(".")
+            if package == "lightning_pipesync" and rest:
+                other = rest.partition(".")[0]
+                below = FLOOR.get(other, len(STOREYS)) < FLOOR[storey]
+                assert other == storey or below, f"{path.relative_to(ROOT)} imports {name}"
+            elif package in FRAMEWORKS:
+                assert package in ADAPTERS.get(storey, ()), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_every_folder_is_on_a_floor() -> None:
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FLOOR)
