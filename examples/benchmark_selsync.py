@@ -20,7 +20,7 @@ from rich.table import Table
 from torch.utils.data import DistributedSampler
 
 from lightning_pipesync import SelDPSampler
-from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker
+from lightning_pipesync.methods.selsync import GradientChangeTracker
 
 WINDOWS = 25, 50, 100, 200
 DATA_SETS = {"CIFAR": 50_000, "ImageNet": 1_281_167}

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig, threshold
-from lightning_pipesync.methods.selsync.threshold import FIRST_DELTA, GAIN, SMALLEST_DELTA, Threshold
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig, algorithm
+from lightning_pipesync.methods.selsync.algorithm import FIRST_DELTA, GAIN, SMALLEST_DELTA, Threshold
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_selsync import next_delta, simulate
@@ -41,7 +41,7 @@ def test_it_finds_the_share_whatever_the_changes(changes: str, lssr: float) -> N
     first_delta, local = followed.delta, []
     for i in range(2000):
         synchronized = DISTRIBUTIONS[changes](draw, i) >= followed.delta
-        followed.follow(synchronized)
+        followed.update(synchronized)
         local.append(not synchronized)
     assert changes == "small" or not any(local[:5]), "it begins low, and the first steps are synchronized"
     for part in (local[:1000], local[1000:]):
@@ -54,13 +54,13 @@ def test_where_it_begins_and_ends() -> None:
     assert Threshold(SelSyncConfig(smoothing=0.5)).delta == FIRST_DELTA * 0.5
     constant = Threshold(SelSyncConfig(lssr=0.9))
     for _ in range(10_000):  # a gradient that stays the same
-        constant.follow(constant.delta <= 0.0)
+        constant.update(constant.delta <= 0.0)
     assert constant.delta == SMALLEST_DELTA
     for delta in (Threshold(SelSyncConfig(delta="auto", lssr=0)), Threshold(SelSyncConfig(delta=0.0))):
-        delta.follow(True)
+        delta.update(True)
         assert delta.delta == 0
     given = Threshold(SelSyncConfig(delta=0.4))
-    given.follow(False)
+    given.update(False)
     given.load_state_dict(constant.state_dict())
     assert given.delta == 0.4
     constant.load_state_dict(given.state_dict())
@@ -125,8 +125,8 @@ def test_follows_the_simulation_and_resumes(world_size: int) -> None:
 
 
 def skip_steps(ways: list[str]) -> list[tuple[list[float], list[bool]]]:
-    """Trains with some gradients measured, and their steps left out in some way; returns the thresholds."""
-    threshold.FIRST_DELTA = 1.0  # so that steps of both kinds come soon
+    """Trains with some gradients measured, and their steps skipped in some way; returns the thresholds."""
+    algorithm.FIRST_DELTA = 1.0  # so that steps of both kinds come soon
     outcomes = []
     for way in ways:
         model = seeded_mlp()
@@ -149,9 +149,9 @@ def skip_steps(ways: list[str]) -> list[tuple[list[float], list[bool]]]:
     return outcomes
 
 
-def test_a_step_that_is_left_out_does_not_move_it() -> None:
-    for never, left_out, with_gradients in launch(skip_steps, 2, ["never measured", "left out", "gradients"]):
-        assert left_out == never
+def test_a_skipped_step_does_not_move_it() -> None:
+    for never, skipped, with_gradients in launch(skip_steps, 2, ["never measured", "skipped", "gradients"]):
+        assert skipped == never
         assert 1 < sum(never[1]) < len(never[1]), "the test must see both kinds of step"
         assert len(with_gradients[0]) == len(never[0])
         steps = zip(with_gradients[0], with_gradients[0][1:], with_gradients[1][1:], strict=False)

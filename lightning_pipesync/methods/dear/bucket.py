@@ -58,14 +58,14 @@ class FusedBucket:
         self.values.pack(self._tensors)
         for tensor, view in zip(self._tensors, self.values.views, strict=True):
             tensor.data = view
-        self._feedback = transport.feedback(self.gradients.flat) if config.feeds_back else None
+        self._feedback = transport.feedback(self.gradients.flat) if config.uses_error_feedback else None
         # Weights that are rounded anew in every step would not move. What travels instead is their difference to what
         # all ranks have, and what the codec drops of it is added to the weights before the next update, if wanted.
         self._difference = None if codec.lossless or not self.sharded else torch.empty_like(self.values.flat)
         self.own_gradient = transport.shard(self.gradients.flat)
         own = transport.shard(self.values.flat)
         self._own, self._updated = own, own if self._difference is None else own.clone()
-        self._dropped = torch.zeros_like(own) if config.feeds_back and self.sharded else None
+        self._dropped = torch.zeros_like(own) if config.uses_error_feedback and self.sharded else None
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces())
         for tensor in self._tensors:
             optimizer.state.pop(tensor, None)

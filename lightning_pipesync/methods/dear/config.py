@@ -119,14 +119,14 @@ class DeARConfig(Settings):
         get_codec(self.compression)
 
     @property
-    def feeds_back(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         """Whether the codec drops something that is added to what is sent next."""
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
-        return self.feeds_back
+        return self.uses_error_feedback
 
     def without_effect(self) -> dict[str, str]:
         """Returns the settings that have no effect with the others as they are, by name, and why."""

@@ -309,7 +309,7 @@ class DeAR(SyncMethod):
         return {
             "sharded": sharded,
             "compression": str(self.config.compression),
-            "error_feedback": self.config.feeds_back,
+            "error_feedback": self.config.uses_error_feedback,
             "world_size": self.transport.world_size,
         }
 

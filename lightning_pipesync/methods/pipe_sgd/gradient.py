@@ -64,7 +64,7 @@ class GradientPlan:
         self._world_size = transport.world_size
         self._free: list[list[Bucket]] = [self._new_buffers()]
         self.feedback = [
-            [transport.feedback(piece) if config.feeds_back else None for piece in self.pieces(bucket)]
+            [transport.feedback(piece) if config.uses_error_feedback else None for piece in self.pieces(bucket)]
             for bucket in self._free[0]
         ]
         self.keeps_weights = config.delay_compensation == "distance"

@@ -237,9 +237,9 @@ class PipeSGD(SyncMethod):
         settings: dict[str, Any] = {
             "staleness": config.staleness,
             "delay_compensation": config.delay_compensation,
-            "error_feedback": config.feeds_back,
+            "error_feedback": config.uses_error_feedback,
         }
-        if config.feeds_back:
+        if config.uses_error_feedback:
             names = ("bucket_mb", "pipeline_level", "segments")
             settings |= {"compression": str(config.compression), **{name: getattr(config, name) for name in names}}
         return settings

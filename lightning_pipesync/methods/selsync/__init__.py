@@ -1,8 +1,7 @@
 """SelSync: local steps, synchronized only when some rank's gradient changes by more than delta."""
 
+from lightning_pipesync.methods.selsync.algorithm import Decision, GradientChangeTracker
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.runtime import SelSync
-from lightning_pipesync.methods.selsync.tracker import GradientChangeTracker
-from lightning_pipesync.methods.selsync.unit import Decision
 
 __all__ = ["Decision", "GradientChangeTracker", "SelSync", "SelSyncConfig"]

@@ -12,7 +12,7 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.settings import Settings
 
-#: The outer momentum that suits optimizers which divide by the size of the gradient.
+#: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
 
 Aggregation = Literal["parameters", "gradients"]
@@ -29,10 +29,10 @@ class SelSyncConfig(Settings):
 
     delta: float | Literal["auto"] = "auto"
     """Threshold on the relative gradient change (Section III-B). 0: every step is synchronized; ``inf``: none is.
-    ``auto``: follows the largest change over all ranks, so that the share ``lssr`` of the steps stays local."""
+    ``auto``: delta follows the largest change over all ranks, so that the share ``lssr`` of the steps is local."""
 
     lssr: float = 0.8
-    """With ``delta="auto"``: the share of the steps that are to stay local (Eq. 4), in [0, 1)."""
+    """With ``delta="auto"``: the target share of local steps (Eq. 4), in [0, 1)."""
 
     aggregation: Aggregation = "parameters"
     """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
@@ -41,37 +41,37 @@ class SelSyncConfig(Settings):
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
 
     smoothing: float = 0.16
-    """Smoothing factor of the moving average, in (0, 1]. The paper has number of ranks / 100, 0.16 for its 16; then the
-    same ``delta`` means another thing with another number of ranks."""
+    """Smoothing factor of the moving average, in (0, 1]. The paper uses number of ranks / 100, 0.16 for its 16 ranks;
+    then the meaning of ``delta`` depends on the number of ranks."""
 
     outer_lr: float = 1.0
-    """With ``aggregation="parameters"``: how far a synchronized step goes from the last weights that all ranks had to
-    the average of the replicas. 1: to the average, as in the paper."""
+    """With ``aggregation="parameters"``: learning rate of the outer step from the weights of the last synchronized step
+    to the average of the replicas. 1: to the average, as in the paper."""
 
     outer_momentum: float | Literal["auto"] = "auto"
-    """With ``aggregation="parameters"``: Nesterov momentum of these steps, in [0, 1), as in DiLoCo and SlowMo.
-    ``auto``: 0.3 with ``delta="auto"`` and an optimizer of Adam's kind, whose steps are shorter for the noise of one
-    rank's batch; otherwise 0."""
+    """With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo and SlowMo.
+    ``auto``: 0.3 with ``delta="auto"`` and an optimizer with ``betas`` such as Adam, whose steps are shorter because of
+    the noise of one rank's batch; otherwise 0."""
 
     partition: Partition = "seldp"
-    """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's own."""
+    """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's order."""
 
     full_pass: bool = False
-    """With ``seldp``: an epoch is a rank's whole queue of all chunks, instead of one chunk, 1 / ranks of it."""
+    """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
 
     injection: tuple[float, float] | None = None
     """Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the ranks sends
-    a share beta of its batch to all; the batch size is reduced by Eq. 3 so that the total stays."""
+    a share beta of its batch to all ranks. Eq. 3 reduces the batch size, so that the cumulative one stays."""
 
     compression: Codec | str = "none"
-    """Codec of a synchronized step: none, bf16, fp16, truncate16, int8, topk. Parameters then travel as the difference
-    to the last synchronized ones."""
+    """Codec of a synchronized step: none, bf16, fp16, truncate16, int8, topk. With parameter aggregation it encodes the
+    difference to the parameters of the last synchronized step."""
 
     error_feedback: bool = True
-    """Whether what a lossy codec drops is added to what is sent next."""
+    """Whether the error of a lossy codec is added to the next values that it encodes."""
 
     bucket_mb: float = 25.0
-    """MiB that travel in one piece."""
+    """The most MiB of a bucket, which is exchanged in one collective."""
 
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
@@ -115,41 +115,41 @@ class SelSyncConfig(Settings):
 
     @property
     def is_local(self) -> bool:
-        """Whether every step stays local."""
+        """Whether all steps are local."""
         return self.delta == math.inf
 
     def outer_momentum_of(self, optimizer: Optimizer) -> float:
-        """Returns the momentum of the outer steps of weights that ``optimizer`` trains."""
+        """Returns the outer momentum for the parameters of ``optimizer``."""
         if self.outer_momentum != "auto":
             return self.outer_momentum
         like_adam = any("betas" in group for group in optimizer.param_groups)
         return MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
 
     def outer_step(self, optimizer: Optimizer) -> tuple[float, float] | None:
-        """Returns learning rate and momentum of the outer step; None if all ranks go on from the plain average."""
+        """Returns learning rate and momentum of the outer step; None if ranks continue from the plain average."""
         step = self.outer_lr, self.outer_momentum_of(optimizer)
         return None if self.aggregation == "gradients" or step == (1, 0) else step
 
     @property
-    def feeds_back(self) -> bool:
-        """Whether the codec drops something that is added to what is sent next."""
+    def uses_error_feedback(self) -> bool:
+        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only go on with as many ranks as before: each has a replica of its own."""
+        """Whether a run resumes with as many ranks as before only: each rank has its own replica."""
         return True
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        """Returns the settings that have no effect, by name, and why."""
         ignored = {}
         if self.smoothing == 1:
             ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
         if self.delta != "auto":
-            ignored["lssr"] = f"with delta={self.delta:g}, which says itself when to synchronize: set delta='auto'"
+            ignored["lssr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
         if self.aggregation == "gradients":
             for name in ("outer_lr", "outer_momentum"):
-                ignored[name] = "with aggregation='gradients', which moves no weights: set aggregation='parameters'"
+                ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"
         if self.is_local:
             for name in ("aggregation", "compression", "error_feedback", "outer_lr", "outer_momentum"):
                 ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"

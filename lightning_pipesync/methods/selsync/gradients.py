@@ -15,13 +15,13 @@ from lightning_pipesync.core.transport import Transport
 
 
 class GradientAggregation:
-    """Averages the gradients of parameters over the ranks, bucket by bucket, all buckets on their way at once.
+    """Averages the gradients of parameters over the ranks, with all buckets in flight at the same time.
 
     Args:
-        buckets: the parameters whose gradients travel together; one dtype and device each.
+        buckets: parameters of each bucket, of one dtype on one device.
         transport: the way to the other ranks.
-        codec: what travels.
-        error_feedback: whether what it drops, and it does drop something, is added to what is sent next.
+        codec: of the all-reduce.
+        error_feedback: whether the error of a lossy codec is added to what is sent next.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class GradientAggregation:
         """Replaces every gradient by its average over the ranks.
 
         Args:
-            some_missing: whether some rank has a parameter without a gradient, the same on all ranks. Such a gradient
-                counts as zero; where no rank has one, there is none afterwards either, as in DDP.
+            some_missing: whether some rank has a parameter without a gradient, the same on all ranks. A missing
+                gradient counts as zero. A gradient that no rank has stays None, as in DDP.
         """
         if some_missing:
             self._add_missing()
@@ -57,13 +57,13 @@ class GradientAggregation:
         return {"feedback": [feedback.state_dict() for feedback in self._feedback if feedback is not None]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned on this rank."""
+        """Resumes from what :meth:`state_dict` returned on this rank."""
         kept = [feedback for feedback in self._feedback if feedback is not None]
         for feedback, residuals in zip(kept, state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
 
     def _add_missing(self) -> None:
-        """Adds zeros where this rank has no gradient and another one has."""
+        """Sets gradients to zero that another rank has and this one has not."""
         parameters = [parameter for bucket in self._parameters for parameter in bucket]
         somewhere = self._transport.union([parameter.grad is not None for parameter in parameters]).wait()
         for parameter, present in zip(parameters, somewhere, strict=True):

@@ -14,21 +14,20 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.outer import OuterStep
-from lightning_pipesync.methods.selsync.tensors import differing, to_cpu
 
 
 class ReplicatedTensors:
-    """Averages tensors over the ranks, bucket by bucket, all buckets on their way at once.
+    """Averages tensors over the ranks, with all buckets in flight at the same time.
 
     Args:
-        buckets: what travels together; floating-point tensors of one dtype on one device each, equal on all ranks.
+        buckets: tensors of each bucket, floating-point, of one dtype on one device, the same on all ranks.
         transport: the way to the other ranks.
-        codec: what :meth:`synchronize` sends.
-        error_feedback: whether what it drops, and it does drop something, is added to what is sent next.
-        outer_step: learning rate and momentum with which :meth:`synchronize` goes to the average; None: all the way.
+        codec: of :meth:`synchronize`.
+        error_feedback: whether the error of a lossy codec is added to what is sent next.
+        outer_step: learning rate and momentum of the outer step of :meth:`synchronize`; None: the plain average.
 
     Attributes:
-        diverged: whether the replicas may differ; set by the owner when a rank goes its own way. All ranks agree on it.
+        diverged: whether the replicas may differ, the same on all ranks; set by the owner after a local step.
     """
 
     def __init__(
@@ -45,8 +44,8 @@ class ReplicatedTensors:
         self._own: list[Bucket] = []
         self._swapped_in = False
         self.diverged = False
-        # A lossy codec may not touch the weights themselves. What travels is how far they moved since all ranks last
-        # had the same, and what it drops of that is sent the next time, if wanted. It is what an outer step asks for.
+        # Lossy codecs encode how far the weights moved since the last synchronized step, never the weights
+        # themselves. The outer step needs the same difference.
         self._common: list[Tensor] = []
         self._feedback: list[ErrorFeedback | None] = []
         if outer_step or not self._codec.lossless:
@@ -59,13 +58,13 @@ class ReplicatedTensors:
         return [Bucket(tensors) for tensors in self._tensors]
 
     def average(self) -> None:
-        """Gives every rank the exact average over the ranks."""
+        """Sets the tensors to their exact average over the ranks; a collective call."""
         for handle in [self._transport.all_reduce(bucket.flat, mean=True) for bucket in self._packed()]:
             handle.wait()
         self._unpack()
 
     def synchronize(self) -> None:
-        """Gives every rank the average over the ranks, as the codec transmits it, or where the outer step leads."""
+        """Sets the tensors to their average over the ranks, by way of the codec and the outer step; collective."""
         if not self._common:
             self.average()
             return
@@ -80,7 +79,7 @@ class ReplicatedTensors:
         self._unpack()
 
     def swap_in_average(self) -> None:
-        """Does :meth:`average` and keeps this rank's own values for :meth:`swap_back`; nothing if none diverged."""
+        """Calls :meth:`average`, and keeps this rank's own values for :meth:`swap_back`; nothing if none diverged."""
         if self._swapped_in or not self.diverged:
             return
         self._own = self._own or [Bucket(tensors) for tensors in self._tensors]
@@ -91,7 +90,7 @@ class ReplicatedTensors:
 
     @torch.no_grad()
     def swap_back(self) -> None:
-        """Gives this rank its own values back, except where somebody has written something else in the meantime."""
+        """Restores this rank's own values, except those of tensors that were written to since the swap."""
         if not self._swapped_in:
             return
         for own, average, tensors in zip(self._own, self._buckets, self._tensors, strict=True):
@@ -103,7 +102,7 @@ class ReplicatedTensors:
         self.diverged = True
 
     def keep_average(self) -> None:
-        """Goes on from the average that was swapped in."""
+        """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
         self._swapped_in = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +120,7 @@ class ReplicatedTensors:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned on this rank."""
+        """Resumes from what :meth:`state_dict` returned on this rank."""
         self.diverged = "own" in state
         self._swapped_in = False
         for values, tensors in zip(state.get("own", []), self._tensors, strict=False):
@@ -136,7 +135,7 @@ class ReplicatedTensors:
             self._outer.load_state_dict(state["outer"])
 
     def _packed(self) -> Iterator[Bucket]:
-        """Packs one bucket after the other, so that one travels while the next is packed."""
+        """Packs and yields one bucket after the other, so that communication of one overlaps packing of the next."""
         for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
             bucket.pack(tensors)
             yield bucket
@@ -145,3 +144,26 @@ class ReplicatedTensors:
         for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
             bucket.unpack(tensors)
         self.diverged = False
+
+
+def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+    """Returns for each pair of tensors on one device whether their shapes or bits differ; a NaN equals itself."""
+    if not tensors:
+        return []
+    differ = [
+        (_bits(tensor) != _bits(other)).any()
+        if tensor.shape == other.shape
+        else torch.ones((), dtype=torch.bool, device=tensor.device)
+        for tensor, other in zip(tensors, others, strict=True)
+    ]
+    result: list[bool] = torch.stack(differ).tolist()  # the host waits for the device once, not for each
+    return result
+
+
+def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns copies on the CPU."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.selsync.algorithm import Decision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.unit import Decision, OptimizerUnit
-from lightning_pipesync.methods.selsync.untrained import UntrainedTensors
+from lightning_pipesync.methods.selsync.non_trainable import NonTrainableTensors
+from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
 
 T = TypeVar("T")
 
@@ -21,10 +22,10 @@ class SelSync(SyncMethod):
     """Local steps, synchronized only when some rank's gradient changes by more than delta.
 
     Every rank trains its own replica with its own optimizer. At each step it compares the norm of its gradient with
-    that of the steps before, and tells the others in one byte whether the change is at least ``delta``. If any rank's
-    is, all average their parameters after the update (or, with ``aggregation="gradients"``, their gradients before
-    it). Floating-point buffers that changed are averaged with them, integer ones follow rank 0. A step that stays local
-    sends the byte and nothing else. Optimizer state always stays the rank's own, as in the paper.
+    that of earlier steps, and sends a flag of one byte: whether the relative change is at least ``delta``. If it is on
+    any rank, all ranks average their parameters after the update, or with ``aggregation="gradients"`` their gradients
+    before it. They also average floating-point buffers that changed, and copy other buffers from rank 0. A local step
+    sends the flag only. Optimizer state is never averaged, as in the paper.
 
     A plain loop::
 
@@ -37,19 +38,19 @@ class SelSync(SyncMethod):
                 sync.step()                             # in place of optimizer.step()
             sync.flush()                                # the weights are the average of the replicas
             validate(model)
-            sync.resume()                               # each rank's own again
+            sync.resume()                               # each rank's own replica again
         sync.flush()
         sync.detach()
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`SelSyncConfig`.
 
-    All ranks may skip a step once its gradient was measured, and go on with the next backward pass: it is as if this
-    one's gradient had never been measured. Accumulating on, too, makes it be measured anew.
+    All ranks may skip a step whose gradient was measured, and continue with the next backward pass: the measurement is
+    undone. If they accumulate into the gradient instead, the sum is measured.
 
     Attributes:
         last: the decision about the last step.
-        num_local_steps: steps so far that stayed local.
-        num_synchronized_steps: steps so far that were synchronized.
+        num_local_steps: number of local steps so far.
+        num_synchronized_steps: number of synchronized steps so far.
     """
 
     name = "selsync"
@@ -59,42 +60,42 @@ class SelSync(SyncMethod):
     config: SelSyncConfig
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        self._units = [
-            OptimizerUnit(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
+        self._optimizer_syncs = [
+            OptimizerSync(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
             for i, opt in enumerate(self.optimizers)
         ]
         self._hooks = [
             hook_gradient(parameter, self._protocol.gradient_hook(i))
-            for i, unit in enumerate(self._units)
-            for parameter in unit.parameters
+            for i, sync in enumerate(self._optimizer_syncs)
+            for parameter in sync.parameters
         ]
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
-        self._stepped = self._units[0]
-        self._untrained = self._untrained_tensors(others, self._module)
-        self._followers: list[UntrainedTensors] = []
+        self._stepped = self._optimizer_syncs[0]
+        self._non_trainable = self._non_trainable_tensors(others, self._module)
+        self._followers: list[NonTrainableTensors] = []
         self._followers_diverged = False
-        self.last = Decision(delta=self._units[0].threshold.delta)
+        self.last = Decision(delta=self._optimizer_syncs[0].algorithm.threshold.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
 
     @property
     def lssr(self) -> float:
-        """Local-to-synchronous step ratio (Eq. 4): the share of the steps that stayed local."""
+        """Local-to-synchronous step ratio (Eq. 4): the share of local steps."""
         steps = self.num_local_steps + self.num_synchronized_steps
         return self.num_local_steps / steps if steps else 0.0
 
     @property
     def diverged(self) -> bool:
-        """Whether the weights may be this rank's own."""
-        return not self.flushed and any(unit.replicas.diverged for unit in self._units)
+        """Whether this rank's weights may differ from those of other ranks."""
+        return not self.flushed and any(sync.replicas.diverged for sync in self._optimizer_syncs)
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Begins a step: the gradient is measured when it is unscaled."""
-        if self.flushed:  # the gradient is that of the average, and from there it goes on
+        """Does nothing yet, since the gradient is measured when it is unscaled."""
+        if self.flushed:  # the gradient was computed at the average, and training continues from there
             self._keep_average()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
-        """Measures the gradient (accumulated and unscaled, not yet clipped); averages it if gradients are aggregated.
+        """Measures the gradient, which is unscaled and not yet clipped; with gradient aggregation, averages it.
 
         Returns:
             Whether the gradient was averaged with one that is not finite.
@@ -102,71 +103,71 @@ class SelSync(SyncMethod):
         Raises:
             RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
         """
-        unit = self._units[index]
-        unit.measure()
-        # On CUDA the host would have to wait for the backward pass here. The update is enqueued first.
-        if unit.gradients is not None or self.transport.device.type != "cuda":
-            unit.send_flag()
-        if unit.gradients is None or not (decision := unit.decide()).synchronized:
+        sync = self._optimizer_syncs[index]
+        sync.measure()
+        # On CUDA the host would wait for the backward pass here, so that it enqueues the update first.
+        if sync.gradients is not None or self.transport.device.type != "cuda":
+            sync.send_flag()
+        if sync.gradients is None or not (decision := sync.decide()).synchronized:
             return False
-        unit.gradients.average(decision.missing_gradient)
+        sync.gradients.average(decision.missing_gradient)
         return decision.not_finite
 
     def _skip(self, index: int) -> None:
-        self._units[index].skip()
+        self._optimizer_syncs[index].skip_step()
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Updates this rank's weights, and averages them with all others' if some rank's gradient changed enough.
+        """Updates this rank's weights, and averages the weights of all ranks if the step is synchronized.
 
         Raises:
-            RuntimeError: ``update`` was given, and nobody called :meth:`after_backward` since the last backward pass;
+            RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass;
                 some rank has skipped a step that another one has taken; or a peer is lost.
         """
-        unit = self._units[index]
+        sync = self._optimizer_syncs[index]
         if update is None:
-            self.after_backward(unit.optimizer)
-        with unit.guard.stepping():
-            result = unit.optimizer.step() if update is None else update()  # Algorithm 1, line 9
-        if not self.is_unscaled(unit.optimizer):
+            self.after_backward(sync.optimizer)
+        with sync.guard.stepping():
+            result = sync.optimizer.step() if update is None else update()  # Algorithm 1, line 9
+        if not self.is_unscaled(sync.optimizer):
             raise RuntimeError(
                 "Call after_backward() when the gradient is complete, before or within update, and after the last "
                 "backward pass."
             )
-        if not unit.flag_sent:
-            unit.send_flag()
-        decision = unit.decision or unit.decide()
+        if not sync.flag_sent:
+            sync.send_flag()
+        decision = sync.decide()
         if decision.synchronized:
-            if unit.gradients is None:
-                unit.replicas.synchronize()  # Algorithm 1, lines 16 and 17
-            self._untrained.average()
+            if sync.gradients is None:
+                sync.replicas.synchronize()  # Algorithm 1, lines 16 and 17
+            self._non_trainable.average()
             self.num_synchronized_steps += 1
         else:
             self.num_local_steps += 1
-            unit.replicas.diverged = True
-        self._followers_diverged |= any(unit.replicas.diverged for unit in self._units)
-        unit.finish_step()
-        self._stepped, self.last = unit, decision
+            sync.replicas.diverged = True
+        self._followers_diverged |= any(one.replicas.diverged for one in self._optimizer_syncs)
+        sync.finish_step()
+        self._stepped, self.last = sync, decision
         return result
 
     def follow(self, module: nn.Module) -> None:
-        """Has :meth:`flush` average ``module``, too: a running average of this rank's weights (EMA), say.
+        """Makes :meth:`flush` average ``module``, too, such as a running average of this rank's weights (EMA).
 
-        As averages commute, it then is the running average of the averaged weights. It keeps the average afterwards.
+        As averages commute, it becomes the running average of the averaged weights. :meth:`resume` does not undo that.
         """
-        self._followers.append(self._untrained_tensors(list(module.parameters()), module))
+        self._followers.append(self._non_trainable_tensors(list(module.parameters()), module))
 
     def flush(self) -> None:
-        """Makes the weights and buffers the average of the replicas, which is exact whatever the codec.
+        """Sets the weights and buffers to the average of the replicas, which is exact with any codec.
 
         Raises:
-            RuntimeError: another rank takes a step, or has skipped one that this one has taken; or a peer is lost.
+            RuntimeError: another rank takes a step, or has skipped other steps than this one; or a peer is lost.
         """
         if self.flushed:
             return
-        for unit in self._units:
-            unit.agree_to_consolidate()
-            unit.replicas.swap_in_average()
-        self._untrained.swap_in_average()
+        for sync in self._optimizer_syncs:
+            sync.check_consolidation()
+            sync.replicas.swap_in_average()
+        self._non_trainable.swap_in_average()
         if self._followers_diverged:
             for follower in self._followers:
                 follower.average()
@@ -174,10 +175,10 @@ class SelSync(SyncMethod):
         self.flushed = True
 
     def resume(self) -> None:
-        """Gives this rank its own replica back, except for what was written to the weights since the flush."""
-        for unit in self._units:
-            unit.replicas.swap_back()
-        self._untrained.swap_back()
+        """Restores this rank's own replica, except the tensors that were written to since the flush."""
+        for sync in self._optimizer_syncs:
+            sync.replicas.swap_back()
+        self._non_trainable.swap_back()
         self.flushed = False
 
     def metrics(self) -> dict[str, float]:
@@ -185,24 +186,15 @@ class SelSync(SyncMethod):
         return {
             "lssr": self.lssr,
             "relative_gradient_change": self.last.relative_change,
-            "delta": self._stepped.threshold.delta,
+            "delta": self._stepped.algorithm.threshold.delta,
             **super().metrics(),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, optimizer state, trackers, thresholds, counters and codec residuals."""
         return {
-            "units": [
-                {
-                    "optimizer": unit.optimizer.state_dict(),
-                    "tracker": unit.tracker.state_dict(),
-                    "threshold": unit.threshold.state_dict(),
-                    "replicas": unit.replicas.state_dict(),
-                    "gradients": unit.gradients.state_dict() if unit.gradients else {},
-                }
-                for unit in self._units
-            ],
-            "untrained": self._untrained.state_dict(),
+            "units": [sync.state_dict() for sync in self._optimizer_syncs],
+            "untrained": self._non_trainable.state_dict(),
             "steps": [self.num_local_steps, self.num_synchronized_steps],
             "traffic": self.transport.traffic.state_dict(),
             "injection": self.data.injection.state_dict() if self.data.injection else {},
@@ -210,7 +202,7 @@ class SelSync(SyncMethod):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned on this rank, the consolidated weights being loaded already.
+        """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated weights were loaded.
 
         Raises:
             ValueError: the state is of other settings of compression, error feedback, aggregation, outer step or
@@ -221,14 +213,9 @@ class SelSync(SyncMethod):
                 f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
                 "same settings, or remove the key 'pipesync' from the checkpoint to start from the averaged weights."
             )
-        for unit, saved in zip(self._units, state["units"], strict=True):
-            unit.optimizer.load_state_dict(saved["optimizer"])
-            unit.tracker.load_state_dict(saved["tracker"])
-            unit.threshold.load_state_dict(saved["threshold"])
-            unit.replicas.load_state_dict(saved["replicas"])
-            if unit.gradients:
-                unit.gradients.load_state_dict(saved["gradients"])
-        self._untrained.load_state_dict(state["untrained"])
+        for sync, saved in zip(self._optimizer_syncs, state["units"], strict=True):
+            sync.load_state_dict(saved)
+        self._non_trainable.load_state_dict(state["untrained"])
         self.flushed = False
         self.num_local_steps, self.num_synchronized_steps = state["steps"]
         self.transport.traffic.load_state_dict(state["traffic"])
@@ -236,30 +223,30 @@ class SelSync(SyncMethod):
             self.data.injection.load_state_dict(state["injection"])
 
     def detach(self, timeout_s: float = 10.0) -> None:
-        """Ends the threads and process groups; the weights stay as they are."""
+        """Ends the threads and process groups. The weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
-        for unit in self._units:
-            unit.guard.release()
+        for sync in self._optimizer_syncs:
+            sync.guard.release()
         self.transport.close(timeout_s)
 
     def _keep_average(self) -> None:
-        for unit in self._units:
-            unit.replicas.keep_average()
-        self._untrained.keep_average()
+        for sync in self._optimizer_syncs:
+            sync.replicas.keep_average()
+        self._non_trainable.keep_average()
         self.flushed = False
 
-    def _untrained_tensors(self, parameters: list[Tensor], module: nn.Module) -> UntrainedTensors:
-        return UntrainedTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)
+    def _non_trainable_tensors(self, parameters: list[Tensor], module: nn.Module) -> NonTrainableTensors:
+        return NonTrainableTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)
 
     def _shape_settings(self) -> dict[str, Any]:
-        """The settings that decide what :meth:`state_dict` looks like."""
+        """Returns the settings that determine the structure of :meth:`state_dict`."""
         config = self.config
         return {
             "compression": str(config.compression),
-            "error_feedback": config.feeds_back,
+            "error_feedback": config.uses_error_feedback,
             "aggregation": config.aggregation,
             "bucket_mb": config.bucket_mb,
             "outer_lr": config.outer_lr,
-            "outer_momentum": [config.outer_momentum_of(unit.optimizer) for unit in self._units],
+            "outer_momentum": [config.outer_momentum_of(sync.optimizer) for sync in self._optimizer_syncs],
         }

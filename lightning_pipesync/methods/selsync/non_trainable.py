@@ -1,4 +1,4 @@
-"""Tensors that no optimizer updates: buffers, and parameters in no optimizer (a teacher, a frozen backbone)."""
+"""Tensors that no optimizer updates: buffers, and parameters in no optimizer (of a teacher, of a frozen backbone)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.torch_private import foreach_norm, version
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.selsync.tensors import can_be_averaged, differing, to_cpu
+from lightning_pipesync.methods.selsync.replica import differing, to_cpu
 
 
-class UntrainedTensors:
-    """Averages those tensors that some rank has changed since all had the same.
+class NonTrainableTensors:
+    """Averages those tensors that some rank has changed since all ranks had the same values.
 
-    What nobody changes costs no traffic and keeps its bits: a mask of -inf, a table of positions, frozen weights.
-    Integers, booleans, complex numbers and 8-bit floats are not averaged: they follow rank 0.
+    Tensors that no rank changes cause no traffic and keep their bits: a mask of -inf, a table of positions, frozen
+    weights. Integers, booleans, complex numbers and 8-bit floats are not averaged: all ranks copy those of rank 0.
 
     [Note: what counts as changed]
-    Buffers are compared with a copy. Parameters, which may be many, are told by autograd's version and, since
-    ``p.data.copy_(...)`` does not count there, by their norm.
+    Buffers are compared with a copy. Parameters may be many, and are compared by autograd's version counter and by
+    their norm, since ``p.data.copy_(...)`` does not change the counter.
 
     Args:
         parameters: the parameters, the same on all ranks.
-        read_buffers: returns the buffers as they are now; modules may replace them in the course of training.
+        read_buffers: returns the current buffers; modules may replace them during training.
         transport: the way to the other ranks.
-        bucket_mb: MiB that travel in one piece.
+        bucket_mb: the most MiB of a bucket.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class UntrainedTensors:
         self._transport, self._bucket_mb = transport, bucket_mb
         self._own: dict[int, Tensor] = {}
         self._average: dict[int, Tensor] = {}
-        self._remember()
+        self._record_common()
 
     def average(self) -> None:
-        """Gives every rank the average of what some rank has changed; a collective call."""
+        """Averages the tensors that some rank has changed; a collective call."""
         self._average_tensors(self._changed_anywhere())
 
     def swap_in_average(self) -> None:
-        """Does :meth:`average` and keeps this rank's own values for :meth:`swap_back`."""
+        """Calls :meth:`average`, and keeps this rank's own values for :meth:`swap_back`."""
         if self._own:
             return
         changed, tensors = self._changed_anywhere(), self._tensors()
@@ -59,7 +59,7 @@ class UntrainedTensors:
 
     @torch.no_grad()
     def swap_back(self) -> None:
-        """Gives this rank its own values back, except where somebody has written something else in the meantime."""
+        """Restores this rank's own values, except those of tensors that were written to since the swap."""
         tensors = self._pick(list(self._own))
         written = differing(list(tensors.values()), list(self._average.values()))
         for (index, tensor), keep in zip(tensors.items(), written, strict=True):
@@ -68,11 +68,11 @@ class UntrainedTensors:
         self.keep_average()
 
     def keep_average(self) -> None:
-        """Goes on from the average that was swapped in."""
+        """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
         self._own, self._average = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, on the CPU, this rank's own values of what it has changed, and what they were before."""
+        """Returns, on the CPU, the tensors that this rank has changed, and what the buffers among them were before."""
         own = self._own or self._pick([index for index, changed in enumerate(self._changed()) if changed])
         common = {index: self._common_buffers[index - len(self._parameters)] for index in own if self._is_buffer(index)}
         return {
@@ -82,9 +82,9 @@ class UntrainedTensors:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned on this rank, the consolidated tensors being loaded already."""
+        """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated tensors were loaded."""
         self.keep_average()
-        self._remember()
+        self._record_common()
         for index, value in state["common"].items():
             self._common_buffers[index - len(self._parameters)].copy_(value)
         for index, tensor in self._pick(list(state["own"])).items():
@@ -97,10 +97,10 @@ class UntrainedTensors:
         exchange_fused(mean, self._bucket_mb, lambda flat: self._transport.all_reduce(flat, mean=True))
         exchange_fused(rank_0, self._bucket_mb, self._transport.broadcast)
         if indices:
-            self._remember()
+            self._record_common()
 
     def _changed_anywhere(self) -> list[int]:
-        """Returns what some rank has changed, the same on all ranks; a collective call."""
+        """Returns the indices of the tensors that some rank has changed; a collective call."""
         changed = self._changed()
         return [i for i, anywhere in enumerate(self._transport.union(changed).wait()) if anywhere] if changed else []
 
@@ -108,13 +108,13 @@ class UntrainedTensors:
         parameters = [now != then for now, then in zip(self._marks(), self._common_marks, strict=True)]
         return parameters + differing(self._read_buffers(), self._common_buffers)
 
-    def _remember(self) -> None:
-        """Takes what the tensors are now for what all ranks have."""
+    def _record_common(self) -> None:
+        """Records the tensors, which are now the same on all ranks, to find later changes."""
         self._common_marks = self._marks()
         self._common_buffers = [buffer.detach().clone() for buffer in self._read_buffers()]
 
     def _marks(self) -> list[tuple[int, str]]:
-        """Returns what tells a parameter from what it was, see [Note: what counts as changed]."""
+        """Returns version and norm of each parameter, see [Note: what counts as changed]."""
         floating = [parameter.detach() for parameter in self._parameters if can_be_averaged(parameter)]
         norms = iter(torch.stack(foreach_norm(floating)).tolist() if floating else [])
         return [
@@ -131,3 +131,8 @@ class UntrainedTensors:
 
     def _is_buffer(self, index: int) -> bool:
         return index >= len(self._parameters)
+
+
+def can_be_averaged(tensor: Tensor) -> bool:
+    """Returns whether the values are real numbers of 16 bits or more. 8-bit floats are codes, as integers may be."""
+    return tensor.is_floating_point() and tensor.element_size() > 1

@@ -1,4 +1,4 @@
-"""SelSync where a gradient is measured, and the step is then left out: by all ranks, or by one alone."""
+"""SelSync where a gradient is measured, and the step is then skipped: by all ranks, or by one alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.harness import launch, raised
 from tests.models import loss, seeded_mlp, state
 
 STEPS = 14
-LEFT_OUT = (0, 4, 5, 9)
+SKIPPED = (0, 4, 5, 9)
 AGGREGATIONS = ("parameters", "gradients")
 WAYS = ("not measured", "set to None", "set to zero", "accumulated", "late flags")
 
 
 def train(way: str, aggregation: str) -> tuple[list[float], list[bool], dict[str, Tensor]]:
-    """Steps LEFT_OUT are skipped in a way, or (accumulated) their gradients are added to the next ones."""
+    """Steps SKIPPED are skipped in a way, or (accumulated) their gradients are added to the next ones."""
     model = seeded_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     sync = SelSync(model, optimizer, delta=0.2, smoothing=0.3, window=3, aggregation=aggregation)
@@ -29,10 +29,10 @@ def train(way: str, aggregation: str) -> tuple[list[float], list[bool], dict[str
         sync.transport.device = torch.device("cuda")
     changes, synchronized = [], []
     for i in range(STEPS):
-        if i in LEFT_OUT and way == "not measured":
+        if i in SKIPPED and way == "not measured":
             continue
         loss(model, i, dist.get_rank()).backward()
-        if i in LEFT_OUT:
+        if i in SKIPPED:
             for _ in range(2):  # it may well be clipped twice
                 sync.clip(1.0)
             if way != "accumulated":
@@ -53,7 +53,7 @@ def train_in_all_ways() -> dict[tuple[str, str], Any]:
     return {(way, aggregation): train(way, aggregation) for way, aggregation in product(WAYS, AGGREGATIONS)}
 
 
-def test_a_step_that_all_ranks_leave_out_was_never_measured() -> None:
+def test_a_step_that_all_ranks_skip_was_never_measured() -> None:
     """The same decisions and the same weights, bit for bit; only what is accumulated is another gradient."""
     outcomes = launch(train_in_all_ways, 2)
     for of_rank, aggregation in product(outcomes, AGGREGATIONS):
@@ -69,8 +69,8 @@ def test_a_step_that_all_ranks_leave_out_was_never_measured() -> None:
         assert accumulated[1] == outcomes[0]["accumulated", aggregation][1]
 
 
-def leave_out_alone(aggregation: str, delta: float, late: bool, then: str) -> list[Any]:
-    """Rank 1 leaves a step out; the first one was synchronized."""
+def skip_alone(aggregation: str, delta: float, late: bool, then: str) -> list[Any]:
+    """Rank 1 skips a step; the first one was synchronized."""
     rank = dist.get_rank()
     model = seeded_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -95,13 +95,13 @@ def leave_out_alone(aggregation: str, delta: float, late: bool, then: str) -> li
 CASES = [*product(AGGREGATIONS, (0.0, 1e9), (False,), ("step", "flush")), ("parameters", 0.0, True, "step")]
 
 
-def leave_out_alone_in_all_ways() -> list[list[Any]]:
-    return [leave_out_alone(*case) for case in CASES]
+def skip_alone_in_all_ways() -> list[list[Any]]:
+    return [skip_alone(*case) for case in CASES]
 
 
-def test_a_step_that_one_rank_leaves_out_is_an_error_on_all() -> None:
-    """Named where ranks can still talk; after timeout_s where one waits for an average that the other left out."""
-    for of_rank in launch(leave_out_alone_in_all_ways, 2):
+def test_a_step_that_one_rank_skips_is_an_error_on_all() -> None:
+    """Named where ranks can still talk; after timeout_s where one waits for an average that the other has skipped."""
+    for of_rank in launch(skip_alone_in_all_ways, 2):
         for (aggregation, delta, late, then), (outcome, steps) in zip(CASES, of_rank, strict=True):
             what = (aggregation, delta, late, then)
             assert outcome is not None, what
@@ -111,8 +111,8 @@ def test_a_step_that_one_rank_leaves_out_is_an_error_on_all() -> None:
                 assert "have not skipped the same steps of SGD" in outcome[1], what
 
 
-def call_twice(within: bool) -> tuple[str, str] | None:
-    """Measures a gradient twice: with nothing in between, or by a closure that is evaluated twice."""
+def measure_twice(within: bool) -> tuple[tuple[str, str] | None, bool]:
+    """Measures a gradient twice: by a closure that is evaluated twice, or with nothing in between."""
     model = seeded_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = SelSync(model, optimizer, delta=math.inf)
@@ -124,16 +124,21 @@ def call_twice(within: bool) -> tuple[str, str] | None:
             sync.after_backward()
 
     outcome = raised(lambda: sync.step(evaluate_twice) if within else evaluate_twice())
+    loss(model, 0, 0).backward()
+    sync.step()
     sync.detach()
-    return outcome
+    return outcome, math.isinf(sync.last.relative_change)
 
 
-def call_twice_both_ways() -> list[tuple[str, str] | None]:
-    return [call_twice(within) for within in (True, False)]
+def measure_twice_both_ways() -> list[tuple[tuple[str, str] | None, bool]]:
+    return [measure_twice(within) for within in (True, False)]
 
 
-def test_measuring_twice_is_an_error() -> None:
-    for outcome in launch(call_twice_both_ways, 1)[0]:
-        assert outcome is not None
-        assert outcome[0] == "RuntimeError"
-        assert "twice in a step" in outcome[1]
+def test_a_gradient_is_measured_once() -> None:
+    """What changes it within its step is an error; a second call with nothing in between does nothing."""
+    (within, _), (between, first) = launch(measure_twice_both_ways, 1)[0]
+    assert within is not None
+    assert within[0] == "RuntimeError"
+    assert "evaluate a closure only once" in within[1]
+    assert between is None
+    assert first, "the measurement of the gradient that was added to is undone"

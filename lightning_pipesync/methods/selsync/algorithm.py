@@ -1,0 +1,268 @@
+"""Selective synchronization (SelSync, Algorithm 1): which steps the ranks synchronize. Nothing here communicates.
+
+One rank does in a step::
+
+    flag = algorithm.measure(squared_norm)      # lines 7, 8, 11 and 12
+    flags = all_gather(flag)                    # line 14
+    if algorithm.decide(flags).synchronized:    # line 15
+        average the parameters                  # lines 16 and 17
+    algorithm.finish_step()
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipesync.methods.selsync.config import SelSyncConfig
+
+#: Step size of the search for ``delta="auto"``, in units of log delta.
+GAIN = 0.5
+#: The first threshold of ``delta="auto"`` as a share of ``smoothing``, to which relative changes are proportional. It
+#: is so low that the first steps are synchronized, until delta has grown to the size of the changes.
+FIRST_DELTA = 0.01
+#: Lower bound of ``delta="auto"``. Smaller changes are rounding errors.
+SMALLEST_DELTA = 1e-12
+
+# The bits of a rank's flag (Algorithm 1, ``flags[n]``), which is one byte:
+SYNCHRONIZE = 1  # its relative gradient change is at least delta
+MISSING_GRADIENT = 2  # a parameter has no gradient
+NOT_FINITE = 4  # its gradient is not finite
+SKIPPED = 8, 16  # it has skipped an even or an odd number of steps; one of the two is set in every flag
+CONSOLIDATE = 32  # it is about to consolidate the weights, and takes no step
+UNDEFINED = 64  # its relative gradient change is not defined: the step is synchronized, and does not update delta
+
+
+class GradientChangeTracker:
+    """The relative gradient change (Eq. 2) of squared gradient norms smoothed over a window (Section III-A).
+
+    E[x] at step i is the exponentially weighted moving average (EWMA) of the last ``window`` values, normalized so that
+    it is a proper average from the first value on::
+
+        E_i = sum_j (1 - smoothing)^j x_{i-j} / sum_j (1 - smoothing)^j,    j = 0 .. min(i, window) - 1
+
+    Args:
+        window: number of values that are smoothed.
+        smoothing: weight of the newest value in an infinite window, in (0, 1].
+    """
+
+    def __init__(self, window: int, smoothing: float) -> None:
+        self._weights = [(1 - smoothing) ** age for age in range(window)]
+        self._values: deque[float] = deque(maxlen=window)
+        self._average = math.nan
+        self._before: tuple[list[float], float] | None = None
+
+    def update(self, squared_norm: float) -> float:
+        """Adds the squared L2 norm of this step's gradient; returns the relative gradient change.
+
+        The change is infinite for the first value and for one that is not finite. The average ignores a value that is
+        not finite, so that one overflow does not disable the tracker.
+        """
+        self._before = None
+        if not math.isfinite(squared_norm):
+            return math.inf
+        previous = self._average
+        full = len(self._values) == self._values.maxlen
+        self._before = ([self._values[-1]] if full else [], previous)
+        self._values.appendleft(squared_norm)
+        weighted = sum(weight * value for weight, value in zip(self._weights, self._values, strict=False))
+        self._average = weighted / sum(self._weights[: len(self._values)])
+        if math.isnan(previous):
+            return math.inf
+        if previous == 0:
+            return math.inf if self._average else 0.0
+        return abs((self._average - previous) / previous)  # Eq. 2
+
+    def undo(self) -> None:
+        """Undoes the last :meth:`update`. Only one update can be undone."""
+        if self._before is None:
+            return
+        dropped, self._average = self._before
+        self._values.popleft()
+        self._values.extend(dropped)
+        self._before = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the window, newest value first, and its average."""
+        return {"values": list(self._values), "average": self._average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned."""
+        self._values = deque(state["values"], maxlen=self._values.maxlen)
+        self._average = state["average"]
+        self._before = None
+
+
+class Threshold:
+    """The threshold delta on the relative gradient change (Section III-B): constant, or found during training.
+
+    With ``delta="auto"`` it follows the quantile ``lssr`` of the largest change over all ranks, by the stochastic
+    approximation of Robbins and Monro on log delta: each synchronized step raises it, each local one lowers it::
+
+        log delta_{i+1} = log delta_i + GAIN * (synchronized_i - (1 - lssr)),    delta_0 = FIRST_DELTA * smoothing
+
+    All ranks know which steps were synchronized, so that all have the same threshold without communication. After n
+    steps the share of local ones is lssr - (log delta_n - log delta_0) / (GAIN * n), whatever the changes are.
+
+    Args:
+        config: the settings.
+
+    Attributes:
+        delta: the threshold.
+    """
+
+    def __init__(self, config: SelSyncConfig) -> None:
+        self._lssr: float | None = None
+        if config.delta != "auto":
+            self.delta = config.delta
+        elif config.lssr == 0:
+            self.delta = 0.0
+        else:
+            self.delta, self._lssr = FIRST_DELTA * config.smoothing, config.lssr
+
+    def update(self, synchronized: bool) -> None:
+        """Updates delta after a step in which the change of every rank was defined."""
+        if self._lssr is not None:
+            self.delta = max(self.delta * math.exp(GAIN * (synchronized - (1 - self._lssr))), SMALLEST_DELTA)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns delta with ``delta="auto"``, nothing otherwise."""
+        return {} if self._lssr is None else {"delta": self.delta}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned, unless delta is constant now or was then."""
+        if self._lssr is not None:
+            self.delta = state.get("delta", self.delta)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision about one step. All but the relative change is the same on all ranks.
+
+    Attributes:
+        relative_change: this rank's relative gradient change (Eq. 2); infinite where it is not defined.
+        delta: the threshold of this step.
+        synchronized: whether some rank's change was at least delta.
+        missing_gradient: whether some rank had a parameter without a gradient.
+        not_finite: whether some rank's gradient was not finite.
+        undefined: whether some rank's change was not defined.
+    """
+
+    relative_change: float = math.inf
+    delta: float = math.nan
+    synchronized: bool = False
+    missing_gradient: bool = False
+    not_finite: bool = False
+    undefined: bool = False
+
+
+class SelectiveSync:
+    """Algorithm 1 on one rank, for the gradient of one optimizer.
+
+    Args:
+        config: the settings.
+        name: name of the optimizer in error messages.
+
+    Attributes:
+        tracker: computes the relative gradient change.
+        threshold: delta.
+        decision: the decision about this step; None before :meth:`decide`.
+    """
+
+    def __init__(self, config: SelSyncConfig, name: str) -> None:
+        self.tracker = GradientChangeTracker(config.window, config.smoothing)
+        self.threshold = Threshold(config)
+        self.decision: Decision | None = None
+        self._name, self._is_local = name, config.is_local
+        self._change = math.inf
+        self._num_skipped = 0
+
+    def measure(self, squared_norm: float, missing_gradient: bool = False, skipping: bool = False) -> int:
+        """Updates the tracker with this step's gradient (line 8); returns this rank's flag (lines 11 and 12).
+
+        Args:
+            squared_norm: squared L2 norm of the gradient.
+            missing_gradient: whether a parameter has no gradient.
+            skipping: whether the user has skipped the step before this rank sends its flag.
+        """
+        self._change = self.tracker.update(squared_norm)
+        flag = SYNCHRONIZE * (self._change >= self.threshold.delta and not self._is_local)
+        flag |= UNDEFINED * math.isinf(self._change)
+        flag |= MISSING_GRADIENT * missing_gradient
+        flag |= NOT_FINITE * (not math.isfinite(squared_norm))
+        return flag | self._skipped_flag(skipping)
+
+    def decide(self, flags: Sequence[int]) -> Decision:
+        """Decides whether the step is synchronized (line 15).
+
+        Args:
+            flags: of all ranks; empty if no step is ever synchronized.
+
+        Raises:
+            RuntimeError: some rank has skipped a step that another one has taken.
+        """
+        self.check(flags)
+        union = functools.reduce(operator.or_, flags, 0)
+        self.decision = Decision(
+            self._change,
+            self.threshold.delta,
+            synchronized=bool(union & SYNCHRONIZE),
+            missing_gradient=bool(union & MISSING_GRADIENT),
+            not_finite=bool(union & NOT_FINITE),
+            undefined=bool(union & UNDEFINED),
+        )
+        return self.decision
+
+    def finish_step(self) -> None:
+        """Updates delta after a step; not after a step in which the change of some rank was not defined."""
+        assert self.decision is not None
+        if not self.decision.undefined:
+            self.threshold.update(self.decision.synchronized)
+        self.decision = None
+
+    def skip_step(self, flags: Sequence[int]) -> None:
+        """Undoes :meth:`measure`: the user has skipped the step.
+
+        Args:
+            flags: as in :meth:`decide`.
+
+        Raises:
+            RuntimeError: another rank has not skipped it.
+        """
+        self.check(flags)
+        self.tracker.undo()
+        self._num_skipped += 1
+        self.decision = None
+
+    def consolidation_flag(self, skipping: bool) -> int:
+        """Returns the flag of a rank that is about to consolidate the weights; ``skipping`` as in :meth:`measure`."""
+        return self._skipped_flag(skipping) | CONSOLIDATE
+
+    def check(self, flags: Sequence[int]) -> None:
+        """Checks that all ranks take a step, or all consolidate, and that they have skipped the same steps.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
+        if 0 < len(consolidating) < len(flags):
+            raise RuntimeError(
+                f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or "
+                "a checkpoint, and the others take a step: all ranks have to do so together."
+            )
+        others = [rank for rank, flag in enumerate(flags) if flag & sum(SKIPPED) != flags[0] & sum(SKIPPED)]
+        if others:
+            raise RuntimeError(
+                f"Rank {', '.join(map(str, others))} and rank 0 have not skipped the same steps of {self._name}. Once "
+                "its gradient has been measured, by clipping it or by after_backward(), a step is taken by all ranks "
+                "or by none: decide about it by what is the same on all ranks; to change nothing by a step, set the "
+                "gradients to zero."
+            )
+
+    def _skipped_flag(self, skipping: bool) -> int:
+        return SKIPPED[(self._num_skipped + skipping) % 2]
