@@ -119,7 +119,7 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def await_decision(sync: DeAR) -> None:
-    """Has rank 0 know what to try next, where it would have trained on meanwhile: so that the steps are known."""
+    """Waits until rank 0 has chosen the next size, so that the steps of each trial are known."""
     if sync._tuner._decision is not None:
         sync._tuner._decision.wait()
 
@@ -184,7 +184,7 @@ def compressed(codec: str, update: str, fusion: str) -> tuple[dict[str, Tensor],
 
 def sum_of_residuals(sync: DeAR) -> float:
     total = torch.zeros(1, dtype=torch.float64)
-    for bucket in sync._buckets:
+    for bucket in sync._fused.buckets:
         for residuals in bucket.residuals_of_shard().values():
             total += sum(values.double().sum() for values in residuals.values())
     dist.all_reduce(total)
@@ -338,7 +338,7 @@ def resumed_with_other_settings() -> list[Any]:
     sync.load_state_dict(saved)
     for step in range(3):
         one_step(model, optimizer, sync, step)
-    kept = [sync.fusion, sync.tuned, sync._buckets.is_other(Fusion(bucket_mb=2e-4)), list(sync.trials)]
+    kept = [sync.fusion, sync.tuned, sync._fused.is_other(Fusion(bucket_mb=2e-4)), list(sync.trials)]
     sync.detach()
     return kept
 

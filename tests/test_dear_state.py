@@ -175,7 +175,7 @@ def bytes_of_state(with_dear: bool) -> int:
     kept = list(optimizer.state.values())
     if sync is not None:
         sync.synchronize()
-        kept += [state for bucket in sync._buckets for state in bucket.update.states().values()]
+        kept += [state for bucket in sync._fused.buckets for state in bucket.update.states().values()]
         sync.detach()
     return sum(value.nbytes for state in kept for value in state.values() if value.dim())
 

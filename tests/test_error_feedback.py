@@ -56,7 +56,7 @@ def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tens
         sync.step()
         if kind is DeAR:
             sync.synchronize()
-            [bucket] = sync._buckets
+            [bucket] = sync._fused.buckets
             names = [member.name for member in bucket.members]
         weights.append(fused(in_order(model, names)))
     sync.detach()

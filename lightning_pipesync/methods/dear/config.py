@@ -12,7 +12,7 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.settings import Settings
 
-#: Optimizers that treat every value by itself: a shard can be updated without the rest.
+#: Element-wise optimizers, which can update a shard without the rest.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 Update = Literal["sharded", "replicated"]
@@ -30,54 +30,54 @@ class DeARConfig(Settings):
     """
 
     update: Update | None = None
-    """``sharded``: each rank updates its shard of the weights, and the weights are gathered. ``replicated``: the
-    gradients are gathered, and each rank updates all (the paper's form). None: ``sharded`` if the optimizer treats
-    every value by itself (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD), else ``replicated``."""
+    """``sharded``: each rank updates its shard of the weights, and all-gathers weights. ``replicated``: all-gathers
+    gradients, and each rank updates all weights, as in the paper. None: ``sharded`` for element-wise optimizers (SGD,
+    Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD), otherwise ``replicated``."""
 
     elementwise: tuple[type[Optimizer], ...] = ()
-    """Further optimizers that treat every value by itself, so that they can be sharded."""
+    """Classes of further element-wise optimizers, which can be sharded."""
 
     fusion: FusionMethod = "bo"
-    """Which tensors travel in one piece (Section IV): ``bo``: neighbors up to a size that Bayesian optimization finds
-    while the training goes on (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: those of ``num_layers``
-    neighboring layers (DeAR-NL); ``none``: every tensor by itself. ``random`` and ``grid`` search in other ways."""
+    """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
+    (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
+    ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways."""
 
     bucket_mb: float = 25.0
-    """MiB that travel in one piece; in a search, what is tried first."""
+    """The most MiB of a bucket; in a search, that of the first trial."""
 
     edge_mb: float | None = None
-    """MiB of the first and of the last piece, which cannot be hidden; they double towards the middle, up to
-    ``bucket_mb``. None: all pieces are alike. A search finds its own."""
+    """The most MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle, up to
+    ``bucket_mb``. None: the same for all buckets. A search finds its own."""
 
     search_mb: tuple[float, float] = (1.0, 100.0)
-    """Smallest and largest size that a search tries, in MiB, as far as the model is that large."""
+    """Smallest and largest bucket size of a search, in MiB; at most the size of the model."""
 
     trial_steps: int = 10
-    """Steps that a search measures with one size; fewer if it is clearly a bad one."""
+    """Steps of a trial of the search; fewer with a size that is clearly worse."""
 
     max_trials: int = 20
-    """Sizes that a search tries at most; it ends before if it has converged."""
+    """The most trials of a search, which ends earlier if it has converged."""
 
     tuning_file: str | None = None
-    """JSON file from which a search starts, if it is there and of the same model and number of ranks, and in which rank
-    0 keeps what was measured."""
+    """JSON file to which rank 0 writes the trials of a search, and from which a search of the same model and number of
+    ranks resumes."""
 
     num_layers: int = 4
-    """Layers that travel in one piece, with ``fusion="layers"``."""
+    """Layers of a bucket, with ``fusion="layers"``."""
 
     compression: Codec | str = "none"
     """Codec of both halves: none, bf16, fp16, truncate16, int8, topk."""
 
     error_feedback: bool = True
-    """Whether what a lossy codec drops is added to what is sent next."""
+    """Whether the error of a lossy codec is added to the next values that it encodes."""
 
     topology: Topology = "flat"
     """``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the rows, for
     hosts with several accelerators, or in racks; without compression."""
 
     torus_columns: int | None = None
-    """Ranks in a row of the torus, those of a host or a rack. None: as square as possible (the strategy: those of a
-    host, if there are several)."""
+    """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
+    ranks of a host, if there are several."""
 
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
@@ -120,16 +120,16 @@ class DeARConfig(Settings):
 
     @property
     def uses_error_feedback(self) -> bool:
-        """Whether the codec drops something that is added to what is sent next."""
+        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
+        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
         return self.uses_error_feedback
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        """Returns the settings that have no effect, by name, and why."""
         ignored, chosen = {}, f"with fusion={self.fusion!r}"
         if self.fusion != "layers":
             ignored["num_layers"] = f"{chosen}: set fusion='layers'"
@@ -147,9 +147,9 @@ class DeARConfig(Settings):
         """Returns whether each rank updates its shard of this optimizer's weights only.
 
         Raises:
-            ValueError: it should, by ``update``, and the optimizer may not treat every value by itself.
+            ValueError: ``update="sharded"``, and the optimizer is not known to be element-wise.
         """
-        # A subclass of an optimizer that treats every value by itself may not do so.
+        # A subclass of an element-wise optimizer may not be one.
         known = type(optimizer) in (*ELEMENTWISE, *self.elementwise)
         if self.update == "sharded" and not known:
             names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
@@ -161,13 +161,13 @@ class DeARConfig(Settings):
         return known if self.update is None else self.update == "sharded"
 
     def on_hosts_of(self, num_processes: int, world_size: int) -> DeARConfig:
-        """Returns these settings with the rows of a torus, if they are not given, being hosts of so many ranks."""
+        """Returns these settings with rows of ``num_processes`` ranks for a torus, unless they are set."""
         if self.topology == "torus2d" and self.torus_columns is None and 1 < num_processes < world_size:
             return replace(self, torus_columns=num_processes)
         return self
 
     def first_fusion(self) -> Fusion:
-        """Returns how tensors are fused, at first if there is a search."""
+        """Returns how tensors are fused, before a search changes it."""
         if self.fusion in ("layers", "none"):
             return Fusion(num_layers=self.num_layers if self.fusion == "layers" else None)
         return Fusion(bucket_mb=self.bucket_mb, edge_mb=self.edge_mb)

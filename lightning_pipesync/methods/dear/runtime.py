@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.comm_queue import CommQueue
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.algorithm import ExecutionOrder
 from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.fused import FusedBuckets
-from lightning_pipesync.methods.dear.order import ExecutionOrder
+from lightning_pipesync.methods.dear.feedpipe import FeedPipe
+from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
@@ -31,9 +32,9 @@ T = TypeVar("T")
 class DeAR(SyncMethod):
     """Synchronous SGD whose all-reduce is split in two, hidden under the backward pass and the next forward pass.
 
-    What is trained is what ``DistributedDataParallel`` would train. A bucket's reduce-scatter starts when its last
-    gradient is ready (BackPipe); :meth:`step` waits for all of them, and then the all-gathers start, in the order in
-    which the next forward pass needs them: a module waits for its own weights only (FeedPipe).
+    The weights are those that ``DistributedDataParallel`` would train. A bucket's reduce-scatter starts when its last
+    gradient is ready (BackPipe). :meth:`step` waits for all of them, and starts the all-gathers in the order in which
+    the next forward pass needs the weights; a module waits for its own weights only (FeedPipe).
 
     A plain loop::
 
@@ -46,8 +47,8 @@ class DeAR(SyncMethod):
         validate(model)
         sync.detach()
 
-    ``p.grad`` stays this rank's own gradient; the average of all is never put together on one rank. With several
-    backward passes before a step, all but the last belong under :meth:`no_sync`.
+    ``p.grad`` stays this rank's own gradient; no rank has the whole average. With several backward passes before a
+    step, all but the last belong under :meth:`no_sync`.
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`DeARConfig`.
     """
@@ -62,23 +63,28 @@ class DeAR(SyncMethod):
     _tuning_file: TuningFile | None = None
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        self._order = ExecutionOrder(self._module)
+        order = ExecutionOrder(self._module)
         self._queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
-        self._buckets = FusedBuckets(self._order, self.optimizers, self.config, self.transport)
-        self._tuner = FusionTuner(self.config, self._buckets, self.transport, self._tuning_file)
-        self._backpipe = BackPipe(self._buckets, self._order, self._queue, self._tuner, self.transport)
+        self._fused = FusedBuckets(order, self.optimizers, self.config, self.transport)
+        self._tuner = FusionTuner(self.config, self._fused, self.transport, self._tuning_file)
+        self._backpipe = BackPipe(
+            self._fused,
+            order,
+            self._queue,
+            self._tuner,
+            self.transport,
+            note_gradient=self._protocol.gradient_hook(0),
+            is_syncing=lambda: self.syncing,
+        )
+        self._feedpipe = FeedPipe(self._fused, order, self._queue)
         self._eager = False
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
-        # Before the hooks of others, as of weight_norm, which read the weights.
-        before_forward, before_saving = ModuleHook(self._before_forward), ModuleHook(self._before_saving)
-        self._hooks = [child.register_forward_pre_hook(before_forward, prepend=True) for child in self._order.modules]
-        self._hooks += [child.register_state_dict_pre_hook(before_saving) for child in self._module.modules()]
+        before_saving = ModuleHook(self._before_saving)
+        self._hooks = [child.register_state_dict_pre_hook(before_saving) for child in self._module.modules()]
         self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self.optimizers]
-        # What steps are copies of the optimizers; these themselves never do.
+        # Copies of the optimizers step; these themselves never do.
         self._guards = [StepGuard(optimizer, "DeAR") for optimizer in self.optimizers]
-        self._note_gradient = self._protocol.gradient_hook(0)
-        self._hooked: set[int] = set()
-        self._take_over(parameters)
+        self._set_parameters(parameters)
 
     @property
     def fusion(self) -> Fusion:
@@ -87,30 +93,30 @@ class DeAR(SyncMethod):
 
     @property
     def tuned(self) -> bool:
-        """Whether :attr:`fusion` is final: the search for it is over, or there is none."""
+        """Whether :attr:`fusion` is final: its search has ended, or there is none."""
         return self._tuner.finished
 
     @property
     def trials(self) -> Sequence[Trial]:
-        """What the search for it has measured so far."""
+        """The measurements of the search for :attr:`fusion` so far."""
         return self._tuner.trials
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Waits until the gradients of all ranks are averaged, each rank its shard of them; they were sent scaled."""
-        # A state was loaded, or there are further parameters, as a callback adds that thaws layers.
-        if self._buckets and (self._loaded or self._members != group_members(self.optimizers)):
-            self._backpipe.forget()
+        """Waits until each rank has the average of its shard of the gradients, which are scaled by ``loss_scale``."""
+        # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
+        if self._fused.buckets and (self._loaded or self._members != group_members(self.optimizers)):
+            self._backpipe.restart()
             self.return_optimizer_states()
-            self._take_over(self._agreed_parameters())
-        if not self._buckets:
-            self._buckets.plan(self._tuner.fusion)
-        elif self._tuner.over:
-            self._backpipe.drain()
+            self._set_parameters(self._agreed_parameters())
+        if not self._fused.buckets:
+            self._fused.plan(self._tuner.fusion)
+        elif self._tuner.change_due:
+            self._backpipe.wait()
             self._tuner.change()
         self._backpipe.finish()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
-        """Unscales the averaged gradient, too, of which ``p.grad`` is no part.
+        """Unscales the averaged gradient, which is not in ``p.grad``.
 
         Returns:
             Whether some value of it is not finite, on any rank.
@@ -123,11 +129,11 @@ class DeAR(SyncMethod):
         return any(self.transport.exchange_flags(not all(finite)).wait())
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
-        """Clips the averaged gradient by its L2 norm, to which each rank contributes one number, that of its shard."""
+        """Clips the averaged gradient by its L2 norm; ranks all-reduce the squared norms of their shards."""
         self.after_backward(optimizer)
         gradients = self._own_gradients(self._index(optimizer))
-        squares = torch.stack(foreach_norm(gradients)).square_()  # of one type on all ranks, as the buckets are
-        self._queue.wait_all()  # another optimizer's weights may be on their way
+        squares = torch.stack(foreach_norm(gradients)).square_()  # its dtype is the same on all ranks, as the buckets'
+        self._queue.wait_all()  # another optimizer's all-gathers may be in flight
         norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for flat in gradients:
@@ -141,61 +147,55 @@ class DeAR(SyncMethod):
             flat.clamp_(-max_value, max_value)
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Starts to bring the weights up to date; they are when a forward pass, or :meth:`synchronize`, needs them."""
+        """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
         optimizer, stepped, result = self.optimizers[index], True, None
         if update is not None:
             stepped, result = self._run(update, optimizer)
         self.after_backward(optimizer)
         if stepped:  # otherwise a loss scaler skips the step
-            for bucket in self._buckets.of_optimizer(index):
-                bucket.feed(self._queue)
-            self._queue.flush()
+            self._feedpipe.start(index)
         if index == 0:
             self._tuner.note_step()
         mark_stepped(optimizer)
         self.flushed = False
-        self._order.begin_step()
-        for parameter in self._order.used_elsewhere:
-            if (used := self._buckets.with_parameter(parameter)) is not None:
-                used.wait()
+        self._feedpipe.end_step()
         if self._eager:
             self.synchronize()
         return result
 
     def follow(self, module: nn.Module) -> None:
-        """Has :meth:`step` wait for the weights: who follows them reads them at once, before any forward pass."""
+        """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass."""
         self._eager = True
 
     def synchronize(self) -> None:
         """Waits until all weights are up to date; not a collective call (Listing 1)."""
-        for bucket in self._buckets:
-            bucket.wait()
+        self._feedpipe.wait()
 
     def flush(self) -> None:
-        """Has weights and buffers be those of synchronous training; buffers follow rank 0. A collective call."""
+        """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""
         self.synchronize()
         self._broadcast_buffers()
         self.flushed = True
 
     def resume(self) -> None:
-        """Does nothing: flushed weights are those that training goes on from."""
+        """Does nothing: training continues from the flushed weights."""
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of buckets, MiB sent and seconds of exposed communication."""
-        return {"buckets": len(self._buckets), **super().metrics()}
+        return {"buckets": len(self._fused.buckets), **super().metrics()}
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without DeAR, on every rank; a collective call.
 
-        The optimizer itself keeps no state while DeAR is attached: each rank has that of its shard. What is loaded into
-        it with ``optimizer.load_state_dict``, on all ranks, is taken over.
+        The optimizer itself has no state while DeAR is attached; each rank has the state of its shard. A state that all
+        ranks load with ``optimizer.load_state_dict`` takes effect at the next step.
         """
         self.synchronize()
         index = self._index(optimizer)
         optimizer = self.optimizers[index]
         before = dict(optimizer.state)
-        if index not in self._loaded:  # otherwise the next step will take over what the optimizer has
-            optimizer.state.update(self._buckets.optimizer_states(index))
+        if index not in self._loaded:  # otherwise the optimizer has the state that was loaded
+            optimizer.state.update(self._fused.optimizer_states(index))
         try:
             return optimizer.state_dict()
         finally:
@@ -203,13 +203,13 @@ class DeAR(SyncMethod):
             optimizer.state.update(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what travels together, and what the codec needs; see :meth:`optimizer_state_dict` for the rest."""
+        """Returns fusion, search and residuals; :meth:`optimizer_state_dict` returns the optimizer's state."""
         self.synchronize()
         tuner = self._tuner.state_dict()
-        return {"settings": self._shape_settings(), "tuner": tuner, **self._buckets.state_dict()}
+        return {"settings": self._shape_settings(), "tuner": tuner, **self._fused.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned on this rank, weights and optimizers being loaded already.
+        """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded.
 
         Raises:
             ValueError: the state is of other settings, or of another number of ranks.
@@ -217,62 +217,51 @@ class DeAR(SyncMethod):
         if state["settings"] != self._shape_settings():
             raise ValueError(f"The state was saved with {state['settings']}, this run has {self._shape_settings()}.")
         if self._members != group_members(self.optimizers):
-            self._take_over(self._agreed_parameters())
-        self._buckets.load_state_dict(state)
+            self._set_parameters(self._agreed_parameters())
+        self._fused.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
         self._loaded.clear()
 
     def return_optimizer_states(self) -> None:
-        """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
+        """Sets the whole state of the optimizers, which :meth:`detach` would drop; a collective call."""
         self.synchronize()
         for index, optimizer in enumerate(self.optimizers):
             if index not in self._loaded:
-                optimizer.state.update(self._buckets.optimizer_states(index))
+                optimizer.state.update(self._fused.optimizer_states(index))
 
     def detach(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread and the process groups; the weights stay as they are."""
+        """Ends the thread and the process groups. The weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
+        self._backpipe.remove_hooks()
+        self._feedpipe.remove_hooks()
         for guard in self._guards:
             guard.release()
         self._tuner.close(timeout_s)
         self._queue.close(timeout_s)
-        self._buckets.release()
+        self._fused.release()
         self.transport.close(timeout_s)
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        """FeedPipe: waits for the weights of this module."""
-        self._order.runs(module)
-        for bucket in self._buckets.needed_by(module):
-            bucket.wait()
-
-    def _gradient_is_ready(self, parameter: Tensor) -> None:
-        self._note_gradient(parameter)
-        self._backpipe.gradient_is_ready(parameter, send=self.syncing)
-
     def _before_saving(self, *_: Any) -> None:
-        """Has a state_dict hold the weights of the last step."""
+        """Waits for the weights of the last step, which a state_dict holds."""
         self.synchronize()
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        """Has the next step begin with the state that was loaded, unless the first buckets are yet to take it."""
-        if self._buckets:
+        """Makes the next step start from the loaded state. The first buckets do so by themselves."""
+        if self._fused.buckets:
             self._loaded.add(self._index(optimizer))
 
-    def _take_over(self, parameters: Sequence[NamedParameter]) -> None:
-        """Has all parameters that an optimizer has reduced and updated."""
+    def _set_parameters(self, parameters: Sequence[NamedParameter]) -> None:
+        """Trains the parameters that an optimizer has, in buckets that the next step makes."""
         trained = [parameter for parameter in parameters if parameter.group]
-        self._buckets.begin_anew(trained)
+        self._fused.reset(trained)
         self._tuner.begin(trained)
         self._members = group_members(self.optimizers)
         self._loaded.clear()
-        for parameter in trained:
-            if id(parameter.tensor) not in self._hooked:
-                self._hooked.add(id(parameter.tensor))
-                self._hooks.append(hook_gradient(parameter.tensor, self._gradient_is_ready))
+        self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
 
     def _run(self, update: Callable[[], T], optimizer: Optimizer) -> tuple[bool, T]:
-        """Runs ``update``; the ``optimizer.step()`` within it evaluates a closure and leaves the update to DeAR.
+        """Runs ``update``; the ``optimizer.step()`` within it evaluates a closure and makes no update.
 
         Returns:
             Whether ``optimizer.step`` was called, and what ``update`` returned.
@@ -290,8 +279,8 @@ class DeAR(SyncMethod):
         return stepped, result
 
     def _own_gradients(self, index: int) -> list[Tensor]:
-        """Returns the shards of an optimizer's averaged gradient that this rank has."""
-        return [bucket.own_gradient for bucket in self._buckets.of_optimizer(index)]
+        """Returns this rank's shards of an optimizer's averaged gradient."""
+        return [bucket.own_gradient for bucket in self._fused.of_optimizer(index)]
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         config = self.config
@@ -304,7 +293,7 @@ class DeAR(SyncMethod):
         )
 
     def _shape_settings(self) -> dict[str, Any]:
-        """The settings that decide what :meth:`state_dict` looks like."""
+        """Returns the settings that determine the structure of :meth:`state_dict`."""
         sharded = [self.config.shards(optimizer) for optimizer in self.optimizers]
         return {
             "sharded": sharded,

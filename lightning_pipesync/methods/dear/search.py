@@ -1,4 +1,4 @@
-"""Which bucket size to try next (DeAR, Section IV-B)."""
+"""Searches for the best bucket size (DeAR, Section IV-B)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 #: Expected improvement prefers exploration (Section IV-B); in percent of the throughput of the first trial.
 XI = 0.1
 
-#: The search has converged when so many trials in a row were not faster than the best by ``PROGRESS``.
+#: The search has converged after so many trials in a row that were not faster than the best by ``PROGRESS``.
 PATIENCE, PROGRESS = 5, 0.005
 
-#: The buckets at both ends are at most 2 to the power of this smaller than the others.
+#: How many times the buckets at both ends are halved, at most.
 MAX_HALVINGS = 4.0
 
-#: Of the variance of what was measured, how much is noise.
+#: Share of noise in the variance of the measurements.
 NOISE = 0.05
 
-#: What is tried after the first size, before there is a curve to follow: where in the logarithmic range of sizes, and
-#: how many times the buckets at the ends are halved.
+#: Trials after the first one, before the Gaussian process has data: position in the logarithmic range of sizes, and how
+#: many times the buckets at both ends are halved.
 STARTS = ((0.5, 2.0), (0.85, 3.0))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured.
+    """One measurement.
 
     Attributes:
         fusion: how tensors were fused.
-        seconds: of a step.
+        seconds: duration of a step.
     """
 
     fusion: Fusion
@@ -51,16 +51,16 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 
 
 class FusionSearch(ABC):
-    """Looks for the bucket size, and the size of the buckets at both ends, with which a step is shortest.
+    """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step.
 
     Args:
-        first: what to try first.
-        smallest_mb: the range of sizes, in MiB.
-        largest_mb: the range of sizes, in MiB.
-        max_trials: after so many the search is over.
+        first: the first trial.
+        smallest_mb: smallest bucket size, in MiB.
+        largest_mb: largest bucket size, in MiB.
+        max_trials: the most trials.
 
     Attributes:
-        trials: what was measured so far.
+        trials: the measurements so far.
     """
 
     def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
@@ -70,15 +70,15 @@ class FusionSearch(ABC):
 
     @property
     def converged(self) -> bool:
-        """Whether there is nothing more to try."""
+        """Whether the search has ended."""
         return len(self.trials) >= self._max_trials
 
     def register(self, trial: Trial) -> None:
-        """Learns what a trial has shown; also one that was not suggested."""
+        """Adds a trial, also one that was not suggested."""
         self.trials.append(trial)
 
     def suggest(self) -> Fusion:
-        """Returns what to try next."""
+        """Returns the fusion of the next trial."""
         return self._suggest() if self.trials else self._first
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Finds the best bucket size while the training goes on (DeAR, Section IV-B)."""
+"""The search for the best bucket size during training (DeAR, Section IV-B)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_pipesync.core.handle import Promise, Worker
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.fused import FusedBuckets
+from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial, fastest
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
 
@@ -28,44 +28,45 @@ log = logging.getLogger(__name__)
 
 
 class FusionTuner:
-    """Tries bucket sizes, one after the other, and stays with the best.
+    """Measures steps with one bucket size after the other, and keeps the best.
 
-    What counts is the time from one step to the next on rank 0: all ranks keep step. Rank 0 chooses what comes next and
-    says so with the flags of a step; all change to it after the next backward pass, under which nothing is sent.
+    A trial measures the time from one step to the next on rank 0, which is that of all ranks. Rank 0 chooses the next
+    size, and announces the change with the flags of a step. All ranks change after the next backward pass, in which no
+    reduce-scatter starts.
 
     Args:
         config: the settings.
-        buckets: what is to be fused.
+        buckets: the fused parameters.
         transport: the way to the other ranks.
-        file: where rank 0 starts from, and keeps what was measured; None on the other ranks.
+        file: the measurements of earlier runs, on rank 0; None: there is no file, or this is another rank.
 
     Attributes:
         fusion: how tensors are fused now.
-        finished: whether the search is over, or there is none.
-        over: whether the buckets are to change after the next backward pass; the same on all ranks.
-        trials: what was measured so far.
+        finished: whether the search has ended, or there is none.
+        change_due: whether the buckets are to change after the next backward pass; the same on all ranks.
+        trials: the measurements so far.
     """
 
     def __init__(
         self, config: DeARConfig, buckets: FusedBuckets, transport: Transport, file: TuningFile | None
     ) -> None:
-        self._config, self._buckets, self._transport, self._file = config, buckets, transport, file
+        self._config, self._fused, self._transport, self._file = config, buckets, transport, file
         self.fusion = config.first_fusion()
         self.finished = True
-        self.over = False
+        self.change_due = False
         self.trials: list[Trial] = []
         self._search: FusionSearch | None = None  # on rank 0
-        self._sizes: list[int] = []  # bytes, of what may travel together
+        self._sizes: list[int] = []  # bytes of the parameters of each kind
         self._steps: list[float] = []
         self._began: float | None = None
         self._worker: Worker | None = None
         self._decision: Promise[tuple[list[Trial], Fusion, bool]] | None = None
 
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
-        """Starts a search for what is to be fused, unless one for as many bytes has begun; a collective call.
+        """Starts a search, unless one for as many bytes has begun; a collective call.
 
-        There is none if all fit into the smallest bucket, or if only deterministic algorithms are wanted: in which
-        order numbers are added depends on the buckets.
+        There is no search if all parameters fit into the smallest bucket, or with deterministic algorithms, since the
+        order of summation depends on the buckets.
         """
         sizes = [sum(map(num_bytes, kind)) for kind in of_one_kind(parameters)]
         if self._config.fusion not in SEARCHES or sizes == self._sizes:
@@ -85,9 +86,9 @@ class FusionTuner:
             self.load_state_dict(state)
 
     def end_of_trial(self) -> bool:
-        """Returns whether this rank, if it is rank 0, knows what to try next.
+        """Returns whether this rank is rank 0 and has chosen the next size.
 
-        It thinks about that beside the training, which goes on with the present size meanwhile.
+        It chooses on a thread, while training continues with the present size.
         """
         if self.finished or self._search is None:
             return False
@@ -99,18 +100,18 @@ class FusionTuner:
         return self._decision is not None and self._decision.done
 
     def note_step(self) -> None:
-        """Notes the time, after a step."""
+        """Records the time of a step, at its end."""
         now = time.perf_counter()
         if self._began is not None:
             self._steps.append(now - self._began)
         self._began = now
 
     def change(self) -> None:
-        """Fuses anew, for the next trial or for good; a collective call, while nothing is under way."""
+        """Changes the buckets for the next trial, or for good; a collective call, with nothing in flight."""
         decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
         self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
-        if self._buckets.is_other(fusion):
-            self._buckets.replan(fusion)
+        if self._fused.is_other(fusion):
+            self._fused.replan(fusion)
         self._begin_trial(fusion)
         if self._transport.rank == 0:
             self._report()
@@ -118,14 +119,14 @@ class FusionTuner:
             self.close(timeout_s=1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was measured, the same on all ranks."""
+        """Returns the measurements, the same on all ranks."""
         trials = [(trial.fusion.bucket_mb, trial.fusion.edge_mb, trial.seconds) for trial in self.trials]
         return {"trials": trials, "fusion": (self.fusion.bucket_mb, self.fusion.edge_mb), "finished": self.finished}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned, if that was a search and one is under way here.
+        """Resumes from what :meth:`state_dict` returned, if that was a search and there is one now.
 
-        Otherwise buckets that were loaded, too, and are not those of these settings change in the next step.
+        Loaded buckets that are not those of :attr:`fusion` change in the next step.
         """
         if not self.finished and state["trials"]:
             self.trials = [Trial(Fusion(bucket, edge), seconds) for bucket, edge, seconds in state["trials"]]
@@ -133,7 +134,7 @@ class FusionTuner:
                 self._search.trials = self.trials.copy()
             self._begin_trial(Fusion(*state["fusion"]))
             self.finished = state["finished"]
-        self.over = bool(self._buckets) and self._buckets.is_other(self.fusion)
+        self.change_due = bool(self._fused.buckets) and self._fused.is_other(self.fusion)
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, if there is one."""
@@ -149,29 +150,29 @@ class FusionTuner:
         return clearly_worse or len(self._steps) >= self._config.trial_steps
 
     def _decide(self, search: FusionSearch, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
-        """Learns from a trial; returns all trials so far, what comes next, and whether that is for good."""
+        """Registers a trial; returns all trials so far, the next fusion, and whether that is final."""
         search.register(trial)
         try:
-            measured = {self._buckets.names(known.fusion): known.seconds for known in search.trials}
+            measured = {self._fused.names(known.fusion): known.seconds for known in search.trials}
             while not search.converged:
                 fusion = search.suggest()
-                if (seconds := measured.get(self._buckets.names(fusion))) is None:
+                if (seconds := measured.get(self._fused.names(fusion))) is None:
                     return search.trials.copy(), fusion, False
-                search.register(Trial(fusion, seconds))  # other sizes, the same buckets
-        except Exception as error:  # training goes on without the search
+                search.register(Trial(fusion, seconds))  # another size, the same buckets
+        except Exception as error:  # training continues without the search
             log.warning(f"The search for DeAR's bucket size ends early: {type(error).__name__}: {error}")
         return search.trials, fastest(search.trials).fusion, True
 
     def _begin_trial(self, fusion: Fusion) -> None:
-        self.fusion, self._steps, self._began, self.over = fusion, [], None, False
+        self.fusion, self._steps, self._began, self.change_due = fusion, [], None, False
         self._decision = None
 
     def _median(self) -> float:
-        """The seconds of a step; the first one of a trial meets new buffers, and does not count."""
+        """Returns the median seconds of a step, without the first step of a trial, which allocates buffers."""
         return median(self._steps[1:])
 
     def _job(self) -> str:
-        """Describes what a file must be of to be of use here."""
+        """Returns the key of this job in the file."""
         config = self._config
         update, codec = config.update or "sharded", config.compression
         return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {update}, {codec}, {config.topology}"
@@ -180,7 +181,7 @@ class FusionTuner:
         if self._file is not None:
             try:
                 self._file.write(self._job(), self.state_dict())
-            except OSError as error:  # training goes on
+            except OSError as error:  # training continues
                 log.warning(f"tuning_file={self._config.tuning_file!r} cannot be written: {error}")
                 self._file = None
         if self.finished and self.trials:

@@ -1,4 +1,4 @@
-"""What a search for the best bucket size has found, for the next run of the same job."""
+"""The measurements of searches for the best bucket size, for the next run of the same job."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_pipesync.core.buckets import Fusion
 
 
 class TuningFile:
-    """A JSON file: what the search has measured, for each job that was different.
+    """A JSON file with the measurements of each job's search.
 
     Args:
-        path: of the file; it need not be there.
+        path: of the file, which may not exist yet.
 
     Raises:
-        ValueError: the file is there, and is not one that :meth:`write` has made.
+        ValueError: the file exists, and :meth:`write` has not written it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -34,11 +34,11 @@ class TuningFile:
                 ) from error
 
     def read(self, job: str) -> dict[str, Any] | None:
-        """Returns what was found for a job; None if nothing was."""
+        """Returns the measurements of a job; None if there are none."""
         return self._searches.get(job)
 
     def write(self, job: str, state: dict[str, Any]) -> None:
-        """Keeps what was found for a job, beside what was found for others.
+        """Writes the measurements of a job, and keeps those of other jobs.
 
         Raises:
             OSError: the file cannot be written.
@@ -51,7 +51,7 @@ class TuningFile:
 
 
 def _check(state: dict[str, Any]) -> None:
-    """Raises if this is not what a search has left behind."""
+    """Raises if this is not the state of a :class:`FusionTuner`."""
     Fusion(*state["fusion"])
     bool(state["finished"])
     for bucket_mb, edge_mb, seconds in state["trials"]:

@@ -22,7 +22,7 @@ class Piece:
         parameter: the user's own.
         values: of this part.
         gradient: of this part.
-        place: where this part is in the flattened parameter; None: it is the whole, in its shape.
+        place: the slice of the flattened parameter; None: the whole parameter, in its shape.
     """
 
     index: int
@@ -33,22 +33,22 @@ class Piece:
     place: slice | None
 
     def cut(self, state: Any) -> Any:
-        """Returns a copy of what an optimizer keeps for the parameter, or the part of it that belongs to this piece."""
+        """Returns a copy of a value of the optimizer's state of the parameter, cut to this part."""
         if not isinstance(state, Tensor):
             return state
         return state.clone() if self.place is None or state.dim() == 0 else state.reshape(-1)[self.place].clone()
 
 
 class BucketUpdate:
-    """Steps a copy of the user's optimizer that owns some pieces of parameters.
+    """Steps a copy of the user's optimizer on pieces of parameters.
 
-    The copy has the class and the attributes of the user's optimizer, and its hyper-parameters of the moment when the
-    step was taken; the user's own never steps, and a scheduler may change it while the step is still under way.
+    The copy has the class and the attributes of the user's optimizer, and the hyper-parameters that it had when the
+    step was taken. The user's optimizer never steps; a scheduler may change it while the step is still in flight.
 
     Args:
         optimizer: the user's own.
         group: which of its parameter groups the pieces belong to.
-        pieces: what to update.
+        pieces: the parts to update.
     """
 
     def __init__(self, optimizer: Optimizer, group: int, pieces: Sequence[Piece]) -> None:
@@ -61,18 +61,18 @@ class BucketUpdate:
         groups = [{**optimizer.param_groups[group], "params": [piece.values for piece in pieces]}]
         self._copy = twin_optimizer(optimizer, groups, state)
 
-    def keep_hyperparameters(self) -> None:
-        """Takes over learning rate and so on as they are now."""
+    def copy_hyperparameters(self) -> None:
+        """Copies the current hyper-parameters of the user's optimizer."""
         for name, value in self._optimizer.param_groups[self._group].items():
             if name != "params":
                 self._copy.param_groups[0][name] = value.clone() if isinstance(value, Tensor) else value
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Returns what the copy keeps for each piece, by the parameter's name."""
+        """Returns the optimizer state of each piece, by the parameter's name."""
         return {p.name: dict(self._copy.state[p.values]) for p in self._pieces if p.values in self._copy.state}
 
-    def take_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Goes on from what was kept for the same pieces, as :meth:`states` returns it."""
+    def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sets the optimizer state of the pieces to what :meth:`states` returned for the same pieces."""
         for piece in self._pieces:
             if piece.name in states:
                 self._copy.state[piece.values] = {
@@ -81,10 +81,10 @@ class BucketUpdate:
                 }
 
     def apply(self, present: Sequence[bool]) -> None:
-        """Updates the values by their gradients; those that are not ``present``, by index, stay as they are.
+        """Steps the copy on the pieces whose gradient is ``present``, by index of the parameter.
 
         Raises:
-            RuntimeError: the optimizer keeps state in its parameter groups, which the copy cannot hand on.
+            RuntimeError: the optimizer keeps state in its parameter groups, where copies cannot share it.
         """
         before = self._hyperparameters()
         for piece in self._pieces:

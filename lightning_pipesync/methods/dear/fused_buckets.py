@@ -1,0 +1,181 @@
+"""All buckets of a model, and their re-fusion during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.buckets import Fusion, plan_buckets
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.algorithm import ExecutionOrder, FeedPipeSchedule
+from lightning_pipesync.methods.dear.bucket import FusedBucket
+from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.reshard import Slices, reshard
+
+V = TypeVar("V")
+
+
+class FusedBuckets:
+    """The parameters, fused into buckets; there are no buckets before the first :meth:`plan`.
+
+    Args:
+        order: the observed order of gradients and of the forward pass.
+        optimizers: the user's own.
+        config: the settings.
+        transport: the way to the other ranks.
+
+    Attributes:
+        buckets: in the order in which their gradients become ready.
+        index_of: by the id of a parameter the index of its bucket.
+        awaited: by module the buckets that its forward pass waits for.
+    """
+
+    def __init__(
+        self,
+        order: ExecutionOrder,
+        optimizers: Sequence[Optimizer],
+        config: DeARConfig,
+        transport: Transport,
+    ) -> None:
+        self._order, self._optimizers = order, optimizers
+        self._config, self._transport = config, transport
+        self._parameters: Sequence[NamedParameter] = ()
+        self._ready: Sequence[NamedParameter] = ()  # in the order of their gradients
+        self._needed: Sequence[str] = ()  # names, in the order of the forward pass
+        self.buckets: list[FusedBucket] = []
+        self.index_of: dict[int, int] = {}
+        self.awaited: dict[nn.Module, list[FusedBucket]] = {}
+        self._gather_order: list[FusedBucket] = []
+
+    def with_parameter(self, parameter: Tensor) -> FusedBucket | None:
+        """Returns the bucket of a parameter; None if no optimizer has it."""
+        index = self.index_of.get(id(parameter))
+        return None if index is None else self.buckets[index]
+
+    def of_optimizer(self, index: int) -> list[FusedBucket]:
+        """Returns the buckets of an optimizer, in the order of their all-gathers."""
+        return [bucket for bucket in self._gather_order if bucket.group[0] == index]
+
+    def reset(self, parameters: Sequence[NamedParameter]) -> None:
+        """Releases the buckets; the next :meth:`plan` fuses ``parameters``."""
+        self.release()
+        self._parameters = parameters
+
+    def plan(self, fusion: Fusion) -> None:
+        """Fuses the parameters in the order that rank 0 has observed; a collective call."""
+        index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
+        observed = [[index_of[k] for k in keys if k in index_of] for keys in (self._order.ready, self._order.needed)]
+        ready, needed = self._transport.gather_objects(observed)[0]
+        everything = range(len(self._parameters))
+        ready += sorted(set(everything).difference(ready), reverse=True)  # those not observed come last
+        needed += sorted(set(everything).difference(needed))
+        self._ready = [self._parameters[index] for index in ready]
+        self._needed = [self._parameters[index].name for index in needed]
+        self._fuse(self.divide(fusion))
+
+    def divide(self, fusion: Fusion) -> list[list[NamedParameter]]:
+        """Returns the parameters of each bucket with another fusion."""
+        return plan_buckets(self._ready, fusion)
+
+    def names(self, fusion: Fusion) -> tuple[tuple[str, ...], ...]:
+        """Returns the names of the parameters of each bucket with another fusion."""
+        return _names(self.divide(fusion))
+
+    def is_other(self, fusion: Fusion) -> bool:
+        """Returns whether the buckets would be others than now."""
+        return self.names(fusion) != _names(bucket.members for bucket in self.buckets)
+
+    def replan(self, fusion: Fusion) -> None:
+        """Fuses the parameters into other buckets, and keeps optimizer states and residuals; a collective call.
+
+        No communication may be in flight.
+        """
+        states = _joined(bucket.update.states() for bucket in self.buckets)
+        residuals = _joined(bucket.residuals_of_shard() for bucket in self.buckets)
+        residuals_of_gradients = _joined(bucket.residuals_of_gradients() for bucket in self.buckets)
+        updated, owned = self._by_rank(FusedBucket.updated_slices), self._by_rank(FusedBucket.shard_slices)
+        self.release()
+        self._transport.release_memory()
+        self._fuse(self.divide(fusion))
+        states = reshard(states, updated, self._by_rank(FusedBucket.updated_slices), self._transport)
+        residuals = reshard(residuals, owned, self._by_rank(FusedBucket.shard_slices), self._transport)
+        for bucket in self.buckets:
+            bucket.update.load_states(states)
+            bucket.load_residuals(residuals, residuals_of_gradients)
+
+    def optimizer_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
+        """Returns the state that an optimizer would have without DeAR; a collective call."""
+        buckets = self.of_optimizer(index)
+        old = self._by_rank(FusedBucket.updated_slices, buckets)
+        whole = [_joined(bucket.whole_slices() for bucket in buckets)] * self._transport.world_size
+        states = reshard(_joined(bucket.update.states() for bucket in buckets), old, whole, self._transport)
+        return {
+            member.tensor: {
+                kind: _copied(value, member.tensor, flat=bucket.sharded) for kind, value in states[member.name].items()
+            }
+            for bucket in buckets
+            for member in bucket.members
+            if member.name in states
+        }
+
+    def release(self) -> None:
+        """Releases the buckets; every parameter has memory of its own afterwards."""
+        for bucket in self.buckets:
+            bucket.release()
+        self.buckets, self._gather_order = [], []
+        self.index_of, self.awaited = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the parameters of each bucket, the observed orders, and this rank's state of each bucket."""
+        return {
+            "ready": [parameter.name for parameter in self._ready],
+            "needed": self._needed,
+            "plan": [[member.name for member in bucket.members] for bucket in self.buckets],
+            "buckets": [bucket.state_dict() for bucket in self.buckets],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+        self.release()
+        by_name = {parameter.name: parameter for parameter in self._parameters}
+        self._ready, self._needed = [by_name[name] for name in state["ready"]], state["needed"]
+        self._fuse([[by_name[name] for name in names] for names in state["plan"]])
+        for bucket, saved in zip(self.buckets, state["buckets"], strict=True):
+            bucket.load_state_dict(saved)
+
+    def _fuse(self, plan: Sequence[Sequence[NamedParameter]]) -> None:
+        self.buckets = [FusedBucket(members, self._optimizers, self._config, self._transport) for members in plan]
+        self.index_of = {id(member.tensor): i for i, members in enumerate(plan) for member in members}
+        names = {id(parameter.tensor): parameter.name for parameter in self._parameters}
+        schedule = FeedPipeSchedule(_names(plan), self._needed)
+        self._gather_order = [self.buckets[index] for index in schedule.order]
+        for module in self._order.modules:
+            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
+            self.awaited[module] = [self.buckets[index] for index in schedule.awaited(own)]
+
+    def _by_rank(
+        self, slices_of: Callable[[FusedBucket, int], Slices], buckets: Sequence[FusedBucket] | None = None
+    ) -> list[Slices]:
+        """Returns for each rank its slices of the parameters of ``buckets``; None: of all buckets."""
+        buckets = self.buckets if buckets is None else buckets
+        return [_joined(slices_of(bucket, rank) for bucket in buckets) for rank in range(self._transport.world_size)]
+
+
+def _names(plan: Iterable[Sequence[NamedParameter]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(member.name for member in members) for members in plan)
+
+
+def _joined(mappings: Iterable[Mapping[str, V]]) -> dict[str, V]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
+
+
+def _copied(value: Any, parameter: Tensor, flat: bool) -> Any:
+    """Returns a copy of a value of a whole parameter's state; in its shape, if it was put together from shards."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+    return copy.view(parameter.shape) if flat and copy.dim() else copy

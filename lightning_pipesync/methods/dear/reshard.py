@@ -1,0 +1,137 @@
+"""Resharding: brings the state of parameters to the ranks that have their new shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.torch_private import foreach_copy_
+from lightning_pipesync.core.transport import Transport
+
+#: By the name of a parameter, the slice of it, flattened, that a rank has.
+Slices = Mapping[str, slice]
+
+
+def slices_in_shard(shard: slice, places: Mapping[str, slice]) -> dict[str, slice]:
+    """Returns the slices of parameters, by name, that lie in a shard of the buffer that holds the parameters.
+
+    Args:
+        shard: a slice of the buffer.
+        places: for each parameter, by name, its slice of the buffer.
+    """
+    slices = {}
+    for name, place in places.items():
+        start, stop = max(place.start, shard.start), min(place.stop, shard.stop)
+        if start < stop:
+            slices[name] = slice(start - place.start, stop - place.start)
+    return slices
+
+
+def reshard(
+    states: Mapping[str, Mapping[str, Any]], old: Sequence[Slices], new: Sequence[Slices], transport: Transport
+) -> dict[str, dict[str, Any]]:
+    """Moves the state of parameters from the ranks that have the old slices to those that have the new ones.
+
+    Where several ranks have the same values, these are the same before and after. A collective call.
+
+    Args:
+        states: for each of this rank's old slices, by the parameter's name, its state, by kind: tensors of the slice's
+            shape, and other values, which are the same on all ranks that have a slice of the parameter.
+        old: for each rank, its old slices.
+        new: for each rank, its new slices.
+        transport: the way to the other ranks.
+
+    Returns:
+        The states of this rank's new slices. The state of a slice that it had before is not copied.
+    """
+    if list(old) == list(new):
+        return {name: dict(state) for name, state in states.items()}
+    rank = transport.rank
+    merged: dict[str, dict[str, Any]] = {}
+    for of_rank in transport.gather_objects({name: _described(state) for name, state in states.items()}):
+        for name, description in of_rank.items():
+            merged.setdefault(name, description)
+    changed = [
+        {name: place for name, place in slices.items() if name in merged and old[peer].get(name) != place}
+        for peer, slices in enumerate(new)
+    ]
+    result = {name: dict(states[name]) for name in new[rank] if name in states and name not in changed[rank]}
+    for name in changed[rank]:
+        result[name] = {kind: _placed(value, transport.device) for kind, value in merged[name].items()}
+    kinds = {(kind, dtype) for state in merged.values() for kind, dtype in state.items() if _is_dtype(dtype)}
+    for kind, dtype in sorted(kinds, key=str):  # in the same order on all ranks
+        having = {name for name, state in merged.items() if state.get(kind) is dtype}
+        wanted = [{name: place for name, place in slices.items() if name in having} for slices in changed]
+        values = {name: states[name][kind] for name in having & states.keys()}
+        for name, received in _exchange(values, dtype, old, wanted, transport).items():
+            result[name][kind] = received
+    return result
+
+
+def _exchange(
+    values: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    old: Sequence[Slices],
+    wanted: Sequence[Slices],
+    transport: Transport,
+) -> dict[str, Tensor]:
+    """Returns, on the CPU, the values of the slices that this rank wants, from the ranks that have them."""
+    rank = transport.rank
+    result = {name: torch.empty(place.stop - place.start, dtype=dtype) for name, place in wanted[rank].items()}
+    targets = {peer: _common(result, wanted[rank], old[peer]) for peer in range(transport.world_size)}
+    sources = {peer: _common(values, old[rank], wanted[peer]) for peer in range(transport.world_size)}
+    foreach_copy_(targets.pop(rank), sources.pop(rank))
+    received = {peer: torch.empty(_numel(tensors), dtype=dtype) for peer, tensors in targets.items() if tensors}
+    sent = {peer: torch.cat(tensors).cpu() for peer, tensors in sources.items() if tensors}
+    handles = [transport.recv(buffer, peer) for peer, buffer in received.items()]
+    handles += [transport.send(buffer, peer) for peer, buffer in sent.items()]
+    for handle in handles:
+        handle.wait()
+    for peer, buffer in received.items():
+        foreach_copy_(targets[peer], list(buffer.split([target.numel() for target in targets[peer]])))
+    return result
+
+
+def _common(values: Mapping[str, Tensor], own: Slices, other: Slices) -> list[Tensor]:
+    """Returns views of ``values``, which are of the slices ``own``, where ``other`` has them, too, sorted by name."""
+    common = []
+    for name in sorted(own.keys() & other.keys() & values.keys()):
+        begin = own[name].start
+        start, stop = max(begin, other[name].start), min(own[name].stop, other[name].stop)
+        if start < stop:
+            common.append(values[name].reshape(-1)[start - begin : stop - begin])
+    return common
+
+
+def _numel(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the dtypes of tensors with a value for each of the slice's, and other values as they are."""
+    return {
+        kind: (v.dtype if v.dim() else _Scalar(v.cpu(), v.is_cuda)) if isinstance(v, Tensor) else v
+        for kind, v in state.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Scalar:
+    """A 0-dim tensor for another rank, whose device has another name."""
+
+    tensor: Tensor
+    on_device: bool
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, _Scalar):
+        return value
+    return value.tensor.to(device) if value.on_device else value.tensor
