@@ -327,7 +327,7 @@ def fit_manually_scaled(directory: Path) -> tuple[Tensor, list[float]]:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            scales.append(run.strategy.method._pipes[0]._in_flight[-1].loss_scale)
+            scales.append(run.strategy.method._pipes[0].pipeline.in_flight[-1].loss_scale)
 
     run.callbacks.append(Look())
     run.fit(model, train_loader(), val_loader())

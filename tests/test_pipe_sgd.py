@@ -160,9 +160,9 @@ def test_the_cases_differ() -> None:
 
 
 def train_in_pieces() -> dict[str, list[Tensor]]:
-    from lightning_pipesync.methods.pipe_sgd import gradient
+    from lightning_pipesync.methods.pipe_sgd import gradient_plan
 
-    gradient.SHARD_OF_PIECE = 20
+    gradient_plan.SHARD_OF_PIECE = 20
     return {name: train(*CASES[name]) for name in ("k=1", "int8", "level 2, k=1")}
 
 

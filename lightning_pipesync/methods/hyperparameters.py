@@ -17,9 +17,14 @@ Hyperparameters = list[dict[str, Any]]
 
 def current(optimizer: Optimizer) -> Hyperparameters:
     """Returns a copy of what the parameter groups hold besides parameters."""
+    return copied(_groups(optimizer))
+
+
+def copied(hyperparameters: Hyperparameters) -> Hyperparameters:
+    """Returns a copy that shares no tensor."""
     return [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
-        for group in _groups(optimizer)
+        for group in hyperparameters
     ]
 
 

@@ -12,7 +12,7 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.settings import Settings
 
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
-#: What has gradients computed at predicted weights.
+#: Compensations that compute gradients at predicted weights.
 _PREDICTING = ("prediction", "momentum")
 
 
@@ -28,37 +28,37 @@ class PipeSGDConfig(Settings):
     for_trainer = MappingProxyType({"drain": "call the method's drain() after the last step"})
 
     staleness: int = 1
-    """k: how many steps later a gradient is applied (Algorithm 1). 0: synchronous SGD. The paper's optimum is 1: more
-    hides nothing else, and costs convergence."""
+    """k: by how many steps the update is later than its gradient (Algorithm 1). 0: synchronous SGD. The paper's optimum
+    is 1: larger values hide no more communication, and slow convergence."""
 
     compression: Codec | str = "none"
     """Codec of the all-reduce: none, bf16, fp16, truncate16, int8, topk. Each rank compresses its gradient once."""
 
     error_feedback: bool = True
-    """Whether what a lossy codec drops is added to what is sent next. The paper does without."""
+    """Whether the error of a lossy codec is added to the next values that it encodes; not in the paper."""
 
     pipeline_level: Literal[1, 2] = 1
-    """1: the gradient travels after the backward pass; 2: in ``segments``, each as soon as it is ready (Fig. 7)."""
+    """1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is ready (Fig. 7)."""
 
     segments: int = 4
-    """L: pieces of about the same size into which level 2 divides the gradient."""
+    """L: number of segments of about the same size into which level 2 divides the gradient."""
 
     warmup_steps: int = 0
     """Synchronous steps before the pipeline fills."""
 
     bucket_mb: float | None = None
-    """MiB that travel in one piece at level 1. None: the whole gradient, for each of its dtypes."""
+    """The most MiB of a bucket at level 1. None: one bucket for each dtype."""
 
     drain: bool = False
-    """Whether the last ``staleness`` gradients are applied when the training ends. The paper drops them."""
+    """Whether the end of training applies the last ``staleness`` gradients, which the paper drops."""
 
     delay_compensation: DelayCompensation = "prediction"
-    """What makes up for the delay. ``prediction``: a gradient is computed at the weights that the updates on their way
-    would lead to, were the averages in them this rank's own gradients; ``momentum``: the same with gradients of zero
-    (SpecTrain). Or less learning rate for a stale gradient (lecture, "Staleness Dependent Learning Rate"):
-    ``staleness``: it is divided by the number of updates that the gradient is late, which is 1 with ``staleness=1``, so
-    that this needs a larger one; ``distance``: it is at most ``distance_constant`` over the squared distance that the
-    weights have moved since. ``none``: nothing, as in the paper."""
+    """How the delay is compensated. ``prediction``: gradients are computed at the weights after the updates in flight,
+    which each rank predicts with its own gradients; ``momentum``: predicted with gradients of zero (SpecTrain). Or by a
+    smaller learning rate (lecture, "Staleness Dependent Learning Rate"): ``staleness``: divided by the number of
+    updates that the gradient is late, which needs ``staleness`` of at least 2; ``distance``: at most
+    ``distance_constant`` over the squared distance that the weights have moved since. ``none``: not at all, as in the
+    paper."""
 
     distance_constant: float = 1.0
     """C of ``delay_compensation="distance"``."""
@@ -96,12 +96,12 @@ class PipeSGDConfig(Settings):
 
     @property
     def uses_error_feedback(self) -> bool:
-        """Whether the codec drops something that is added to what is sent next."""
+        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def reduces_learning_rate(self) -> bool:
-        """Whether a stale gradient may have less of it."""
+        """Whether the delay is compensated by a smaller learning rate."""
         return self.delay_compensation in ("staleness", "distance")
 
     @property
@@ -111,23 +111,23 @@ class PipeSGDConfig(Settings):
 
     @property
     def keeps_own_gradients(self) -> bool:
-        """Whether a rank keeps its own part of the gradients that are on their way."""
+        """Whether a rank keeps the values of its own part of the gradients in flight."""
         return self.predicts and self.delay_compensation == "prediction"
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run can only go on with as many ranks as before: what is to be sent next is each rank's own."""
+        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
         return self.uses_error_feedback
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        """What becomes of that which fits as many ranks only: the gradients in flight."""
+        """What a run that resumes with another number of ranks loses; None: nothing."""
         if self.staleness == 0:
             return None
         return "gradients that were on their way are dropped, and the pipeline fills anew"
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        """Returns the settings that have no effect, by name, and why."""
         ignored, chosen = {}, f"with staleness={self.staleness!r}"
         if self.pipeline_level == 1:
             ignored["segments"] = "with pipeline_level=1: set pipeline_level=2"

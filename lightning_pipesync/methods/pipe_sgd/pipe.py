@@ -1,15 +1,7 @@
-"""One optimizer and its gradients in flight (Pipe-SGD, Algorithm 1).
-
-[Note: the paper's index and ours]
-In the paper, iteration t begins with the update by the gradient of iteration t - (k + 1), and then computes gradient t.
-A training loop computes first and updates then: our step t computes gradient t, hands it over, and ends with the update
-that begins the paper's iteration t + 1, by gradient t - k. It is the same sequence. With k = 1 the weights of iteration
-t come from gradient t - 2: "each iteration depends on the 2nd last" (Fig. 6).
-"""
+"""One optimizer and its gradients in flight (Pipe-SGD, Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,8 +16,10 @@ from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.pipe_sgd.algorithm import Pipeline
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
-from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight, GradientPlan
+from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight
+from lightning_pipesync.methods.pipe_sgd.gradient_plan import GradientPlan
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 from lightning_pipesync.methods.step import StepGuard, replaced_step
 
@@ -33,21 +27,19 @@ T = TypeVar("T")
 
 
 class GradientPipe:
-    """Hands over the gradient of each step, and updates the weights by the one that is ``staleness`` steps older.
-
-    Attributes:
-        optimizer: the user's own.
-        guard: refuses steps that are not taken through here.
-        num_steps: steps so far.
-        num_updates: updates so far.
-        staleness: by how many updates the last gradient that was applied was late.
+    """Submits the gradient of each step, and updates the weights by the gradient of ``staleness`` steps before.
 
     Args:
         optimizer: the user's own.
         parameters: its parameters, in the order of registration.
         config: the settings.
-        queue: on which gradients travel.
+        queue: runs the all-reduces.
         transport: the way to the other ranks.
+
+    Attributes:
+        optimizer: the user's own.
+        guard: refuses steps that are not taken through this object.
+        pipeline: the gradients in flight.
     """
 
     def __init__(
@@ -61,26 +53,25 @@ class GradientPipe:
         self.optimizer, self._config = optimizer, config
         self._queue, self._transport = queue, transport
         self.guard = StepGuard(optimizer, "PipeSGD")
-        self._handed_over = False  # and ``p.grad`` is what will be applied
-        self.num_steps = self.num_updates = self.staleness = 0
+        self.pipeline: Pipeline[GradientInFlight] = Pipeline(config.staleness, config.warmup_steps)
+        self._submitted = False  # the gradient of this step; ``p.grad`` is then what will be applied
         self._failed = False
-        self._in_flight: deque[GradientInFlight] = deque()
-        self._started: GradientInFlight | None = None  # some of its segments are on their way
+        self._started: GradientInFlight | None = None  # the all-reduce of some of its segments has started
         self._due: GradientInFlight | None = None  # about to be applied
-        self._shown: GradientInFlight | None = None  # p.grad are views of its buffers
+        self._in_grad: GradientInFlight | None = None  # p.grad are views of its buffers
         self._predicted = PredictedWeights(optimizer) if config.predicts else None
         self._make_plan(parameters)
 
     @property
-    def looks_ahead(self) -> bool:
+    def has_predicted_weights(self) -> bool:
         """Whether the parameters hold the predicted weights."""
         return self._predicted is not None and self._predicted.in_use
 
     def use_predicted_weights(self) -> None:
-        """Swaps in the weights that the updates on their way lead to, as far as this rank knows."""
+        """Swaps in the weights after the updates in flight, as this rank predicts them."""
         if self._predicted is not None and not self._predicted.in_use:
-            expected = [gradient for gradient in self._in_flight if gradient.own_is_finite]
-            self._predicted.use([TrialStep(gradient.own, gradient.hyperparameters) for gradient in expected])
+            expected = [gradient for gradient in self.pipeline.in_flight if gradient.own.is_finite]
+            self._predicted.use([TrialStep(gradient.own.values, gradient.hyperparameters) for gradient in expected])
 
     def restore_true_weights(self, check: bool = True) -> None:
         """Swaps in the weights after the last update, which are the same on all ranks."""
@@ -88,61 +79,61 @@ class GradientPipe:
             self._predicted.restore(check)
 
     def forget_prediction(self) -> None:
-        """Restores the true weights, which are about to change, or the updates on their way are."""
+        """Restores the true weights and drops the prediction, since the weights or the gradients in flight change."""
         if self._predicted is not None:
             self._predicted.forget()
 
     def own_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns what holds, in ``grad``, this rank's part of the gradient that was last handed over."""
-        return self._in_flight[-1].own_gradients(parameters) if self._in_flight else []
+        """Returns tensors whose ``grad`` is this rank's part of the gradient that was submitted last."""
+        in_flight = self.pipeline.in_flight
+        return in_flight[-1].own.grad_holders(parameters) if in_flight else []
 
-    def begin_anew(self, parameters: Sequence[NamedParameter]) -> None:
-        """Takes ``parameters`` into the gradients from now on; those in flight stay as they are. A collective call."""
-        if self._config.pipeline_level == 2:  # some ranks may have sent more of this step's gradient than others
-            started = self._started or self._begin()
+    def set_parameters(self, parameters: Sequence[NamedParameter]) -> None:
+        """Sets the parameters of later gradients; those in flight stay as they are. A collective call."""
+        if self._config.pipeline_level == 2:  # ranks may have started different numbers of segments
+            started = self._started or self._new_gradient()
             started.send_all()
-            started.settle()
+            started.wait()
             self._started = None
         self._make_plan(parameters)
 
     def gradient_is_ready(self, parameter: Tensor, send: bool) -> None:
-        """Sends the segment whose last gradient this is, if ``send`` and at level 2."""
+        """Starts the all-reduce of the segment whose last gradient this is, if ``send`` and at level 2."""
         if not send or self._config.pipeline_level == 1:
             return
         if self._started is None:
-            self._started = self._begin()
+            self._started = self._new_gradient()
         self._started.is_ready(parameter)
 
-    def hand_over(self, loss_scale: float) -> None:
-        """Sends this step's gradient, and has ``p.grad`` be the one that is about to be applied.
+    def submit(self, loss_scale: float) -> None:
+        """Submits this step's gradient, and sets ``p.grad`` to the gradient that is about to be applied.
 
-        In the first steps there is none: ``p.grad`` is then zero, for who looks at it, and no update is made.
+        In the first steps there is none: ``p.grad`` is then zero, and no update is made.
 
         Raises:
             RuntimeError: a peer is lost.
         """
         self._check()
-        gradient = self._started or self._begin()
+        gradient = self._started or self._new_gradient()
         self._started = None
         self.forget_prediction()
-        grad_is_reused = self._shown is not None  # it has been added to, and is where gradients travel
-        gradient.hand_over(self.optimizer, loss_scale, self.num_updates, grad_is_reused)
-        self._in_flight.append(gradient)
-        self._handed_over = True
-        may_be_in_flight = 0 if self.num_steps < self._config.warmup_steps else self._config.staleness
-        if len(self._in_flight) > may_be_in_flight:
-            self._show_next(loss_scale)
+        grad_is_reused = self._in_grad is not None  # the gradient was added to, and is a view of a buffer
+        gradient.start(self.optimizer, loss_scale, self.pipeline.num_updates, grad_is_reused)
+        self.pipeline.submit(gradient)
+        self._submitted = True
+        if (due := self.pipeline.due) is not None:
+            self._set_gradients(due, loss_scale)
         else:
             for parameter in parameters_of(self.optimizer):
                 if parameter.grad is not None:
                     parameter.grad = torch.zeros_like(parameter.grad)
 
-    def run(self, update: Callable[[], T] | None, hand_over: Callable[[], object]) -> T | None:
+    def run(self, update: Callable[[], T] | None, submit: Callable[[], object]) -> T | None:
         """Runs ``update``; the ``optimizer.step()`` within it applies the gradient that is due, if there is one.
 
         Args:
-            update: what steps the optimizer; None: that alone.
-            hand_over: called before the update, when a closure has been evaluated.
+            update: calls ``optimizer.step()``; None: is ``optimizer.step``.
+            submit: called before the update, after a closure was evaluated.
 
         Raises:
             RuntimeError: ``update`` did not step the optimizer, and the gradient that was due is finite: a loss scaler
@@ -153,14 +144,14 @@ class GradientPipe:
 
         def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             result = None if closure is None else closure()
-            hand_over()
+            submit()
             self._apply(lambda: optimizer_step(**kwargs))
             return result
 
         try:
             with self.guard.stepping(), replaced_step(self.optimizer, step):
                 result = step() if update is None else update()
-            if not self._handed_over or (self._due is not None and self._due.is_finite()):
+            if not self._submitted or (self._due is not None and self._due.is_finite()):
                 raise RuntimeError(
                     f"{type(self.optimizer).__name__}.step() was not called within step(), as by a loss scaler that "
                     "has looked at this rank's own gradient. Call after_backward(loss_scale=scaler.get_scale()) before "
@@ -176,34 +167,36 @@ class GradientPipe:
     def drain(self, before_update: Callable[[Optimizer], object]) -> None:
         """Applies all gradients in flight, in order; a collective call."""
         self.forget_prediction()
-        self._handed_over = True
+        self._submitted = True
         try:
-            while self._in_flight:
-                self._show_next(loss_scale=1.0)
+            while self.pipeline.in_flight:
+                self._set_gradients(self.pipeline.in_flight[0], loss_scale=1.0)
                 if self._due is not None and (self._due.loss_scale == 1.0 or self._due.is_finite()):
                     before_update(self.optimizer)
                     with self.guard.stepping():
                         self._apply(self.optimizer.step)
         finally:
-            self._handed_over, self._due = False, None
+            self._submitted, self._due = False, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the gradients in flight, the counters and what the codec has dropped; a collective call."""
+        """Returns the gradients in flight, the counters and the codec's residuals; a collective call."""
+        pipeline = self.pipeline
         return {
-            "steps": [self.num_steps, self.num_updates, self.staleness],
-            "in_flight": [gradient.state_dict() for gradient in self._in_flight],
+            "steps": [pipeline.num_steps, pipeline.num_updates, pipeline.staleness],
+            "in_flight": [gradient.state_dict() for gradient in pipeline.in_flight],
             "feedback": [feedback.state_dict() for feedback in self._feedback()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned; a collective call."""
+        """Resumes from what :meth:`state_dict` returned; a collective call."""
         self.forget_prediction()
-        self.num_steps, self.num_updates, self.staleness = state["steps"]
-        self._in_flight.clear()
+        pipeline = self.pipeline
+        pipeline.num_steps, pipeline.num_updates, pipeline.staleness = state["steps"]
+        pipeline.in_flight.clear()
         for saved in state["in_flight"]:
             gradient = GradientInFlight(self._plan, self._queue, self._transport)
             gradient.load_state_dict(saved)
-            self._in_flight.append(gradient)
+            pipeline.submit(gradient)
         for feedback, residuals in zip(self._feedback(), state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
 
@@ -215,34 +208,35 @@ class GradientPipe:
     def _feedback(self) -> list[ErrorFeedback]:
         return [feedback for of_bucket in self._plan.feedback for feedback in of_bucket if feedback is not None]
 
-    def _begin(self) -> GradientInFlight:
-        """Begins the gradient of this step."""
-        if self._shown is not None and not self._shown.is_shown():  # but if it was set to zero, and added to
-            self._shown.release()
-            self._shown = None
+    def _new_gradient(self) -> GradientInFlight:
+        """Returns the gradient of this step."""
+        # A zero_grad() that sets gradients to zero keeps the views, and this step's gradient is added to them.
+        if self._in_grad is not None and not self._in_grad.is_in_grad():
+            self._in_grad.release()
+            self._in_grad = None
         return GradientInFlight(self._plan, self._queue, self._transport)
 
-    def _show_next(self, loss_scale: float) -> None:
-        """Waits for the oldest gradient in flight, and has it be what is applied next (Algorithm 1, lines 3 and 4)."""
-        self._in_flight[0].settle()
-        self._due = self._in_flight.popleft()
-        self._due.own = {}  # nothing is predicted with it any more
-        self._due.install(self.optimizer, loss_scale)
-        if self._shown is not None:
-            self._shown.release()
-        self._shown = self._due
+    def _set_gradients(self, due: GradientInFlight, loss_scale: float) -> None:
+        """Waits for the oldest gradient in flight, and sets ``p.grad`` to it (Algorithm 1, lines 3 and 4)."""
+        due.wait()
+        self._due = self.pipeline.retire()
+        due.own.clear()
+        due.set_gradients(self.optimizer, loss_scale)
+        if self._in_grad is not None:
+            self._in_grad.release()
+        self._in_grad = due
 
     def _apply(self, optimizer_step: Callable[[], object]) -> None:
         """Updates the weights by the gradient that is due (Algorithm 1, line 5)."""
         if self._due is None:
             return
-        self.forget_prediction()  # somebody may have run a forward pass since the gradient was handed over
-        self.staleness = self.num_updates - self._due.num_updates
-        later = [gradient.hyperparameters for gradient in self._in_flight]
-        with in_use(self.optimizer, self._compensated(self._due), later):
+        self.forget_prediction()  # a forward pass may have run since the gradient was submitted
+        late = self.pipeline.num_updates - self._due.num_updates
+        later = [gradient.hyperparameters for gradient in self.pipeline.in_flight]
+        with in_use(self.optimizer, self._compensated(self._due, late), later):
             optimizer_step()
+        self.pipeline.count_update(self._due.num_updates)
         self._due = None
-        self.num_updates += 1
 
     def _check(self) -> None:
         if self._failed:
@@ -253,16 +247,15 @@ class GradientPipe:
 
     def end_step(self) -> None:
         """Ends a step, which was taken or skipped."""
-        self._handed_over, self._due = False, None
-        self.num_steps += 1
+        self._submitted, self._due = False, None
+        self.pipeline.end_step()
 
-    def _compensated(self, gradient: GradientInFlight) -> Hyperparameters:
-        """Returns the hyper-parameters of the gradient's step, with what its delay makes of the learning rate."""
+    def _compensated(self, gradient: GradientInFlight, late: int) -> Hyperparameters:
+        """Returns the hyper-parameters of the gradient's step, with a learning rate for being ``late`` updates late."""
         if not self._config.reduces_learning_rate:
             return gradient.hyperparameters
         if self._config.delay_compensation == "staleness":
-            late = max(1, self.staleness)
-            return [{**group, "lr": group["lr"] / late} for group in gradient.hyperparameters]
+            return [{**group, "lr": group["lr"] / max(1, late)} for group in gradient.hyperparameters]
         squared = gradient.squared_distance()
         largest = self._config.distance_constant / squared if squared else float("inf")
         return [{**group, "lr": min(group["lr"], largest)} for group in gradient.hyperparameters]

@@ -1,12 +1,12 @@
-"""The weights for which a gradient is computed, so that it fits when it is applied some updates later.
+"""Weight prediction: a gradient is computed at the weights that it will update.
 
 [Note: undoing the delay]
-A gradient that is applied k updates after the weights that it was computed at has them moved in the meantime. Most of
-that move is known: the updates on their way are made of the optimizer's state and of gradients of which this rank has
-its own part. So the optimizer takes trial steps with these on copies, and forward and backward pass run there. The
-averages do the real updates, of the true weights, which are the same on all ranks; the predicted ones are not.
+A gradient updates weights that have moved by k updates since it was computed. Most of that move is known: the updates
+in flight depend on the optimizer's state and on gradients of which this rank has its own part. So the optimizer takes
+trial steps with these on copies of the weights, and forward and backward pass run at the copies. The averages update
+the true weights, which are the same on all ranks; the predicted ones are not.
 SpecTrain (Chen et al., Section 3.2) predicts from momentum alone, that is, with gradients of zero. "Eager updates"
-(Kale et al., arXiv 2502.12996) put a rank's own part in the place of the average, as here, but for DiLoCo's exchanges.
+(Kale et al., arXiv 2502.12996) use a rank's own part for the average, as here, but in DiLoCo.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer, version
-from lightning_pipesync.methods.hyperparameters import Hyperparameters
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
 
-#: MiB of weights that take their trial step together: so much that an accelerator has enough to do, and on a CPU so
-#: little that they stay in its cache with their copies.
+#: MiB of weights of a trial step: enough to keep an accelerator busy, and on a CPU so few that weights and copies stay
+#: in its cache.
 BLOCK_MB, BLOCK_MB_ON_CPU = 64.0, 1.0
 
 #: Attributes that every optimizer has.
@@ -35,10 +35,10 @@ _COMMON_ATTRIBUTES = frozenset(vars(Probe([torch.zeros(1)])))
 
 @dataclass(frozen=True)
 class TrialStep:
-    """What an optimizer's trial step is made with.
+    """Gradients and hyper-parameters of a trial step.
 
     Attributes:
-        gradients: by the id of their parameter, None for one of zeros; parameters that are not here stay as they are.
+        gradients: by the id of their parameter, None for zeros. Other parameters are not updated.
         hyperparameters: learning rate and so on, by parameter group.
     """
 
@@ -46,7 +46,7 @@ class TrialStep:
     hyperparameters: Hyperparameters
 
     def gradient_for(self, parameter: Tensor) -> Tensor | None:
-        """Returns a copy of the gradient, which optimizers may change."""
+        """Returns a copy of the gradient, since optimizers may change it."""
         if id(parameter) not in self.gradients:
             return None
         gradient = self.gradients[id(parameter)]
@@ -54,17 +54,17 @@ class TrialStep:
 
 
 class PredictedWeights:
-    """What the weights of one optimizer will be; swapped in for the true ones while a gradient is computed.
+    """The predicted weights of one optimizer, swapped in for the true ones while a gradient is computed.
 
-    Data are exchanged, not copied, and only those of parameters that a trial step moves.
+    A swap exchanges the data of parameters without a copy, and only of parameters that a trial step updates.
+
+    Args:
+        optimizer: the user's own. One of ``torch.optim`` takes its trial steps block by block. Any other one takes them
+            as a whole, since it may use several parameters at once.
 
     Attributes:
         in_use: whether the parameters hold the predicted weights.
         names: of the parameters, by id.
-
-    Args:
-        optimizer: one of ``torch.optim`` takes its trial steps block by block, any other one, which may look at several
-            parameters, as a whole.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -77,15 +77,15 @@ class PredictedWeights:
         self.names: dict[int, str] = {}
 
     def forget(self) -> None:
-        """Restores the true weights, and has the next :meth:`use` predict anew."""
+        """Restores the true weights, and drops the prediction: the next :meth:`use` predicts again."""
         self.restore()
         self._known = False
 
     def use(self, steps: Sequence[TrialStep]) -> None:
-        """Swaps in what the true weights are after ``steps``.
+        """Swaps in the weights after ``steps``.
 
         Args:
-            steps: looked at only by the first call since :meth:`forget`.
+            steps: the trial steps; ignored except by the first call after :meth:`forget`.
 
         Raises:
             RuntimeError: the optimizer cannot step copies of its parameters.
@@ -96,11 +96,13 @@ class PredictedWeights:
             moved = set().union(*(step.gradients for step in steps))
             self._moved = [p for group in self._optimizer.param_groups for p in group["params"] if id(p) in moved]
             self._allocate()
+            # Trial steps get copies, since an optimizer may change its hyper-parameters.
+            first, copies = current(self._optimizer), [copied(step.hyperparameters) for step in steps]
             for block in self._blocks():
-                self._predict(block, steps)
+                self._predict(block, first, list(zip(steps, copies, strict=True)))
             self._known = True
         self._true = [(parameter.data, version(parameter)) for parameter in self._moved]
-        self.in_use = True  # first: an interrupt may come in between
+        self.in_use = True  # first, so that an interrupt after it restores the weights
         for parameter in self._moved:
             parameter.data = self._views[id(parameter)][1]
 
@@ -108,10 +110,10 @@ class PredictedWeights:
         """Swaps the true weights back in.
 
         Args:
-            check: whether to look for what was written to the predicted ones.
+            check: whether to check that nothing was written to the predicted weights.
 
         Raises:
-            RuntimeError: it was, and would be lost.
+            RuntimeError: something was, and would be lost.
         """
         if not self.in_use:
             return
@@ -136,7 +138,7 @@ class PredictedWeights:
             self._views |= {id(p): (p, view) for p, view in zip(parameters, views, strict=True)}
 
     def _blocks(self) -> Iterable[dict[int, list[Tensor]]]:
-        """Yields what takes its trial steps together: parameters, by the index of their group."""
+        """Yields the parameters of each trial step's blocks, by the index of their group."""
         moved = {id(parameter) for parameter in self._moved}
         groups = {
             index: [parameter for parameter in group["params"] if id(parameter) in moved]
@@ -161,19 +163,31 @@ class PredictedWeights:
                 yield {index: block}
 
     @torch.no_grad()
-    def _predict(self, block: dict[int, list[Tensor]], steps: Sequence[TrialStep]) -> None:
+    def _predict(
+        self,
+        block: dict[int, list[Tensor]],
+        first: Hyperparameters,
+        steps: Sequence[tuple[TrialStep, Hyperparameters]],
+    ) -> None:
+        """Takes the trial steps of a block.
+
+        Args:
+            block: parameters, by the index of their group.
+            first: hyper-parameters before the first step.
+            steps: with a copy of the hyper-parameters of each.
+        """
         parameters = [parameter for of_group in block.values() for parameter in of_group]
         views = {id(parameter): self._views[id(parameter)][1] for parameter in parameters}
         foreach_copy_(list(views.values()), parameters)
         try:
-            twin = self._twin(block, views)
+            twin = self._twin(block, views, first)
             before: list[dict[str, Any]] = [{} for _ in self._optimizer.param_groups]
-            for step in steps:
+            for step, copy in steps:
                 for index, group in zip(block, twin.param_groups, strict=True):
-                    if index < len(step.hyperparameters):  # otherwise it has joined since
+                    if index < len(step.hyperparameters):  # otherwise the group was added since
                         now = step.hyperparameters[index]
-                        # What the optimizer itself has changed in the trial step before stays.
-                        group.update({n: _copied(v) for n, v in now.items() if not _same(v, before[index].get(n))})
+                        # Values that the optimizer itself has changed in the previous trial step stay.
+                        group.update({n: copy[index][n] for n, v in now.items() if not _same(v, before[index].get(n))})
                         before[index] = now
                 for parameter in parameters:
                     views[id(parameter)].grad = step.gradient_for(parameter)
@@ -186,8 +200,10 @@ class PredictedWeights:
         for view in views.values():
             view.grad = None
 
-    def _twin(self, block: dict[int, list[Tensor]], views: Mapping[int, Tensor]) -> Optimizer:
-        """Returns an optimizer over the predictions that shares nothing with the user's."""
+    def _twin(
+        self, block: dict[int, list[Tensor]], views: Mapping[int, Tensor], hyperparameters: Hyperparameters
+    ) -> Optimizer:
+        """Returns an optimizer over the predicted weights that shares no tensor with the user's."""
         state = {
             views[id(parameter)]: {name: _copied(value) for name, value in self._optimizer.state[parameter].items()}
             for of_group in block.values()
@@ -195,10 +211,7 @@ class PredictedWeights:
             if parameter in self._optimizer.state
         }
         groups = [
-            {
-                **{name: _copied(v) for name, v in self._optimizer.param_groups[index].items() if name != "params"},
-                "params": [views[id(parameter)] for parameter in of_group],
-            }
+            {**hyperparameters[index], "params": [views[id(parameter)] for parameter in of_group]}
             for index, of_group in block.items()
         ]
         twin = twin_optimizer(self._optimizer, groups, state)

@@ -14,8 +14,8 @@ from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.methods.method import SyncMethod, group_members
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
-from lightning_pipesync.methods.pipe_sgd.look_ahead import LookAhead
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
+from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
 
 T = TypeVar("T")
 
@@ -23,9 +23,8 @@ T = TypeVar("T")
 class PipeSGD(SyncMethod):
     """The all-reduce of one step runs under the next ones: gradients are exactly ``staleness`` steps stale.
 
-    :meth:`step` hands over the gradient just computed, waits for that of ``staleness`` steps before, which has
-    traveled in the meantime, and applies it. All ranks hold the same weights at every step. The first ``staleness``
-    steps make no update.
+    :meth:`step` starts the all-reduce of the gradient just computed, waits for that of ``staleness`` steps before, and
+    applies it. All ranks have the same weights at every step. The first ``staleness`` steps make no update.
 
     A plain loop::
 
@@ -34,10 +33,10 @@ class PipeSGD(SyncMethod):
             optimizer.zero_grad()
             loss(model(x), y).backward()
             sync.step()                                         # in place of optimizer.step()
-        sync.drain()                                            # to apply the last gradients, too
+        sync.drain()                                            # applies the last gradients
         sync.flush()                                            # buffers (BatchNorm) are those of rank 0
         validate(model)
-        sync.resume()                                           # to train on
+        sync.resume()                                           # before further steps
         sync.detach()
 
     After :meth:`step` ``p.grad`` is what was applied. With ``pipeline_level=2`` and several backward passes before a
@@ -63,30 +62,30 @@ class PipeSGD(SyncMethod):
             for optimizer, of_optimizer in zip(self.optimizers, self._by_optimizer(parameters), strict=True)
         ]
         self._note_gradient = [self._protocol.gradient_hook(index) for index in range(len(self._pipes))]
-        self._begin_to_watch(parameters)
-        self._look_ahead: LookAhead | None = None
-        self._paused: list[GradientPipe] = []  # since a flush
+        self._hook_gradients(parameters)
+        self._prediction: PredictionHooks | None = None
+        self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
         if self.config.predicts:
-            self._look_ahead = LookAhead(self._module, self._pipes, lambda: self.flushed)
+            self._prediction = PredictionHooks(self._module, self._pipes, lambda: self.flushed)
 
     def use_predicted_weights(self) -> None:
-        """Swaps in the weights that the updates on their way lead to, as far as this rank knows.
+        """Swaps in the weights after the updates in flight, as this rank predicts them.
 
-        Every forward pass of the module, or of one within it, begins with this if gradients are enabled; it is for
-        those that read parameters elsewhere, before. Does nothing if there are no such weights.
+        Every forward pass of the module or of a submodule calls this first, if gradients are enabled. Call it before
+        reading parameters outside of a forward pass. Does nothing without a prediction.
         """
-        if self._look_ahead is not None and not self.flushed:
-            self._look_ahead.use()
+        if self._prediction is not None and not self.flushed:
+            self._prediction.use_predicted_weights()
 
     def restore_true_weights(self) -> None:
         """Swaps in the weights after the last update, which are the same on all ranks.
 
-        A step does this for its own optimizer; it is for those that read weights between the steps of several.
+        A step does this for its own optimizer. With several optimizers, call it to read weights between their steps.
 
         Raises:
-            RuntimeError: somebody has written to the predicted weights, which would be lost.
+            RuntimeError: the predicted weights were written to, which would be lost.
         """
-        self._pause()
+        self._restore_true_weights()
 
     def begin_pass(self) -> None:
         self.use_predicted_weights()
@@ -96,47 +95,47 @@ class PipeSGD(SyncMethod):
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:
-        """Within it the parameters hold the true weights, to be read or written in the midst of a step."""
-        paused = self._pause()
+        """Within it the parameters hold the true weights, to be read or written between a forward pass and the step."""
+        restored = self._restore_true_weights()
         try:
             yield
         finally:
-            for pipe in paused:
-                pipe.forget_prediction()  # they may have been written to
+            for pipe in restored:
+                pipe.forget_prediction()  # the true weights may have been written to
                 pipe.use_predicted_weights()
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Sends this step's gradient, and makes ``p.grad`` the one that is about to be applied, not yet clipped.
+        """Submits this step's gradient, and sets ``p.grad`` to the gradient that is about to be applied.
 
-        That one is too large by the same ``loss_scale``, and not finite on any rank if it was not on one: a scaler
-        unscales it, and looks at it.
+        That one is scaled by the same ``loss_scale``, and is not finite on all ranks if it was not on one: a scaler
+        unscales and checks it.
         """
-        self._paused.clear()
+        self._flushed_pipes.clear()
         if self._members != group_members(self.optimizers):
             parameters = self._agreed_parameters()
             for one, of_optimizer in zip(self._pipes, self._by_optimizer(parameters), strict=True):
-                one.begin_anew(of_optimizer)
-            self._begin_to_watch(parameters)
-        self._pipes[index].hand_over(1.0 if loss_scale is None else loss_scale)
+                one.set_parameters(of_optimizer)
+            self._hook_gradients(parameters)
+        self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _skip(self, index: int) -> None:
         self._pipes[index].end_step()
 
     def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns what holds this rank's part of the gradients that were handed over last, to predict with."""
+        """Returns tensors whose ``grad`` is this rank's part of the gradients that were submitted last."""
         return [gradient for pipe in self._pipes for gradient in pipe.own_gradients(parameters)]
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step."""
         self.flushed = False
         pipe = self._pipes[index]
-        return pipe.run(update, hand_over=lambda: self.before_unscaling(pipe.optimizer))
+        return pipe.run(update, submit=lambda: self.before_unscaling(pipe.optimizer))
 
     def drain(self, before_update: Callable[[Optimizer], object] = lambda _: None) -> None:
-        """Applies the gradients that are still on their way, in order; a collective call.
+        """Applies all gradients in flight, in order; a collective call.
 
         Args:
-            before_update: called when ``p.grad`` is what is about to be applied, to clip it, say.
+            before_update: called when ``p.grad`` is about to be applied, for example to clip it.
         """
         for index, pipe in enumerate(self._pipes):
             self._protocol.reduced(index)  # what is applied is no new gradient
@@ -149,39 +148,39 @@ class PipeSGD(SyncMethod):
             self.drain(before_update)
 
     def flush(self) -> None:
-        """Gives all ranks the buffers of rank 0; the true weights are the same already. A collective call."""
-        self._paused += self._pause()
+        """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""
+        self._flushed_pipes += self._restore_true_weights()
         self._queue.wait_all()  # broadcasts and all-reduces have one order on all ranks
         self._broadcast_buffers()
         self.flushed = True
 
     def resume(self) -> None:
-        """Undoes :meth:`flush`: flushed weights are those that training goes on from, or predicts from."""
+        """Undoes :meth:`flush`: swaps the predicted weights in again if it was called between forward pass and step."""
         self.flushed = False
-        for pipe in self._paused:
-            pipe.use_predicted_weights()  # it was flushed in the midst of a step
-        self._paused.clear()
+        for pipe in self._flushed_pipes:
+            pipe.use_predicted_weights()
+        self._flushed_pipes.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of updates, by how many the last was late, MiB sent and seconds of exposed communication.
+        """Returns the number of updates, the staleness of the last, MiB sent and seconds of exposed communication.
 
-        With several optimizers the updates are those of all, and the delay that of the first.
+        With several optimizers the updates are those of all, and the staleness that of the first.
         """
         return {
-            "updates": sum(pipe.num_updates for pipe in self._pipes),
-            "staleness": self._pipes[0].staleness,
+            "updates": sum(pipe.pipeline.num_updates for pipe in self._pipes),
+            "staleness": self._pipes[0].pipeline.staleness,
             **super().metrics(),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the gradients in flight, which rank 0 alone has whole, and what the codec needs; a collective call.
+        """Returns the gradients in flight, with averages on rank 0 only, and the codec's residuals; a collective call.
 
-        Optimizers are not in it: theirs are as without Pipe-SGD, and the same on all ranks.
+        Optimizer states are not part of it: they are the same on all ranks, as without Pipe-SGD.
         """
         return {"settings": self._shape_settings(), "pipes": [pipe.state_dict() for pipe in self._pipes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned, weights and optimizers being loaded already; collective.
+        """Resumes from what :meth:`state_dict` returned, after weights and optimizers were loaded; a collective call.
 
         Raises:
             ValueError: the state is of other settings.
@@ -197,9 +196,9 @@ class PipeSGD(SyncMethod):
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups. The weights stay as they are; gradients in flight are dropped."""
-        if self._look_ahead is not None:
-            self._look_ahead.close()
-            self._look_ahead = None
+        if self._prediction is not None:
+            self._prediction.remove()
+            self._prediction = None
         for hook in self._hooks.values():
             hook.remove()
         for pipe in self._pipes:
@@ -213,8 +212,8 @@ class PipeSGD(SyncMethod):
             self._note_gradient[index](parameter)
             self._pipes[index].gradient_is_ready(parameter, send=self.syncing)
 
-    def _begin_to_watch(self, parameters: Sequence[NamedParameter]) -> None:
-        """Remembers what the optimizers have now, and watches their gradients."""
+    def _hook_gradients(self, parameters: Sequence[NamedParameter]) -> None:
+        """Registers hooks for the gradients that the optimizers have now."""
         self._members = group_members(self.optimizers)
         self._index_of = {id(p.tensor): p.group[0] for p in parameters if p.group}
         for parameter in parameters:
@@ -227,12 +226,12 @@ class PipeSGD(SyncMethod):
             for index in range(len(self.optimizers))
         ]
 
-    def _pause(self) -> list[GradientPipe]:
-        """Restores the true weights; returns the pipes whose predicted ones were in use."""
-        return [] if self._look_ahead is None else self._look_ahead.pause()
+    def _restore_true_weights(self) -> list[GradientPipe]:
+        """Restores the true weights; returns the pipes whose predicted weights were in use."""
+        return [] if self._prediction is None else self._prediction.restore_true_weights()
 
     def _shape_settings(self) -> dict[str, Any]:
-        """The settings that decide what :meth:`state_dict` looks like."""
+        """Returns the settings that determine the structure of :meth:`state_dict`."""
         config = self.config
         settings: dict[str, Any] = {
             "staleness": config.staleness,
