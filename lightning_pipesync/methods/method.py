@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.consistency import collect_consistent_parameters, raise_on_all_ranks
 from lightning_pipesync.core.exchange import exchange_fused
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.settings import Settings, config_from, warn_of_ignored
-from lightning_pipesync.methods.step import Stage, StepProtocol
+from lightning_pipesync.methods.step import Stage, StepGuard, StepProtocol
 
 T = TypeVar("T")
 
@@ -131,12 +132,14 @@ class SyncMethod(Method):
         self.flushed = False
         self._module = module
         self._protocol = StepProtocol(len(self.optimizers), self.reduces_together)
+        self._guards = [StepGuard(optimizer, type(self).__name__) for optimizer in self.optimizers]
+        self._gradient_hooks: dict[int, RemovableHandle] = {}
         self.transport = self._make_transport(device_of(module), backend)
         try:
             parameters = self._agreed_parameters()
             raise_on_all_ranks(self.transport, self._problem())
         except ValueError:
-            self.transport.close()
+            SyncMethod.detach(self)
             raise
         warn_of_ignored(self.config, self.transport.rank)
         exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
@@ -321,6 +324,14 @@ class SyncMethod(Method):
         """Returns what ``optimizer.state_dict()`` would be without the method, on every rank; a collective call."""
         return optimizer.state_dict()
 
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the method's threads and process groups. The weights stay as they are."""
+        for hook in self._gradient_hooks.values():
+            hook.remove()
+        for guard in self._guards:
+            guard.release()
+        self.transport.close(timeout_s)
+
     def return_optimizer_states(self) -> None:
         """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
 
@@ -328,7 +339,7 @@ class SyncMethod(Method):
 
     @abstractmethod
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        """Hangs the method on the module and the optimizers; called once, on all ranks."""
+        """Prepares the module and the optimizers for the method; called once, on all ranks."""
 
     @abstractmethod
     def _reduce(self, index: int, loss_scale: float | None) -> None:
@@ -353,8 +364,13 @@ class SyncMethod(Method):
         return Transport(device, timeout_s=self.config.timeout_s, backend=backend)
 
     def _agreed_parameters(self) -> list[NamedParameter]:
-        """Returns the parameters, which are the same on all ranks; a collective call."""
-        return collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
+        """Returns the parameters, which are the same on all ranks, and tracks their gradients; a collective call."""
+        parameters = collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
+        for parameter in parameters:
+            if parameter.group and id(parameter.tensor) not in self._gradient_hooks:
+                hook = self._protocol.gradient_hook(parameter.group[0])
+                self._gradient_hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, hook)
+        return parameters
 
     def _broadcast_buffers(self) -> None:
         """Gives all ranks the buffers of rank 0; a collective call."""

@@ -30,7 +30,6 @@ class BackPipe:
         queue: runs the reduce-scatters.
         tuner: knows when the buckets are to change.
         transport: the way to the other ranks.
-        note_gradient: called with each parameter whose gradient is ready.
         is_syncing: returns whether a backward pass starts reduce-scatters.
     """
 
@@ -41,12 +40,11 @@ class BackPipe:
         queue: CommQueue,
         tuner: FusionTuner,
         transport: Transport,
-        note_gradient: Callable[[Tensor], object],
         is_syncing: Callable[[], bool],
     ) -> None:
         self._fused, self._order, self._queue = buckets, order, queue
         self._tuner, self._transport = tuner, transport
-        self._note_gradient, self._is_syncing = note_gradient, is_syncing
+        self._is_syncing = is_syncing
         self._schedule: BackPipeSchedule | None = None  # of this backward pass
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
@@ -88,14 +86,11 @@ class BackPipe:
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         """Starts the reduce-scatters that wait for the gradient of ``parameter``."""
-        self._note_gradient(parameter)
         if not self._is_syncing():
             return
         self._order.gradient_is_ready(parameter)
-        if (
-            not self._fused.buckets or self._tuner.change_due
-        ):  # the first step observes; new buckets come after this pass
-            return
+        if not self._fused.buckets or self._tuner.change_due:
+            return  # the first step observes; new buckets come after this pass
         bucket = self._fused.index_of.get(id(parameter))
         if bucket is not None:  # otherwise no optimizer has it any more
             schedule = self._schedule or self._begin()

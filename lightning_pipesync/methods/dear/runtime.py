@@ -24,7 +24,7 @@ from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
 from lightning_pipesync.methods.method import SyncMethod, group_members
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.step import StepGuard, replaced_step
+from lightning_pipesync.methods.step import replaced_step
 
 T = TypeVar("T")
 
@@ -73,7 +73,6 @@ class DeAR(SyncMethod):
             self._queue,
             self._tuner,
             self.transport,
-            note_gradient=self._protocol.gradient_hook(0),
             is_syncing=lambda: self.syncing,
         )
         self._feedpipe = FeedPipe(self._fused, order, self._queue)
@@ -82,8 +81,6 @@ class DeAR(SyncMethod):
         before_saving = ModuleHook(self._before_saving)
         self._hooks = [child.register_state_dict_pre_hook(before_saving) for child in self._module.modules()]
         self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self.optimizers]
-        # Copies of the optimizers step; these themselves never do.
-        self._guards = [StepGuard(optimizer, "DeAR") for optimizer in self.optimizers]
         self._set_parameters(parameters)
 
     @property
@@ -235,12 +232,10 @@ class DeAR(SyncMethod):
             hook.remove()
         self._backpipe.remove_hooks()
         self._feedpipe.remove_hooks()
-        for guard in self._guards:
-            guard.release()
         self._tuner.close(timeout_s)
         self._queue.close(timeout_s)
         self._fused.release()
-        self.transport.close(timeout_s)
+        super().detach(timeout_s)
 
     def _before_saving(self, *_: Any) -> None:
         """Waits for the weights of the last step, which a state_dict holds."""

@@ -35,10 +35,10 @@ class GradientPipe:
         config: the settings.
         queue: runs the all-reduces.
         transport: the way to the other ranks.
+        guard: allows the steps that are taken through this object.
 
     Attributes:
         optimizer: the user's own.
-        guard: refuses steps that are not taken through this object.
         pipeline: the gradients in flight.
     """
 
@@ -49,10 +49,11 @@ class GradientPipe:
         config: PipeSGDConfig,
         queue: CommQueue,
         transport: Transport,
+        guard: StepGuard,
     ) -> None:
         self.optimizer, self._config = optimizer, config
         self._queue, self._transport = queue, transport
-        self.guard = StepGuard(optimizer, "PipeSGD")
+        self._guard = guard
         self.pipeline: Pipeline[GradientInFlight] = Pipeline(config.staleness, config.warmup_steps)
         self._submitted = False  # the gradient of this step; ``p.grad`` is then what will be applied
         self._failed = False
@@ -149,7 +150,7 @@ class GradientPipe:
             return result
 
         try:
-            with self.guard.stepping(), replaced_step(self.optimizer, step):
+            with self._guard.stepping(), replaced_step(self.optimizer, step):
                 result = step() if update is None else update()
             if not self._submitted or (self._due is not None and self._due.is_finite()):
                 raise RuntimeError(
@@ -173,7 +174,7 @@ class GradientPipe:
                 self._set_gradients(self.pipeline.in_flight[0], loss_scale=1.0)
                 if self._due is not None and (self._due.loss_scale == 1.0 or self._due.is_finite()):
                     before_update(self.optimizer)
-                    with self.guard.stepping():
+                    with self._guard.stepping():
                         self._apply(self.optimizer.step)
         finally:
             self._submitted, self._due = False, None

@@ -58,10 +58,11 @@ class PipeSGD(SyncMethod):
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
         self._pipes = [
-            GradientPipe(optimizer, of_optimizer, self.config, self._queue, self.transport)
-            for optimizer, of_optimizer in zip(self.optimizers, self._by_optimizer(parameters), strict=True)
+            GradientPipe(optimizer, of_optimizer, self.config, self._queue, self.transport, guard)
+            for optimizer, of_optimizer, guard in zip(
+                self.optimizers, self._by_optimizer(parameters), self._guards, strict=True
+            )
         ]
-        self._note_gradient = [self._protocol.gradient_hook(index) for index in range(len(self._pipes))]
         self._hook_gradients(parameters)
         self._prediction: PredictionHooks | None = None
         self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
@@ -201,15 +202,12 @@ class PipeSGD(SyncMethod):
             self._prediction = None
         for hook in self._hooks.values():
             hook.remove()
-        for pipe in self._pipes:
-            pipe.guard.release()
         self._queue.close(timeout_s)
-        self.transport.close(timeout_s)
+        super().detach(timeout_s)
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         index = self._index_of.get(id(parameter))
         if index is not None:  # otherwise no optimizer has it any more
-            self._note_gradient[index](parameter)
             self._pipes[index].gradient_is_ready(parameter, send=self.syncing)
 
     def _hook_gradients(self, parameters: Sequence[NamedParameter]) -> None:

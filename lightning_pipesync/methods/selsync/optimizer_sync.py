@@ -17,7 +17,6 @@ from lightning_pipesync.methods.selsync.algorithm import Decision, SelectiveSync
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.gradients import GradientAggregation
 from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
-from lightning_pipesync.methods.step import StepGuard
 
 #: After so many consecutive local steps a warning says that delta seems too large.
 MANY_LOCAL_STEPS = 500
@@ -37,7 +36,6 @@ class OptimizerSync:
         algorithm: decides which steps are synchronized.
         replicas: averages the parameters.
         gradients: averages the gradients; None with ``aggregation="parameters"``.
-        guard: refuses steps that :class:`SelSync` does not know of.
         flag_sent: whether this rank has sent the flag of this step.
     """
 
@@ -58,7 +56,6 @@ class OptimizerSync:
         self.gradients: GradientAggregation | None = None
         if by_gradients:
             self.gradients = GradientAggregation(buckets, transport, config.compression, config.uses_error_feedback)
-        self.guard = StepGuard(optimizer, "SelSync")
         self.flag_sent = False
         self._config, self._transport = config, transport
         self._norm: SquaredNorm | None = None

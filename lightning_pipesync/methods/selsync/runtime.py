@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import buffer_reader
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.selsync.algorithm import Decision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
@@ -63,11 +63,6 @@ class SelSync(SyncMethod):
         self._optimizer_syncs = [
             OptimizerSync(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
             for i, opt in enumerate(self.optimizers)
-        ]
-        self._hooks = [
-            hook_gradient(parameter, self._protocol.gradient_hook(i))
-            for i, sync in enumerate(self._optimizer_syncs)
-            for parameter in sync.parameters
         ]
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._stepped = self._optimizer_syncs[0]
@@ -126,7 +121,7 @@ class SelSync(SyncMethod):
         sync = self._optimizer_syncs[index]
         if update is None:
             self.after_backward(sync.optimizer)
-        with sync.guard.stepping():
+        with self._guards[index].stepping():
             result = sync.optimizer.step() if update is None else update()  # Algorithm 1, line 9
         if not self.is_unscaled(sync.optimizer):
             raise RuntimeError(
@@ -221,14 +216,6 @@ class SelSync(SyncMethod):
         self.transport.traffic.load_state_dict(state["traffic"])
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
-
-    def detach(self, timeout_s: float = 10.0) -> None:
-        """Ends the threads and process groups. The weights stay as they are."""
-        for hook in self._hooks:
-            hook.remove()
-        for sync in self._optimizer_syncs:
-            sync.guard.release()
-        self.transport.close(timeout_s)
 
     def _keep_average(self) -> None:
         for sync in self._optimizer_syncs:
