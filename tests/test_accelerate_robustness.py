@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 import warnings
 from copy import deepcopy
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,7 +21,7 @@ from lightning_pipesync.accelerate.launched import check_num_processes
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS
-from tests.harness import DIED, launch, raised
+from tests.harness import launch, raised
 from tests.lightning_models import dataset, train_loader
 from tests.models import OPTIMIZERS, batch, seeded_mlp
 
@@ -296,32 +292,6 @@ def test_unusual_loops_and_refusals() -> None:
         for words, outcome in refused.items():
             assert outcome is not None, words
             assert words in outcome[1], outcome
-
-
-def lose_peer(method: str) -> Any:
-    """Trains until rank 1 is killed; what rank 0 finds, and after how many seconds."""
-    accelerator = accelerator_of(method, timeout_s=10, **EXACT[method])
-    model = seeded_mlp()
-    network, optimizer = accelerator.prepare(model, OPTIMIZERS["sgd"](model))
-    for step in range(1000):
-        if step == 3 and accelerator.process_index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        started = time.monotonic()
-        outcome = raised(partial(forward_backward, accelerator, network, step)) or raised(optimizer.step)
-        if outcome is not None:
-            return outcome, time.monotonic() - started
-        optimizer.zero_grad()
-    return None
-
-
-@pytest.mark.parametrize("method", list(EXACT))
-def test_a_killed_process_is_an_error_of_the_others(method: str) -> None:
-    survivor, killed = launch(partial(lose_peer, method), 2, init=False, may_die=(1,))
-    assert killed == DIED
-    (kind, message), seconds = survivor
-    assert kind == "RuntimeError"
-    assert "rank 1" in message.lower() or "peer" in message.lower()
-    assert seconds < 60
 
 
 def evaluate_alone() -> Any:

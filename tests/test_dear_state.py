@@ -52,8 +52,6 @@ def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], di
     "settings",
     [
         {},
-        {"update": "replicated"},
-        {"compression": "int8"},
         {"update": "replicated", "compression": "int8"},
         {"compression": "int8", "error_feedback": False},
     ],

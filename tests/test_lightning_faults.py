@@ -60,32 +60,19 @@ def test_a_bad_setting_is_named(view: Any, setting: str, value: Any) -> None:
     assert repr(shown) in str(caught.value)
 
 
-def test_a_misspelt_setting_is_an_error() -> None:
-    with pytest.raises(TypeError, match="detla"):
-        SelSyncStrategy(detla=0.3)
-
-
 def fit_badly(directory: Path, kind: str) -> tuple[str, str] | None:
-    rank = int(os.environ["RANK"])
-    model, loader, settings = Classifier(), train_loader(), {}
     if kind == "small data":
         loader = DataLoader(Subset(dataset(), [0]))
-    elif kind == "other models":
-        model.extra = nn.Linear(2, 2 + rank)
-    elif kind == "other settings":
-        settings = {"delta": 0.1 + rank}
-    elif kind == "other lengths":
-        loader = DataLoader(Subset(dataset(), range(8 + 8 * rank)), batch_size=4)
-    run = trainer(SelSyncStrategy(**settings), 2, directory, use_distributed_sampler=kind != "other lengths")
-    return raised(lambda: run.fit(model, loader))
+    else:
+        loader = DataLoader(Subset(dataset(), range(8 + 8 * int(os.environ["RANK"]))), batch_size=4)
+    run = trainer(SelSyncStrategy(), 2, directory, use_distributed_sampler=kind != "other lengths")
+    return raised(lambda: run.fit(Classifier(), loader))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("small data", ["1 samples", "2 ranks"]),
-        ("other models", ["extra", "(2, 2)", "(3, 2)"]),
-        ("other settings", ["delta=0.1", "delta=1.1"]),
         ("other lengths", ["[2, 4]", "limit_train_batches"]),
     ],
 )
@@ -96,52 +83,40 @@ def test_what_would_go_wrong_is_named_on_every_rank(kind: str, words: list[str],
         assert all(word in outcome[1] for word in words), outcome[1]
 
 
-class Failing(Classifier):
-    """Rank 1 dies, hangs or raises in the fifth step."""
+TIMEOUT_S = 4
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
+
+class Freezing(Classifier):
+    """Rank 1 is frozen in the fifth step."""
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.global_step == 4 and os.environ["RANK"] == "1":
-            if self.how == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif self.how == "hangs":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            raise KeyError("a bug in training_step")
+            os.kill(os.getpid(), signal.SIGSTOP)
         return super().training_step(batch, batch_idx)
 
 
-def fit_failing(directory: Path, name: str, how: str, timeout_s: int) -> tuple[tuple[str, str] | None, float]:
+def fit_freezing(directory: Path, name: str) -> tuple[tuple[str, str] | None, float]:
     saving = ModelCheckpoint(directory, save_on_exception=True)
-    strategy = make_strategy({"name": name, "timeout_s": timeout_s})
+    strategy = make_strategy({"name": name, "timeout_s": TIMEOUT_S})
     run = trainer(strategy, 2, directory, callbacks=[saving], enable_checkpointing=True)
     start = time.monotonic()
-    outcome = raised(lambda: run.fit(Failing(how), train_loader()))
+    outcome = raised(lambda: run.fit(Freezing(), train_loader()))
     seconds = time.monotonic() - start
-    if how == "hangs":
-        kill_stopped_siblings()
+    kill_stopped_siblings()
     return outcome, seconds
 
 
 @pytest.mark.parametrize("name", ["dear", "ea_pipe", "pipe_sgd", "selsync"])
-@pytest.mark.parametrize(("how", "timeout_s"), [("dies", 100), ("raises", 100), ("hangs", 4)])
-def test_a_lost_rank_makes_the_others_raise(how: str, timeout_s: int, name: str, tmp_path: Path) -> None:
-    """Long before the timeout if it is gone, though Lightning saves a checkpoint; no thread keeps the process alive."""
-    outcomes = launch(fit_failing, 2, tmp_path, name, how, timeout_s, init=False, may_die=(1,), timeout_s=100)
-    (outcome, seconds) = outcomes[0]
+def test_a_frozen_rank_makes_the_others_raise(name: str, tmp_path: Path) -> None:
+    """Though Lightning saves a checkpoint; no thread keeps the process alive."""
+    (outcome, seconds), frozen = launch(fit_freezing, 2, tmp_path, name, init=False, may_die=(1,), timeout_s=100)
     assert outcome is not None
     assert outcome[0] == "RuntimeError"
     last = outcome[1].splitlines()[-1]
     assert last.startswith("Rank 1 (host ")
-    assert f"timeout_s={timeout_s}" in last
-    assert ("raised KeyError: 'a bug in training_step'" in last) == (how == "raises")
-    assert (timeout_s if how == "hangs" else 0) < seconds < 24
-    if how != "raises":
-        assert outcomes[1] == DIED
-    if how == "raises":
-        assert outcomes[1][0][0] == "KeyError"
+    assert f"timeout_s={TIMEOUT_S}" in last
+    assert TIMEOUT_S < seconds < 24
+    assert frozen == DIED
 
 
 SCRIPT = """

@@ -72,7 +72,6 @@ class ManualClipping(Manual):
 MODULES = {
     "overflow": Overflowing,
     "groups": TwoGroups,
-    "manual": Manual,
     "clipping": ManualClipping,
 }
 
@@ -120,20 +119,9 @@ def test_manual_optimization(settings: dict[str, Any], tmp_path: Path) -> None:
     assert 0 <= outcomes[0]["metrics"]["selsync/lssr"] < 1
 
 
-def test_manual_optimization_with_delta_zero_is_ddp(tmp_path: Path) -> None:
-    ddp = launch(partial(fit, tmp_path, "manual", "ddp_find_unused_parameters_true"), 2, init=False)
-    exact = launch(partial(fit, tmp_path, "manual", EXACT), 2, init=False)
-    assert torch.equal(exact[0]["weights"], ddp[0]["weights"])
-
-
 class Fused(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), fused=True)
-
-
-class Quasi(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
 
 
 class Sparse(Classifier):
@@ -144,7 +132,6 @@ class Sparse(Classifier):
 
 REFUSED: dict[str, tuple[type[Classifier], dict[str, Any], str]] = {
     "fused": (Fused, {"plugins": [scaling()]}, "fused=False"),
-    "LBFGS": (Quasi, {}, "LBFGS"),
     "sparse": (Sparse, {}, "embedding"),
 }
 

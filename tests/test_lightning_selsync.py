@@ -98,17 +98,6 @@ def test_four_ranks_with_batch_norm_and_schedule(tmp_path: Path) -> None:
         assert torch.equal(outcome["weights"], expected)
 
 
-def test_delta_zero_with_gradients_is_ddp(tmp_path: Path) -> None:
-    module = {"optimizer": "adamw", "scheduler": True}
-    settings = {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"}
-    expected = fit_on(2, tmp_path, "ddp", module, gradient_clip_val=0.5)
-    for outcome, ddp in zip(fit_on(2, tmp_path, settings, module, gradient_clip_val=0.5), expected, strict=True):
-        assert outcome["seen"] == ddp["seen"]
-        assert outcome["steps"] == ddp["steps"]
-        assert torch.equal(outcome["weights"], ddp["weights"])
-        assert outcome["metrics"]["val_loss"] == ddp["metrics"]["val_loss"]
-
-
 class WatchWeights(pl.Callback):
     """Keeps the weights that a callback finds at each step and at the ends."""
 

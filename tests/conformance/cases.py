@@ -1,0 +1,39 @@
+"""The trainings that are compared, by name, and which framework and method has which."""
+
+from __future__ import annotations
+
+from tests.conformance.methods import FRAMEWORKS, METHODS, Method
+from tests.conformance.training import Options
+
+CASES = {
+    "sgd": Options(),
+    "adamw": Options("adamw"),
+    "accumulation": Options(accumulate=2),
+    "clip norm": Options(accumulate=2, clip_norm=0.3),
+    "clip value": Options("adamw", accumulate=2, clip_value=0.01),
+    "several optimizers": Options(several=True),
+    "bf16-mixed": Options(precision="bf16-mixed", clip_value=0.01),
+    "16-mixed": Options(precision="16-mixed", clip_norm=0.3),
+    "overflow": Options("adamw", precision="16-mixed", loss_scale=2.0**24),
+}
+
+#: Each method on each framework that has it.
+PAIRS = [
+    (framework, method) for framework in FRAMEWORKS for method in METHODS if framework in METHODS[method].frameworks
+]
+
+
+def cases_of(framework: str, method: Method | None) -> list[str]:
+    """Returns the names of the cases that the framework has with the method; None: with DistributedDataParallel."""
+    pipeline = method is not None and method.pipeline
+    return [name for name, options in CASES.items() if _has(framework, pipeline, options)]
+
+
+def _has(framework: str, pipeline: bool, options: Options) -> bool:
+    if options.precision == "16-mixed":
+        # A plain loop's words for a loss scaler are each method's own, and Accelerate's scaler needs a GPU.
+        return framework in ("lightning", "fabric") and not pipeline
+    if options.several:
+        return not pipeline  # it has an optimizer for each stage
+    # Of a pipeline Accelerate knows neither the precision nor the clipping by norm, which is a setting.
+    return not (pipeline and framework == "accelerate" and (options.precision != "32" or options.clip_norm))

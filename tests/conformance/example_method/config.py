@@ -1,0 +1,23 @@
+"""The settings of gradient averaging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pipesync.methods.settings import Settings
+
+
+@dataclass(frozen=True)
+class AveragingConfig(Settings):
+    """Settings of gradient averaging."""
+
+    bucket_mb: float = 25.0
+    """The most MiB of gradients that are averaged in one collective."""
+
+    timeout_s: float = 1800.0
+    """Seconds after which a rank that does not answer counts as lost."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_mb", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}.")

@@ -1,0 +1,102 @@
+"""A program: forks two ranks for each job, one of which is lost within a step, and lets all of them end as they do.
+
+They end as scripts of users do, with all that happens at an interpreter's shutdown: the ranks of the harness do not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import tests.preload  # noqa: F401 - what each rank would import after it was forked
+from tests.conformance.methods import METHODS
+from tests.conformance.runners import train
+from tests.conformance.training import Checkpoint, Options
+from tests.harness import free_port
+
+#: Seconds after which a method counts a rank as lost, where that is how it is found out; otherwise far longer.
+HANG_TIMEOUT_S, TIMEOUT_S = 10, 300
+#: Seconds after which a rank that is still there has hung: it prints its stacks, and ends.
+HUNG_S = 150
+
+
+def wait_for_signal(mark: Path) -> None:
+    """Waits within the step, and so has rank 0 wait for this one, until all ranks are interrupted."""
+    mark.touch()
+    time.sleep(HUNG_S)
+
+
+def hang() -> None:
+    time.sleep(2.5 * HANG_TIMEOUT_S)
+    os._exit(1)
+
+
+def raise_error() -> None:
+    raise KeyError("a bug in the loop")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_rank(how: str, framework: str, name: str, folder: Path) -> None:
+    """Trains until rank 1 is lost, writes down what this rank finds, and raises it."""
+    faulthandler.dump_traceback_later(HUNG_S, exit=True)
+    fault = {
+        "killed": kill,
+        "hangs": hang,
+        "raises": raise_error,
+        "interrupted": partial(wait_for_signal, folder / f"{framework} {name} waits"),
+    }[how]
+    if framework == "plain":
+        dist.init_process_group("gloo")
+    method = METHODS[name]
+    settings = {**method.typical[0], "timeout_s": HANG_TIMEOUT_S if how == "hangs" else TIMEOUT_S}
+    start = time.monotonic()
+    try:
+        save = Checkpoint(folder / f"{framework} {name}", at=100)  # if at all, because of the error
+        train(framework, method, settings, Options(fault=fault), save=save)
+    except Exception as error:
+        found = [type(error).__name__, str(error), time.monotonic() - start]
+        (folder / f"{framework} {name} {os.environ['RANK']}").write_text(json.dumps(found))
+        raise
+
+
+def main(how: str, folder: str, *pairs: str) -> None:
+    """Args: what befalls the ranks, where they write, and ``framework:method`` of each job."""
+    torch.set_num_threads(1)
+    children: dict[int, str] = {}
+    for pair in pairs:
+        framework, name = pair.split(":")
+        common = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        for rank in ("0", "1"):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(common, RANK=rank, LOCAL_RANK=rank, NODE_RANK="0")
+                run_rank(how, framework, name, Path(folder))
+                return
+            children[child] = f"{framework} {name} {rank}"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    codes = {}
+    while len(codes) < len(children):
+        child, status = os.wait()
+        codes[children[child]] = os.waitstatus_to_exitcode(status)
+    (Path(folder) / "exit codes").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

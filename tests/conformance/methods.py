@@ -1,0 +1,85 @@
+"""What each registered method declares for the conformance suite: the one place that a new method is added to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync, register_method
+from tests.conformance.example_method import Averaging
+
+register_method(Averaging)
+
+FRAMEWORKS = ("plain", "lightning", "fabric", "accelerate")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, as the suite trains with it.
+
+    Args:
+        name: under which it is registered.
+        plain: what a plain loop constructs, with model, optimizers and settings.
+        exact: settings in which it trains what DDP does; a pipeline: what its virtual stages do in one process.
+        typical: settings that users choose, which may be inexact; each is saved and resumed.
+        wrong: a setting, and a value that it cannot have.
+        frameworks: those that have it.
+        exact_in_trainer: settings with which a Trainer's batches are DDP's, in addition to ``exact``.
+        sharded_norm: whether the gradient's norm is a sum over shards: clipping by it is DDP's but for rounding.
+        pipeline: whether it makes the forward and backward passes itself; all ranks then get the same batches.
+    """
+
+    name: str
+    plain: Callable[..., Any]
+    exact: dict[str, Any]
+    typical: tuple[dict[str, Any], ...]
+    wrong: tuple[str, Any]
+    frameworks: tuple[str, ...] = FRAMEWORKS
+    exact_in_trainer: dict[str, Any] = field(default_factory=dict)
+    sharded_norm: bool = False
+    pipeline: bool = False
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            "dear",
+            DeAR,
+            exact={"bucket_mb": 1e-4},
+            typical=({"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"}, {"update": "replicated"}),
+            wrong=("update", "halved"),
+            sharded_norm=True,
+        ),
+        Method(
+            "selsync",
+            SelSync,
+            exact={"delta": 0.0, "aggregation": "gradients"},
+            exact_in_trainer={"partition": "defdp"},
+            typical=(
+                {"delta": 0.2, "smoothing": 0.5},
+                {"delta": 0.2, "smoothing": 0.5, "aggregation": "gradients", "compression": "int8"},
+                {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3},
+            ),
+            wrong=("delta", -0.1),
+        ),
+        Method(
+            "pipe_sgd",
+            PipeSGD,
+            exact={"staleness": 0},
+            typical=({}, {"staleness": 2, "compression": "int8"}),
+            wrong=("staleness", -1),
+        ),
+        Method("averaging", Averaging, exact={}, typical=({"bucket_mb": 1e-4},), wrong=("bucket_mb", 0)),
+        Method(
+            "ea_pipe",
+            EAPipe,
+            exact={"split": (2,), "elastic_force": 0.3},
+            typical=({"split": (2,)}, {"split": (2,), "algorithm": "pipedream"}),
+            wrong=("elastic_force", 1.5),
+            frameworks=("plain", "lightning", "accelerate"),
+            pipeline=True,
+        ),
+    )
+}

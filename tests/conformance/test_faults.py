@@ -1,0 +1,100 @@
+"""A rank that is lost within a step makes the other one raise, and Ctrl-C ends all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.conformance.cases import PAIRS
+from tests.conformance.faults import HANG_TIMEOUT_S, HUNG_S, TIMEOUT_S
+from tests.harness import default_signals
+
+#: What the last line of the other rank's error says of the one that is lost.
+HOW = {
+    "killed": "has died",
+    "hangs": "is alive, and has not joined",
+    "raises": "raised KeyError: 'a bug in the loop'",
+}
+
+
+@dataclass
+class Lost:
+    """What became of the ranks.
+
+    Attributes:
+        output: what they have printed: their stacks, if they hung.
+        codes: with which they ended, by framework, method and rank; empty if some have not.
+        errors: what they raised, likewise: type, message, and after how many seconds.
+    """
+
+    output: str
+    codes: dict[str, int]
+    errors: dict[str, tuple[str, str, float]]
+
+
+@cache
+def lose_ranks(how: str) -> Lost:
+    """Runs a job for each framework and method."""
+    with TemporaryDirectory() as directory:
+        folder = Path(directory)
+        with (folder / "output").open("w") as output:
+            command = [sys.executable, "-m", "tests.conformance.faults", how, directory]
+            process = subprocess.Popen(
+                command + [f"{framework}:{name}" for framework, name in PAIRS],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=default_signals,
+            )
+        deadline = time.monotonic() + HUNG_S + 30
+        if how == "interrupted":
+            while len(list(folder.glob("* waits"))) < len(PAIRS) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(deadline - time.monotonic())
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        codes = folder / "exit codes"
+        return Lost(
+            (folder / "output").read_text(),
+            json.loads(codes.read_text()) if codes.exists() else {},
+            {file.name: json.loads(file.read_text()) for file in folder.glob("* [01]")},
+        )
+
+
+@pytest.mark.parametrize(("framework", "name"), PAIRS)
+@pytest.mark.parametrize("how", HOW)
+def test_a_lost_rank_makes_the_other_raise(how: str, framework: str, name: str) -> None:
+    """And its process ends by itself; long before the timeout, unless the peer is alive."""
+    lost, job = lose_ranks(how), f"{framework} {name}"
+    assert f"{job} 0" in lost.errors, lost.output
+    kind, message, seconds = lost.errors[f"{job} 0"]
+    assert kind == "RuntimeError", message
+    last = message.splitlines()[-1]
+    assert last.startswith("Rank 1 (host "), message
+    assert HOW[how] in last, message
+    assert f"timeout_s={HANG_TIMEOUT_S if how == 'hangs' else TIMEOUT_S}" in last, message
+    assert seconds < TIMEOUT_S
+    assert lost.codes[f"{job} 0"] == 1, lost.output
+    assert lost.codes[f"{job} 1"] == (-signal.SIGKILL if how == "killed" else 1), lost.output
+
+
+@pytest.mark.parametrize(("framework", "name"), PAIRS)
+def test_an_interrupt_ends_all_ranks(framework: str, name: str) -> None:
+    """Also one that waits for another, which may end by SIGABRT: a thread of it that is within Gloo cannot be ended."""
+    lost = lose_ranks("interrupted")
+    for rank in (0, 1):
+        code = lost.codes.get(f"{framework} {name} {rank}")
+        assert code in (1, -signal.SIGINT, *([-signal.SIGABRT] if rank == 0 else [])), lost.output

@@ -1,0 +1,59 @@
+"""What no method can train is refused on every rank, before training, by a message that names what is wrong."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lightning_pipesync.training import registry
+from tests.conformance.cases import PAIRS
+from tests.conformance.launches import outcomes_of
+from tests.conformance.methods import METHODS
+from tests.conformance.runners import train
+from tests.conformance.training import Options
+from tests.harness import raised
+
+#: What is wrong, and the words that name it; a method's own wrong setting has words of its own.
+WORDS = {
+    "wrong setting": (),
+    "unknown setting": ("no_such_setting",),
+    "different settings": ("timeout_s=70", "timeout_s=71"),
+    "different models": ("(10, 6)", "(11, 6)"),
+    "LBFGS": ("LBFGS",),
+}
+
+Outcome = tuple[str, str] | None
+
+
+def refuse_all(framework: str, name: str) -> dict[str, Outcome]:
+    method, rank = METHODS[name], int(os.environ["RANK"])
+    settings = method.typical[0]
+    wrong = {
+        "wrong setting": ({**settings, method.wrong[0]: method.wrong[1]}, Options()),
+        "unknown setting": ({**settings, "no_such_setting": 1}, Options()),
+        "different settings": ({**settings, "timeout_s": 70.0 + rank}, Options()),
+        "different models": (settings, Options(hidden=10 + rank)),
+        "LBFGS": (settings, Options("lbfgs")),
+    }
+    return {
+        kind: raised(lambda given=given, options=options: train(framework, method, given, options))
+        for kind, (given, options) in wrong.items()
+    }
+
+
+def test_every_registered_method_is_in_the_table() -> None:
+    assert set(registry.METHODS) == set(METHODS)
+
+
+@pytest.mark.parametrize("kind", WORDS)
+@pytest.mark.parametrize(("framework", "name"), PAIRS)
+def test_is_refused_by_name(framework: str, name: str, kind: str) -> None:
+    setting, value = METHODS[name].wrong
+    words = WORDS[kind] or (setting, repr(value))
+    for of_rank in outcomes_of(refuse_all, framework, name):
+        outcome = of_rank[kind]
+        assert outcome is not None
+        # A setting that a constructor does not have is Python's own error where it has them as arguments.
+        assert outcome[0] == "ValueError" or (outcome[0], kind) == ("TypeError", "unknown setting"), outcome
+        assert all(word in outcome[1] for word in words), outcome

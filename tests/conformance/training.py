@@ -1,0 +1,150 @@
+"""The small training that every runner makes: its network, batches, optimizers and options, and what comes of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from tests.lightning_models import dataset
+
+EPOCHS = 2
+BATCHES = 6  # of an epoch, on each of two ranks: a part of those that there are
+BATCH_SIZE = 4
+
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01),
+    "lbfgs": lambda parameters: LBFGS(parameters),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a network is trained.
+
+    Args:
+        optimizer: its name in :data:`OPTIMIZERS`.
+        several: whether there are two optimizers, for a layer each, which are stepped in turns.
+        accumulate: batches whose gradients make one step.
+        clip_norm: to which the gradient's L2 norm is clipped.
+        clip_value: to which its values are clipped.
+        precision: ``"32"``, ``"bf16-mixed"`` or ``"16-mixed"``.
+        loss_scale: with which 16-mixed precision begins.
+        dropout: its probability.
+        hidden: width of the hidden layer.
+        fault: what befalls rank 1 in its fifth forward pass, see :class:`Fault`.
+    """
+
+    optimizer: str = "sgd"
+    several: bool = False
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    precision: str = "32"
+    loss_scale: float = 2.0**10
+    dropout: float = 0.0
+    hidden: int = 10
+    fault: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that a training saves, or resumes from.
+
+    Args:
+        path: where it is.
+        at: batches that were trained on before; a checkpoint is saved whenever so many more were.
+    """
+
+    path: Path
+    at: int
+
+
+@dataclass
+class Result:
+    """What a rank has after the training.
+
+    Attributes:
+        weights: the consolidated ones.
+        seen: the samples of each batch.
+        loaded: the weights right after a checkpoint was loaded.
+        scale: of the loss at the end.
+    """
+
+    weights: Tensor
+    seen: list[list[int]]
+    loaded: Tensor | None = None
+    scale: float = 1.0
+
+
+class Fault(nn.Tanh):
+    """Calls ``fault`` in its fifth forward pass on rank 1, which in a pipeline has the first layers."""
+
+    def __init__(self, fault: Callable[[], object]) -> None:
+        super().__init__()
+        self.fault, self.passes = fault, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == 5 and os.environ["RANK"] == "1":
+            self.fault()
+        return super().forward(x)
+
+
+def network(options: Options, seed: int = 0) -> nn.Sequential:
+    """Returns a classifier of 6 inputs."""
+    torch.manual_seed(seed)
+    activation = nn.Tanh() if options.fault is None else Fault(options.fault)
+    hidden = options.hidden
+    return nn.Sequential(nn.Linear(6, hidden), activation, nn.Dropout(options.dropout), nn.Linear(hidden, 2))
+
+
+def optimizers_of(model: nn.Sequential, options: Options) -> list[Optimizer]:
+    parts = [model[0], model[3]] if options.several else [model]
+    return [OPTIMIZERS[options.optimizer](part.parameters()) for part in parts]
+
+
+def scheduler_of(optimizer: Optimizer) -> StepLR:
+    """Returns a schedule of learning rates that counts steps."""
+    return StepLR(optimizer, 3, 0.7)
+
+
+def loss_of(output: Tensor, y: Tensor) -> Tensor:
+    """Returns the loss, computed in 32 bits whatever the precision of the network."""
+    return nn.functional.cross_entropy(output.float(), y)
+
+
+def scaler_of(options: Options) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=options.loss_scale, growth_interval=3)
+
+
+def order(rank: int) -> list[list[int]]:
+    """Returns the samples of each batch of all epochs, in a loop whose data no framework orders."""
+    batches = []
+    for epoch in range(EPOCHS):
+        samples = torch.randperm(64, generator=torch.Generator().manual_seed(epoch)).tolist()[rank::2]
+        batches += [samples[i : i + BATCH_SIZE] for i in range(0, BATCHES * BATCH_SIZE, BATCH_SIZE)]
+    return batches
+
+
+def batch_of(indices: list[int]) -> tuple[Tensor, Tensor]:
+    _, x, y = dataset()[torch.tensor(indices)]
+    return x, y
+
+
+def flat(model: nn.Module) -> Tensor:
+    """Returns all parameters in one vector."""
+    return flat_state(dict(model.named_parameters()))
+
+
+def flat_state(state: dict[str, Any]) -> Tensor:
+    """Returns all tensors of a ``state_dict`` in one vector, sorted by name, as some files are."""
+    return torch.cat([state[name].detach().flatten() for name in sorted(state)])
