@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from lightning_pipesync.core.shutdown import join_thread
+
 T = TypeVar("T")
 
 _this_thread = threading.local()
@@ -86,7 +88,7 @@ class Worker:
         with self._lock:
             self._closed = True
             self._jobs.put(None)
-        self._thread.join(timeout_s)
+        join_thread(self._thread, timeout_s)
 
     def _run(self) -> None:
         _this_thread.is_worker = True

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_pipesync.core.shutdown import join_thread
+
 #: The key of the first fault that a rank has found.
 _FAULT_KEY = "pipesync/fault"
 
@@ -152,7 +154,7 @@ class Heartbeat:
     def close(self, timeout_s: float) -> None:
         """Publishes a last beat and ends the thread; waits at most ``timeout_s`` seconds."""
         self._jobs.put(None)
-        self._thread.join(timeout_s)
+        join_thread(self._thread, timeout_s)
 
     def _run(self) -> None:
         with suppress(Exception):  # the store is gone for good

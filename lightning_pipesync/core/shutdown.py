@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +13,9 @@ from threading import Thread
 
 import torch
 import torch.distributed as dist
+
+#: Threads that did not end in time.
+_unfinished: list[Thread] = []
 
 
 def at_shutdown(close: Callable[[float], object], *, first: bool = False) -> Finalize:
@@ -33,14 +39,41 @@ def destroy_process_groups_at_shutdown() -> None:
 
     A Gloo thread that releases a tensor while the interpreter shuts down aborts the process with SIGABRT
     (pytorch/pytorch#179291), so that a job that succeeded counts as failed. Frameworks leave the default group open.
-    Does nothing after an error, nor where CUDA is in use.
+    Does nothing after an error, nor on CUDA.
     """
     Finalize(None, _destroy_process_groups, exitpriority=0)
+
+
+def join_thread(thread: Thread, timeout_s: float) -> None:
+    """Waits for a thread that may be in C++ code, of Gloo or of a store.
+
+    If it does not end in ``timeout_s`` seconds, nor until this process ends, the process ends at once, after all other
+    cleanup: the interpreter would stop the thread in the midst of C++ code, which aborts the process with SIGABRT. The
+    exit status is that of the error which ends the process: SIGINT after Ctrl-C, otherwise 1.
+    """
+    thread.join(timeout_s)
+    if thread.is_alive():
+        if not _unfinished:
+            Finalize(None, _exit_before_abort, exitpriority=-1)
+        _unfinished.append(thread)
 
 
 def error_at_shutdown() -> BaseException | None:
     """Returns the exception that ends this process; None if it ends without one."""
     return sys.exc_info()[1] or getattr(sys, "last_value", None)
+
+
+def _exit_before_abort() -> None:
+    if not any(thread.is_alive() for thread in _unfinished):
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if isinstance(error_at_shutdown(), KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(1)
 
 
 def _destroy_process_groups() -> None:
