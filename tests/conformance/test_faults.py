@@ -93,8 +93,8 @@ def test_a_lost_rank_makes_the_other_raise(how: str, framework: str, name: str) 
 
 @pytest.mark.parametrize(("framework", "name"), PAIRS)
 def test_an_interrupt_ends_all_ranks(framework: str, name: str) -> None:
-    """Also one that waits for another, in a thread that is within Gloo and cannot be ended."""
+    """Also one that waits for another. Gloo may still abort it while the interpreter shuts down, seldom."""
     lost = lose_ranks("interrupted")
     for rank in (0, 1):
         code = lost.codes.get(f"{framework} {name} {rank}")
-        assert code in (1, -signal.SIGINT), lost.output
+        assert code in (1, -signal.SIGINT, *([-signal.SIGABRT] if rank == 0 else [])), lost.output
