@@ -1,4 +1,4 @@
-"""The methods as strategies of Lightning Fabric; importing this registers their names."""
+"""Strategies of Lightning Fabric for the methods; importing this package registers their names."""
 
 from functools import partial
 from importlib import import_module
@@ -20,13 +20,13 @@ if find_spec("lightning_fabric") is not None:
 
 
 def register(method: type[Method]) -> None:
-    """Makes the strategies of a method, ``<Method>FabricStrategy``, and registers its name with Fabric."""
+    """Creates the strategy classes of a method, ``<Method>FabricStrategy``, and registers its name with Fabric."""
     for strategies in _STRATEGIES:
         strategies.register(method)
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the strategy of a registered method by its name."""
+    """Returns the strategy class of that name, ``<Method>FabricStrategy``."""
     return _STRATEGIES[0].find(name)
 
 

@@ -1,4 +1,4 @@
-"""Private names of Lightning that Fabric and the Trainer share: the only place that uses them."""
+"""The only module that uses private names of Lightning which Fabric and the Trainer share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that Lightning has wrapped, or the one given."""
+    """Returns the optimizer inside Lightning's wrapper, or ``optimizer`` itself if it is not wrapped."""
     if not any(cls.__module__.partition(".")[0] in LIGHTNING for cls in type(optimizer).__mro__):
         return optimizer
     require(optimizer, "_optimizer")
@@ -25,22 +25,22 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def scaler_of(precision: Any) -> torch.amp.GradScaler | None:
-    """Returns the loss scaler of a precision plugin of Lightning's; None if the precision needs none."""
+    """Returns the loss scaler of a Lightning precision plugin; None if it has none."""
     if precision.precision == "16-mixed":
         require(precision, "scaler")
     return getattr(precision, "scaler", None)
 
 
 def control_backward_sync(strategy: Any, control: Any) -> None:
-    """Has ``fabric.no_backward_sync`` ask ``control``, in place of that which a strategy of Fabric has itself."""
+    """Replaces the object of a Fabric strategy that implements ``fabric.no_backward_sync``."""
     require(strategy, "_backward_sync_control")
     strategy._backward_sync_control = control
 
 
 def import_twin(name: str) -> ModuleType:
-    """Imports a module of the distribution ``pytorch_lightning``, and leaves the messages of ``lightning`` alone.
+    """Imports a module of a twin distribution of ``lightning``, and restores the logger and category of ``lightning``.
 
-    Both set the log and the category of the functions that they share, and the last one to be imported has its way.
+    Each distribution sets the logger and the warning category of utilities that both share; the last import wins.
     """
     from lightning_utilities.core import rank_zero
 

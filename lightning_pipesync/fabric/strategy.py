@@ -1,4 +1,4 @@
-"""Strategies of Fabric, whose calls they translate into calls on a method."""
+"""Translates the hooks of Fabric's strategies into calls of a method."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ else:
 
 
 class BackwardSyncControl:
-    """What ``fabric.no_backward_sync`` asks."""
+    """Implements ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: SyncedModule, enabled: bool = True) -> AbstractContextManager[None]:
-        """Within it, if ``enabled``, backward passes accumulate gradients."""
+        """Context manager in which backward passes accumulate gradients, if ``enabled``."""
         return module.no_sync() if enabled else nullcontext()
 
 
 class PipeSyncFabricStrategyMixin(Overriding, _Base):
-    """What the strategies of all methods have in common; goes before ``DDPStrategy`` in the bases.
+    """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
     Attributes:
-        name: what the strategy is registered as.
-        config: the settings.
+        name: the name under which the strategy is registered.
+        config: the method's settings.
 
     Args:
-        accelerator: as in DDPStrategy, and so are those that follow.
+        accelerator: as in DDPStrategy.
         parallel_devices: devices of this host's ranks.
-        cluster_environment: says which rank this is.
+        cluster_environment: determines the rank and the number of ranks.
         checkpoint_io: writes and reads checkpoints.
         precision: the precision.
-        process_group_backend: with ``"gloo"``, CUDA tensors travel through the host.
-        start_method: of the processes.
-        settings: those of the method, by name.
+        process_group_backend: with ``"gloo"``, CUDA tensors are sent through host memory.
+        start_method: how the processes are started.
+        settings: the method's settings, by name.
 
     Raises:
-        ValueError: there is no such setting, or it is out of its range; the message names it and its value.
+        ValueError: a setting does not exist or is out of its range; the message names it and its value.
     """
 
     name: str
@@ -103,13 +103,14 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         self._sessions = Sessions()
 
     def method_of(self, optimizer: Optimizer | None = None) -> SyncMethod:
-        """Returns the method that an optimizer is stepped by, for its metrics, say.
+        """Returns the method that steps an optimizer, for example to read its metrics.
 
         Args:
-            optimizer: may be left out if there is but one model with optimizers, or one that this rank still holds.
+            optimizer: an optimizer that was set up; may be omitted if only one model has optimizers, or if this rank
+                still references only one such model.
 
         Raises:
-            ValueError: there are several and none is named, or the optimizer was not set up.
+            ValueError: there are several models and ``optimizer`` is None, or the optimizer was not set up.
         """
         if optimizer is not None:
             session = self._sessions.session_of(unwrapped(optimizer))
@@ -121,18 +122,17 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
             sessions = [session for session in sessions if session.is_held]
         if len(sessions) != 1:
             raise ValueError(
-                f"{len(sessions)} models have optimizers: say which one is meant with optimizer=. One that is done "
-                "with goes at the next fabric.setup(), when no rank holds it any more; fabric.strategy.teardown() ends "
-                "all."
+                f"{len(sessions)} models have optimizers: choose one with optimizer=. The next fabric.setup() ends the "
+                "methods of models that no rank references any more; fabric.strategy.teardown() ends all."
             )
         return sessions[0].method
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
-        """Within it the weights are the method's consolidated ones, the same on all ranks; buffers, too.
+        """Context manager in which weights and buffers are the method's consolidated ones, the same on all ranks.
 
-        For validation, and for whatever else reads the weights but a training step or ``fabric.save``, which does it
-        itself. A collective call: all ranks enter it.
+        Use it for validation and wherever else the weights are read outside of a training step. ``fabric.save``
+        consolidates them itself. A collective call: all ranks enter it.
 
         Raises:
             RuntimeError: a peer is lost.
@@ -145,14 +145,14 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
                 method.resume()
 
     def prepare_train_loader(self, loader: DataLoader[Any], optimizer: Optimizer | None = None) -> TrainLoader:
-        """Takes the place of ``fabric.setup_dataloaders`` for the training data, after ``fabric.setup``.
+        """Replaces ``fabric.setup_dataloaders`` for the training data, after ``fabric.setup``.
 
-        Its batches are as the method's settings have them, and on the device; its order has the seed of
-        ``fabric.seed_everything``. A collective call.
+        The batches follow the method's settings and are moved to the device. The seed of ``fabric.seed_everything``
+        determines their order. A collective call.
 
         Args:
-            loader: as the user has made it.
-            optimizer: that trains on the data; may be left out as in :meth:`method_of`.
+            loader: the user's own loader, not set up by Fabric.
+            optimizer: the optimizer that trains on the data; may be omitted as in :meth:`method_of`.
 
         Raises:
             ValueError: as in :meth:`SyncMethod.prepare_train_loader` and :meth:`method_of`.
@@ -164,7 +164,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     @override
     def setup_module(self, module: nn.Module) -> SyncedModule:  # type: ignore[override]
-        """Gives all ranks the weights of rank 0; optimizers may follow."""
+        """Broadcasts rank 0's weights and buffers; optimizers may be set up later."""
         wrapper = self._begin(module)
 
         def start(flat: Tensor) -> Handle[Any]:
@@ -175,7 +175,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Trains the models that were set up before with ``optimizer``, too.
+        """Adds ``optimizer`` to the method of the models that have its parameters.
 
         Raises:
             ValueError: no model that was set up has its parameters.
@@ -191,7 +191,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     @override
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
-        """Attaches the method; a scheduler stays as it is."""
+        """Attaches the method to the model and its optimizers; a scheduler is returned unchanged."""
         wrapper = self._begin(module)
         for optimizer in optimizers:
             self._add(optimizer)
@@ -200,7 +200,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     @override
     def teardown(self) -> None:
-        """Ends the training: models are plain ones again. Happens by itself when the process ends."""
+        """Detaches the methods from all models; also called at interpreter shutdown."""
         self._sessions.end()
         super().teardown()
 
@@ -231,7 +231,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips the gradient that is about to be applied; returns the norm before.
+        """Clips the gradient that is about to be applied; returns its norm before clipping.
 
         Raises:
             ValueError: no rank has that gradient (DeAR), and it is not the L2 norm.
@@ -254,7 +254,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole state, as DDP's optimizer would have it, on every rank; a collective call."""
+        """Returns the whole optimizer state, as under DDP, on every rank; a collective call."""
         session = self._sessions.session_of(optimizer)
         if session is None:
             return super().get_optimizer_state(optimizer)
@@ -272,13 +272,13 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Saves consolidated weights, and what each rank needs to resume if model and optimizers are in ``state``.
+        """Saves consolidated weights, and each rank's state if a model and all its optimizers are in ``state``.
 
         Raises:
-            ValueError: ``state`` has something of its own under the key of the latter.
+            ValueError: ``state`` uses the key of the ranks' states.
         """
         if CHECKPOINT_KEY in state:
-            raise ValueError(f"The key {CHECKPOINT_KEY!r} of a checkpoint is taken: give it another name in the state.")
+            raise ValueError(f"The key {CHECKPOINT_KEY!r} of a checkpoint is reserved: use another one in the state.")
         with self.consolidated():
             if methods := self._methods_in(state):
                 transport = next(iter(methods.values())).transport
@@ -288,7 +288,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads weights and optimizers, and begins anew from them, or resumes where the checkpoint was saved.
+        """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state.
 
         Raises:
             ValueError: the checkpoint was written by this strategy with another number of ranks.
@@ -297,7 +297,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         loaded = [one for one in objects.values() if isinstance(one, SyncedModule)]
         for wrapper in loaded:
             if (session := self._sessions.session_of(wrapper)) is not None:
-                # What is in flight, and what ranks have of their own, is of the weights that go.
+                # Gradients in flight and state of the ranks belong to the weights that are replaced.
                 session.flush_and_detach()
                 self._sessions.sessions.remove(session)
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
@@ -307,7 +307,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         return remainder
 
     def _load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
-        """Resumes ``methods`` from what a checkpoint holds besides a plain one's content."""
+        """Resumes ``methods`` from the section of a checkpoint under :data:`CHECKPOINT_KEY`."""
         state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config) if methods else None
         if state is None:
             return
@@ -323,7 +323,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         return rank_state({"methods": states}, self.precision.state_dict(), self.root_device)
 
     def _methods_in(self, state: Mapping[str, Any]) -> dict[str, SyncMethod]:
-        """Returns the methods of the models in ``state`` whose optimizers are all in it, too, by the model's name."""
+        """Returns, by the model's key, the methods of the models in ``state`` whose optimizers are all in it."""
         optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
         found: dict[str, Session] = {}
         for name, value in state.items():
@@ -348,15 +348,15 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
     def _begin(self, module: nn.Module) -> SyncedModule:
         if not self._sessions.sessions:
-            at_shutdown(self._sessions.end)  # nobody tells a strategy of the end
+            at_shutdown(self._sessions.end)  # Fabric calls no hook at the end of a training
         else:
             self._release(module)
         return self._sessions.wrap(module, automatic=False)
 
     def _release(self, module: nn.Module) -> None:
-        """Ends the methods of models that no rank holds any more, and of ``module``; a collective call.
+        """Ends the methods of models that no rank references any more, and of ``module``; a collective call.
 
-        While one rank holds a model, all take part in what is done with it.
+        While one rank references a model, all ranks take part in its collective calls.
         """
         gc.collect()
         sessions = self._sessions.sessions.copy()
@@ -366,7 +366,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         dist.all_reduce(held_somewhere, dist.ReduceOp.MAX)
         for session, keep, repeated in zip(sessions, held_somewhere.tolist(), again, strict=True):
             if not keep:
-                if repeated:  # its training goes on
+                if repeated:  # its training continues
                     session.method.flush()
                     session.method.return_optimizer_states()
                 self._sessions.remove(session)
@@ -378,12 +378,12 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
 
 
 def fabric_strategy(base: type, method: type[Method], module: str) -> Any:
-    """Returns the strategy of a method for a distribution of Fabric; a pipeline's refuses to be one.
+    """Returns the strategy class of a method; for a pipeline, a function that raises.
 
     Args:
         base: the distribution's DDPStrategy.
-        method: what it trains with.
-        module: where it can be imported from.
+        method: the method's class.
+        module: name of the module that exports the class.
     """
     if not method.makes_passes:
         bases = (PipeSyncFabricStrategyMixin, base)
@@ -393,9 +393,9 @@ def fabric_strategy(base: type, method: type[Method], module: str) -> Any:
         """Pipelines cannot be strategies of Fabric."""
         raise ValueError(
             f"strategy={method.name!r} cannot run under Fabric, whose loop makes the backward pass of one mini-batch "
-            "at a time; a pipeline has several on their way. Use Fabric(strategy='ddp') and, after launch(), "
+            "at a time; a pipeline has several in flight. Use Fabric(strategy='ddp') and, after launch(), "
             f"lightning_pipesync.{method.__name__}(layers, loss, optimizer_factory) with train_batch(batch) in the "
-            f"loop, in place of fabric.setup(); or Trainer(strategy={method.name!r})."
+            f"loop instead of fabric.setup(); or Trainer(strategy={method.name!r})."
         )
 
     return refuse

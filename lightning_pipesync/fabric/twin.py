@@ -1,4 +1,4 @@
-"""The same for the twin distribution ``lightning_fabric``."""
+"""Strategies of Fabric of the twin distribution ``lightning_fabric``."""
 
 from functools import partial
 from typing import Any
@@ -12,5 +12,5 @@ STRATEGIES = Strategies(__name__, STRATEGY_REGISTRY, partial(fabric_strategy, DD
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the strategy of a registered method by its name."""
+    """Returns the strategy class of that name, ``<Method>FabricStrategy``."""
     return STRATEGIES.find(name)

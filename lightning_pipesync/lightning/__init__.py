@@ -1,4 +1,4 @@
-"""The methods as strategies of Lightning's Trainer; importing this registers their names."""
+"""Strategies of Lightning's Trainer for all methods; importing this package registers their names."""
 
 from functools import partial
 from importlib import import_module
@@ -21,13 +21,13 @@ if find_spec("pytorch_lightning") is not None:
 
 
 def register(method: type[Method]) -> None:
-    """Makes the strategies of a method, ``<Method>Strategy``, and registers its name with Lightning."""
+    """Creates the strategy classes of a method, ``<Method>Strategy``, and registers its name with Lightning."""
     for strategies in _STRATEGIES:
         strategies.register(method)
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the strategy of a registered method by its name."""
+    """Returns the strategy class of that name, ``<Method>Strategy``."""
     return _STRATEGIES[0].find(name)
 
 

@@ -21,17 +21,17 @@ else:
 
 
 class PipeSyncCallbackMixin(Overriding, _Base):
-    """Consolidates the weights before any other callback reads them, and logs what the method did.
+    """Consolidates the weights before any other callback reads them, and logs the method's metrics.
 
-    The strategies add it themselves, as the first of the Trainer's callbacks.
+    The strategies insert it as the first of the Trainer's callbacks.
     """
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks that all ranks will take the same number of steps.
+        """Checks that all ranks have the same number of training batches.
 
         Raises:
-            ValueError: they would not: the ranks with more would wait for the others for ever.
+            ValueError: the numbers differ: ranks with more batches would wait for the others for ever.
         """
         method = _strategy(trainer).method
         assert method is not None
@@ -39,8 +39,8 @@ class PipeSyncCallbackMixin(Overriding, _Base):
         num_batches = method.transport.gather_objects(trainer.num_training_batches)
         if len(set(num_batches)) > 1:
             raise ValueError(
-                f"The ranks have different numbers of training batches, by rank: {num_batches}. Give every rank as "
-                "many samples, or set Trainer(limit_train_batches=...) to the smallest number."
+                f"The ranks have different numbers of training batches, by rank: {num_batches}. Give every rank the "
+                "same number of samples, or set Trainer(limit_train_batches=...) to the smallest number."
             )
 
     @override
@@ -56,7 +56,7 @@ class PipeSyncCallbackMixin(Overriding, _Base):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not trainer.is_last_batch and not logs_this_batch(trainer):
-            return  # logging takes longer than all the rest that a local step adds
+            return  # logging costs more than everything else that a local step adds
         strategy = _strategy(trainer)
         assert strategy.method is not None
         metrics = {f"{strategy.name}/{name}": value for name, value in strategy.method.metrics().items()}

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 class PipelineStrategyMixin(PipeSyncStrategyMixin):
     """Translates the Trainer's hooks into the calls of a method that makes the passes itself: a pipeline.
 
-    The LightningModule stays as it is: it holds an ``nn.Sequential``, whose layers are divided among the processes, or
-    another submodule, which is traced and cut, and computes its loss from what that returns. Every process loads the
-    same batches. Rank 0 has the last stage: there ``training_step``, ``validation_step`` and so on are run, and there
-    they log; what callbacks read is the same on all ranks after each epoch, validation and checkpoint.
-    ``trainer.predict`` returns the predictions on rank 0.
+    The LightningModule does not change. It holds an ``nn.Sequential``, whose layers are divided among the processes, or
+    another submodule, which is traced and split, and computes its loss from that submodule's output. Every process
+    loads the same batches. Rank 0 has the last stage: it runs ``training_step``, ``validation_step`` and so on, and
+    logs their metrics. All ranks have the same metrics after each epoch, validation and checkpoint. ``trainer.predict``
+    returns the predictions on rank 0.
     """
 
     config: EAPipeConfig
@@ -78,7 +78,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         self.setup_precision_plugin()
         draw_alike(self.broadcast)
         for metric in metrics_of(module):
-            keep_local(metric)  # what is evaluated, is evaluated once
+            keep_local(metric)  # only rank 0 updates it
         self.method = EAPipe(
             self._submodule.layers,
             None,
@@ -93,13 +93,13 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     def _config_for(self, trainer: Trainer) -> EAPipeConfig:
         if not self._fitting:
-            return replace(self.config, algorithm="naive")  # without training, one version of the weights will do
+            return replace(self.config, algorithm="naive")  # without training, one version of the weights is enough
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         return replace(self.config, clip_norm=(trainer.gradient_clip_val or None) if by_norm else None)
 
     @override
     def model_to_device(self) -> None:
-        """Moves all but the layers, of which only those of this rank's stage will follow."""
+        """Moves everything except the layers; the method moves those of this rank's stage."""
         assert self.model is not None
         parent, _, name = self._submodule.name.rpartition(".")
         owner = self.model.get_submodule(parent)
@@ -111,7 +111,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         self.flush()
         if self.method is not None and not self._interrupted:
             self.method.gather()
-            for optimizer in self.optimizers:  # rank 0 can save a whole checkpoint when the processes have parted
+            for optimizer in self.optimizers:  # so that rank 0 can save a whole checkpoint after the processes end
                 state = self.optimizer_state(optimizer)
                 if self.global_rank == 0:
                     unwrapped(optimizer).load_state_dict(state)
@@ -140,7 +140,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it mini-batches are accumulated."""
+        """Context manager that accumulates mini-batches."""
         self._completes = False
         try:
             yield
@@ -172,7 +172,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Makes the backward pass of the mini-batch whose turn it is, and its update if there is one."""
+        """Makes the backward pass of the next mini-batch in the schedule, and its update if one is due."""
         assert self.method is not None
         assert self.lightning_module is not None
         self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -196,7 +196,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         return closure()
 
     def after_backward(self, optimizer: Optimizer) -> None:
-        """There is nothing to average."""
+        """Does nothing: a pipeline averages no gradients."""
 
     def _update(self, stage: Stage) -> None:
         optimizer = self.optimizers[0]
@@ -204,16 +204,16 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         stage.update(unwrapped(optimizer).step)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Leaves it to the method, which knows the norm over all stages when all have made their backward pass.
+        """Does nothing: the method clips by the norm over all stages, after the backward pass of all of them.
 
         Raises:
-            RuntimeError: it was not told so before the training.
+            RuntimeError: ``clip_val`` is not the norm that was set before the training.
         """
         assert self.method is not None
         if clip_val != self.method.config.clip_norm:
             raise RuntimeError(
                 f"A pipeline clips by the norm that Trainer(gradient_clip_val={self.method.config.clip_norm!r}) sets, "
-                f"not by another one, {clip_val!r}: leave configure_gradient_clipping as it is."
+                f"not by {clip_val!r}: do not override configure_gradient_clipping."
             )
 
     # --- evaluation and metrics -------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         return self._evaluate("predict_step", *args)
 
     def _evaluate(self, name: str, *args: Any) -> Any:
-        """Runs the master, and the step on rank 0; returns its result there."""
+        """Runs the master model on all ranks, and the step on rank 0; returns its result there, None elsewhere."""
         assert self.method is not None
         step = partial(getattr(self.lightning_module, name), *args)
         self._num_evaluated += 1
@@ -241,13 +241,13 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
             return self._submodule.result_of(step, output) if self.global_rank == 0 else None
 
     def flush(self) -> None:
-        """Empties the pipeline, and has callbacks find the master's weights and rank 0's metrics."""
+        """Drains the pipeline, puts the master's weights into the module, and broadcasts rank 0's metrics."""
         if self.method is not None and not self._interrupted:
             self.method.flush(self._update)
             self.share_metrics()
 
     def share_metrics(self) -> None:
-        """Has all ranks know what rank 0 has logged and accumulated."""
+        """Broadcasts rank 0's logged metrics and the states of its metric objects."""
         assert self.lightning_module is not None
         if self._interrupted:
             return
@@ -255,12 +255,12 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns what is logged as it is: only rank 0 logs."""
+        """Returns ``tensor`` unchanged: only rank 0 logs."""
         return tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns ``tensor`` as the only one of its kind: steps are run on rank 0 only."""
+        """Returns ``tensor`` with a leading dimension of 1: only rank 0 runs steps."""
         return tensor.unsqueeze(0)
 
     @override
@@ -273,7 +273,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole master model, after the other stages' layers have come; not after an error."""
+        """Returns the whole master model, gathered from all stages; after an error it is not gathered."""
         if self.method is not None and not self._interrupted:
             self.flush()
             self.method.gather()
@@ -281,18 +281,18 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves, but after an error, when the layers of the other stages may never come."""
+        """Saves the checkpoint, unless after an error: the layers of the other stages may then be lost."""
         if self.method is None or not self._interrupted:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             rank_zero_warn(
-                f"After an error {filepath} is not saved: the layers of the other stages are in other processes. Go on "
-                "from the last checkpoint before."
+                f"After an error {filepath} is not saved: the layers of the other stages are in other processes. "
+                "Resume from the previous checkpoint."
             )
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the state for the whole model: of each parameter the mean over its replicas."""
+        """Returns the optimizer state of the whole model; each parameter's is the mean over its replicas."""
         merged: dict[str, Any] = unwrapped(optimizer).state_dict()
         if self.method is None or self._interrupted:
             return merged

@@ -1,4 +1,4 @@
-"""What a Trainer needs whose processes each have a part of one model: the same data, the same metrics."""
+"""Checks, random state and metrics of a Trainer whose processes each have a part of one model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.precision import Precision
 
-#: Copies an object of rank 0 to all ranks.
+#: Broadcasts an object from rank 0.
 Broadcast = Callable[[Any], Any]
-#: Callbacks that average weights, of which a rank has but a part.
+#: Callbacks that average the weights of a whole model.
 AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
@@ -34,33 +34,33 @@ def check_training(trainer: Trainer, precision: Precision) -> None:
     """Checks that a pipeline can train the Trainer's module.
 
     Raises:
-        ValueError: it cannot; the message says what to change.
+        ValueError: something is not supported; the message says what to change.
     """
     if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
-            "strategy='ea_pipe' makes the backward passes itself, at other times than training_step: set "
+            "strategy='ea_pipe' makes the backward passes itself, outside of training_step: set "
             "self.automatic_optimization = True."
         )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            "strategy='ea_pipe' runs training_step on two stages for each batch, and cannot for one that takes the "
-            "loader's iterator: have it take a batch."
+            "strategy='ea_pipe' runs training_step twice for each batch, which needs a batch as its argument, not the "
+            "loader's iterator: write training_step(batch, batch_idx)."
         )
     if scaler_of(precision) is not None:
         raise ValueError(
-            "precision='16-mixed' scales the loss, and mini-batches in flight would have different scales: set "
-            "precision='bf16-mixed' or '32-true'."
+            "precision='16-mixed' scales the loss, and the mini-batches in flight would have different loss scales: "
+            "set precision='bf16-mixed' or '32-true'."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if any(cls.__name__ in AVERAGING for cls in type(callback).__mro__):
             raise ValueError(
-                f"{type(callback).__name__} averages the weights of a whole model, and each process has some of its "
-                "layers: leave it out. The master of strategy='ea_pipe' is an average already."
+                f"{type(callback).__name__} averages the weights of a whole model, and each process has only some of "
+                "its layers: remove the callback. The master of strategy='ea_pipe' is an average already."
             )
 
 
 def draw_alike(broadcast: Broadcast) -> None:
-    """Has all ranks draw rank 0's random numbers from now on: those of data sets, and of steps outside the layers."""
+    """Broadcasts rank 0's random states, so that data sets and steps draw the same numbers on all ranks."""
     states = broadcast((torch.get_rng_state(), np.random.get_state(), random.getstate()))
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
@@ -68,16 +68,16 @@ def draw_alike(broadcast: Broadcast) -> None:
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:
-    """Returns the metric objects that the module holds."""
+    """Returns the torchmetrics objects of the module."""
     return [child for child in module.modules() if isinstance(child, Metric)]
 
 
 @contextmanager
 def leaving_logs_to_rank_0(module: LightningModule) -> Iterator[None]:
-    """Within it the module logs nothing, and what its hooks at the end of an epoch raise is a warning.
+    """Context manager for ranks other than 0: the module logs nothing, and its epoch-end hooks warn instead of raising.
 
-    They run on all ranks, since they may change the layers; but other ranks than 0 run no step to its end, and have
-    nothing that steps have collected.
+    The hooks run on all ranks, since they may change the layers. Only rank 0 completes steps, so on other ranks the
+    hooks find no results of steps.
     """
     names = [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test", "predict")]
     module.log = lambda *_, **__: None  # type: ignore[method-assign]
@@ -95,14 +95,14 @@ def _forgiven(name: str, hook: Callable[[], None]) -> None:
         hook()
     except Exception as error:
         warnings.warn(
-            f"{name} raised {type(error).__name__} on a rank that has not the last stage, where no step is run to its "
-            f"end, and that is ignored: {error}",
+            f"{name} raised {type(error).__name__} on a rank without the last stage, which completes no steps. The "
+            f"error is ignored: {error}",
             stacklevel=1,
         )
 
 
 def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:
-    """Has all ranks know what rank 0 has logged, and what its metric objects have accumulated."""
+    """Broadcasts rank 0's logged metrics and the states of its metric objects."""
     metrics = metrics_of(trainer.lightning_module)
     mine = shown_metrics(trainer), [accumulated(metric) for metric in metrics]
     shown, states = broadcast(map_tensors(Tensor.cpu, mine))
@@ -113,10 +113,10 @@ def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:
 
 
 def loss_of(result: Any) -> Tensor:
-    """Returns the loss in what ``training_step`` has returned.
+    """Returns the loss in the result of ``training_step``.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: the result has no loss.
     """
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor):
@@ -125,5 +125,5 @@ def loss_of(result: Any) -> Tensor:
 
 
 def without_graph(result: Any) -> Any:
-    """Returns what ``training_step`` has returned, its tensors detached."""
+    """Returns the result of ``training_step`` with its tensors detached."""
     return map_tensors(Tensor.detach, result)

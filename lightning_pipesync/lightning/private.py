@@ -1,4 +1,4 @@
-"""Private names of Lightning's Trainer and of torchmetrics: the only place that uses them."""
+"""The only module that uses private names of Lightning's Trainer and of torchmetrics."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def check_trainer(trainer: Trainer, precision: Any) -> None:
-    """Checks, before a training, that a Trainer and its precision plugin have what is read and set later.
+    """Checks, before a training, that a Trainer and its precision plugin have the private names used later.
 
     Raises:
-        RuntimeError: they lack something.
+        RuntimeError: a name is missing.
     """
     require(trainer, "_logger_connector")
     require(trainer._logger_connector, "should_update_logs")
@@ -35,7 +35,7 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
 
 
 def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
-    """Changes the training loaders, if they are set up already, and begins to iterate over them anew."""
+    """Changes the training loaders, if they are set up already, and restarts the iteration over them."""
     loaders, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if loaders is not None and fetcher is not None:
         loaders.flattened = [change(one) if isinstance(one, DataLoader) else one for one in loaders.flattened]
@@ -43,18 +43,18 @@ def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], D
 
 
 def run_hooks_before_step(precision: Any, module: Any, optimizer: Optimizer) -> None:
-    """Does what a Trainer's precision plugin does between the backward pass and the update: hooks and clipping."""
+    """Runs the Trainer's hooks and clipping between the backward pass and the update."""
     precision._after_closure(module, optimizer)
 
 
 def logs_this_batch(trainer: Trainer) -> bool:
-    """Returns, within ``on_train_batch_end``, whether the Trainer is about to hand this batch's metrics to loggers."""
+    """Returns, within ``on_train_batch_end``, whether the Trainer will log this batch's metrics."""
     accumulates = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
     return not accumulates and trainer._logger_connector.should_update_logs
 
 
 def saves_now(trainer: Trainer) -> bool:
-    """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint is about to save."""
+    """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint will save after this batch."""
     for callback in trainer.checkpoint_callbacks:
         of_lightning = (cls for cls in type(callback).__mro__ if cls.__module__.partition(".")[0] in LIGHTNING)
         if any(cls.__name__ == "ModelCheckpoint" for cls in of_lightning):
@@ -66,12 +66,12 @@ def saves_now(trainer: Trainer) -> bool:
 
 
 def shown_metrics(trainer: Trainer) -> list[dict[str, Any]]:
-    """Returns what was logged, by name: for callbacks, for loggers, for the progress bar."""
+    """Returns the logged metrics by name: those for callbacks, for loggers, and for the progress bar."""
     return [dict(trainer.callback_metrics), dict(trainer.logged_metrics), dict(trainer.progress_bar_metrics)]
 
 
 def show_metrics(trainer: Trainer, metrics: list[dict[str, Any]]) -> None:
-    """Makes what :func:`shown_metrics` has returned on another rank the metrics of this one."""
+    """Updates this rank's logged metrics with another rank's :func:`shown_metrics`."""
     connector = trainer._logger_connector
     own: list[dict[str, Any]] = [
         connector._callback_metrics,
@@ -83,13 +83,13 @@ def show_metrics(trainer: Trainer, metrics: list[dict[str, Any]]) -> None:
 
 
 def accumulated(metric: Metric) -> tuple[dict[str, Any], int]:
-    """Returns what a metric has accumulated, and from how many updates."""
+    """Returns the state of a metric, and its number of updates."""
     require(metric, "_update_count")
     return metric.metric_state, metric._update_count
 
 
 def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
-    """Has a metric be where another one was that :func:`accumulated` describes."""
+    """Sets the state of a metric to that of another one, as :func:`accumulated` returned it."""
     for name, value in state.items():
         setattr(metric, name, value)
     require(metric, "_update_count", "_computed")
@@ -97,13 +97,13 @@ def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
 
 
 def keep_local(metric: Metric) -> None:
-    """Has a metric never gather what other ranks have accumulated."""
+    """Disables the synchronization of a metric across ranks."""
     require(metric, "sync_on_compute", "_to_sync")
     metric.sync_on_compute = metric._to_sync = False
 
 
 def without_rank(loader: DataLoader[Any]) -> None:
-    """Has the workers of ``loader`` draw the same random numbers on all ranks, if Lightning has seeded them."""
+    """Seeds the workers of ``loader`` alike on all ranks, if Lightning seeds them."""
     seeding = loader.worker_init_fn
     if isinstance(seeding, functools.partial) and seeding.func is pl_worker_init_function:
         loader.worker_init_fn = functools.partial(seeding.func, rank=0)
@@ -111,7 +111,7 @@ def without_rank(loader: DataLoader[Any]) -> None:
 
 @contextmanager
 def no_warning_about_resuming() -> Iterator[None]:
-    """Keeps Lightning from saying that a loader without a ``state_dict`` cannot go on within an epoch: ours can."""
+    """Suppresses Lightning's warning that a loader without ``state_dict`` cannot resume within an epoch: ours can."""
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
     ours = warnings.filters[0]
     try:

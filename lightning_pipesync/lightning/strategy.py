@@ -1,4 +1,4 @@
-"""Lightning's moments, translated into calls on a method."""
+"""Translates the hooks of Lightning's strategies into calls of a method."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ else:
 
 
 class PipeSyncStrategyMixin(Overriding, _Base):
-    """What the strategies of all methods have in common; goes before ``DDPStrategy`` in the bases.
+    """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
     Attributes:
-        name: what the strategy is registered as.
+        name: the name under which the strategy is registered.
         callback_class: the callback that is added to the Trainer.
-        config: the settings.
-        method: what runs in the current ``fit``; None outside one.
+        config: the method's settings.
+        method: the method that trains in the current ``fit``; None outside one.
 
     Args:
-        accelerator: as in DDPStrategy, and so are those that follow.
+        accelerator: as in DDPStrategy.
         parallel_devices: devices of this host's ranks.
-        cluster_environment: says which rank this is.
+        cluster_environment: determines the rank and the number of ranks.
         checkpoint_io: writes and reads checkpoints.
         precision_plugin: the precision.
-        process_group_backend: with ``"gloo"``, CUDA tensors travel through the host.
-        start_method: of the processes.
-        settings: those of the method, by name.
+        process_group_backend: with ``"gloo"``, CUDA tensors are sent through host memory.
+        start_method: how the processes are started.
+        settings: the method's settings, by name.
 
     Raises:
-        ValueError: there is no such setting, or it is out of its range; the message names it and its value.
+        ValueError: a setting does not exist or is out of its range; the message names it and its value.
     """
 
     name: str
@@ -83,7 +83,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         self.config = make_config(self.name, settings)
         for name, instead in self.config.set_by_trainer.items():
             if name in settings:
-                raise ValueError(f"{name}={settings[name]!r} is for a loop of one's own: set {instead}.")
+                raise ValueError(f"{name}={settings[name]!r} cannot be set under the Trainer: set {instead}.")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -100,26 +100,26 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     def _begin_to_attach(self, trainer: Trainer) -> None:
         self._start = (0, 0)
         self._until_teardown = ExitStack()
-        self._add_callback(trainer, first=True)  # before all others: they shall find consolidated weights
+        self._add_callback(trainer, first=True)  # before all others, so that they read consolidated weights
 
     def _check_checkpoint(self, transport: Transport) -> None:
-        """Checks that all ranks go on from the same step; a collective call.
+        """Checks that all ranks resume from the same step; a collective call.
 
         Raises:
-            ValueError: on every rank: they do not, and some would take more steps than the others, and wait for ever.
+            ValueError: on every rank: they do not; ranks with more steps left would wait for the others for ever.
         """
         steps = transport.gather_objects(self._checkpoint_step)
         if len(set(steps)) > 1:
             found = ["no checkpoint" if step is None else f"one of step {step}" for step in steps]
             other = next(rank for rank, step in enumerate(steps) if step != steps[0])
             raise ValueError(
-                f"The ranks do not go on from the same checkpoint: rank 0 has found {found[0]}, rank {other} "
-                f"{found[other]}. Keep the checkpoints in a folder that all machines see, and resume from there."
+                f"The ranks do not resume from the same checkpoint: rank 0 found {found[0]}, rank {other} found "
+                f"{found[other]}. Keep the checkpoints in a folder that all machines share, and resume from there."
             )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks; one of the default process group gets a last line that says who is at fault."""
+        """Reports the exception to the other ranks, whose errors then name this rank on their last line."""
         super().on_exception(exception)
         if self.method is not None and self.method.transport is not None:
             self.method.transport.watch.leave(exception)
@@ -136,7 +136,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks; not after an error, when saving a checkpoint would wait for a rank that is gone."""
+        """Waits for all ranks, unless after an error: saving a checkpoint would then wait for a rank that is gone."""
         if not self._interrupted:
             with self._waiting_for_all():
                 super().barrier(*args, **kwargs)
@@ -157,7 +157,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             return super().all_gather(*args, **kwargs)
 
     def _waiting_for_all(self) -> AbstractContextManager[None]:
-        """Within it the other ranks know that this one waits for them, in the default process group."""
+        """Context manager that tells the other ranks that this one waits for them in the default process group."""
         if self.method is None or self.method.transport is None:
             return nullcontext()
         return self.method.transport.watch.waiting("all ranks, in the default process group")
@@ -166,7 +166,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     @abstractmethod
     def after_backward(self, optimizer: Optimizer) -> None:
-        """Called between unscaling and clipping."""
+        """Called after the gradient is unscaled and before it is clipped."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -174,20 +174,20 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     @abstractmethod
     def end_training(self) -> None:
-        """Called before any callback is told of the end of the training."""
+        """Called at the end of the training, before ``on_train_end`` of other callbacks."""
 
     def resume(self) -> None:
         """Continues the training after :meth:`flush`."""
         self._restore_rng()
 
     def begin_where_stopped(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-        """Returns the training loader, in a resumed run with the next unseen batch first, if its order is known."""
+        """Returns the training loader; in a resumed run it starts at the next unseen batch, if its order is known."""
         if self._start != (0, 0) and not self._overfitting:
             dataloader = with_resumable_order(dataloader)
         if begin_at(dataloader, *self._start, on_skip=self._restore_rng):
             self._until_teardown.enter_context(no_warning_about_resuming())
         else:
-            self._restore_rng()  # an epoch begins with a draw by its loader
+            self._restore_rng()  # the loader draws a random number when an epoch begins
         return dataloader
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizer, and what this rank needs besides.
+        """Loads the states of the optimizers and of this rank.
 
         Raises:
             ValueError: the checkpoint was written by this strategy with another number of ranks.
@@ -218,12 +218,12 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         super().load_optimizer_state_dict(checkpoint)
         saved = checkpoint.get(CHECKPOINT_KEY)
         self._start = self._position()
-        if saved is not None and saved["world_size"] != self.world_size:  # other batches than now
+        if saved is not None and saved["world_size"] != self.world_size:  # its batches were divided differently
             self._start = (self._start[0], 0)
         if saved is not None:
             self._load_from(saved)
         assert self.lightning_module is not None
-        # If configure_optimizers has asked for the number of steps, the loaders were set up before all this was known.
+        # If configure_optimizers reads the number of steps, the loaders are set up before the checkpoint is loaded.
         change_train_loaders(self.lightning_module.trainer, self.begin_where_stopped)
 
     def _load_from(self, saved: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             self.load_rank_state_dict(state)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Returns what this rank needs to resume bit for bit, besides what a plain checkpoint holds."""
+        """Returns the state that this rank needs, besides a plain checkpoint, to resume bit for bit."""
         assert self.method is not None
         return rank_state({"method": self.method.state_dict()}, self.precision_plugin.state_dict(), self.root_device)
 
@@ -242,11 +242,11 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         self.method.load_state_dict(state["method"])
         if "precision" in state:
             self.precision_plugin.load_state_dict(state["precision"])
-        # Set when the loader begins an epoch, or within one when its next batch is fetched: setting it up draws, too.
+        # Restored when the loader begins an epoch, or when it fetches its next batch within one: its set-up draws, too.
         self._rng_states = state["rng"]
 
     def _restore_rng(self) -> None:
-        """Has the random numbers go on where the interrupted run stopped."""
+        """Restores the random state of the interrupted run."""
         if self._rng_states is not None:
             set_rng_states(self._rng_states)
             self._rng_states = None
@@ -254,7 +254,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _add_callback(self, trainer: Trainer, first: bool) -> None:
-        """Adds the callback to the Trainer's, if it is not there; ``first``: has it be the first of them."""
+        """Adds the callback to the Trainer unless it is there; with ``first``, as the first of its callbacks."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         own = next((callback for callback in callbacks if isinstance(callback, PipeSyncCallbackMixin)), None)
         if own is not None and first:
@@ -269,13 +269,13 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     @property
     def _interrupted(self) -> bool:
-        """Whether an exception is being handled: then a collective operation could hang."""
+        """Whether an exception is being handled, so that a collective operation could hang."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
 
     @property
     def _training(self) -> bool:
-        """Whether this is the training part of a fit, not its validation."""
+        """Whether ``fit`` is training, not validating."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer.training
 
@@ -292,11 +292,11 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     @property
     def _traffic_backend(self) -> str | None:
-        """Gloo if the user asked for it; otherwise the transport chooses for the device."""
+        """``"gloo"`` if the user has set it; otherwise None: the transport chooses by the device."""
         return "gloo" if self.process_group_backend == "gloo" else None
 
     def _position(self) -> tuple[int, int]:
-        """Returns the epoch, and the number of its batches that were trained, of the progress just loaded."""
+        """Returns the epoch of the loaded progress, and the number of its batches that were trained."""
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
         epochs = cast("_ProcessedTracker", loop.epoch_progress.current)

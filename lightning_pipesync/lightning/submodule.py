@@ -1,4 +1,4 @@
-"""A part of a LightningModule that runs elsewhere, while the module's own steps stay as they are."""
+"""Runs a submodule of a LightningModule as a pipeline, without changes to the module's own steps."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torch import Tensor, nn
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.layout import Call
 
-#: Values of each tensor that tell batches apart.
+#: Number of values of each tensor that identify a batch.
 DIGEST_VALUES = 1024
 
 
-#: What to do with models that are not made so.
+#: What to set for other models.
 OTHER_MODELS = (
     "Any other submodule is traced, if split= has the names of those within it with which the later stages begin."
 )
 
 
 class _InputFoundError(Exception):
-    """Carries what the submodule was called with out of a step, which is not run to its end."""
+    """Stops a step at its call of the submodule, and carries the arguments of that call."""
 
 
 class Submodule:
-    """The submodule in the midst of a LightningModule's ``training_step``, ``validation_step`` and so on.
+    """The submodule that a LightningModule's ``training_step``, ``validation_step`` and so on call.
 
     Args:
         module: the LightningModule.
-        name: of the submodule; None: the only ``nn.Sequential`` that is not part of another one.
+        name: name of the submodule; None: the only ``nn.Sequential`` that is not part of another one.
         traced: whether it may be any module. Then its input is a :class:`Call`, otherwise its only argument.
 
     Attributes:
-        name: as found.
+        name: name of the submodule in ``module``.
         layers: the submodule.
 
     Raises:
-        ValueError: there is none, or several and none is named.
+        ValueError: there is no such submodule, or there are several and ``name`` is None.
     """
 
     def __init__(self, module: nn.Module, name: str | None, traced: bool) -> None:
         if traced and name is None:
             raise ValueError(
-                f"split= names submodules, and not of which part of {type(module).__name__}: set module= to the name "
-                "of the submodule that holds them."
+                f"split= needs module=: set it to the name of the submodule of {type(module).__name__} that holds the "
+                "submodules named in split=."
             )
         self.name = _only_sequential(module) if name is None else name
         found = dict(module.named_modules()).get(self.name) if self.name else None
@@ -66,10 +66,10 @@ class Submodule:
         return [tensor for tensor in outside if id(tensor) not in inside]
 
     def input_of(self, step: Callable[[], Any]) -> Any:
-        """Runs ``step`` until it calls the submodule; returns what it calls it with.
+        """Runs ``step`` until it calls the submodule; returns the submodule's input.
 
         Raises:
-            RuntimeError: it does not, or the input depends on what is trained outside the submodule.
+            RuntimeError: it does not call it, or the input depends on parameters outside of the submodule.
         """
 
         def stop(*args: Any, **kwargs: Any) -> None:
@@ -83,16 +83,16 @@ class Submodule:
             raise RuntimeError(self._not_called())
         if any(tensor.requires_grad for tensor in tensors_in((call.args, call.kwargs))):
             raise RuntimeError(
-                f"The input of {self.name} depends on parameters outside of it, and these are on the last stage: put "
-                f"the modules that come before it into {self.name}."
+                f"The input of {self.name} depends on parameters outside of it, which are on the last stage: move the "
+                f"modules that come before it into {self.name}."
             )
         return call if self._traced else call.args[0]
 
     def result_of(self, step: Callable[[], Any], output: Any) -> Any:
-        """Returns the result of ``step`` when the submodule returns ``output``, whatever it is called with.
+        """Runs ``step`` with a submodule that returns ``output`` for any input; returns the result.
 
         Raises:
-            RuntimeError: the step does not call it exactly once.
+            RuntimeError: the step does not call the submodule exactly once.
         """
         calls = 0
 
@@ -120,8 +120,8 @@ class Submodule:
 
     def _not_called(self) -> str:
         return (
-            f"The step ended without a call of {self.name}: name the submodule that it calls with module=, and call it "
-            "as a whole, not layer by layer."
+            f"The step ended without a call of {self.name}: set module= to the name of the submodule that it calls, "
+            "and call the whole submodule, not its layers one by one."
         )
 
 
@@ -132,13 +132,13 @@ def _only_sequential(module: nn.Module) -> str:
         return outermost[0]
     found = f"has {len(outermost)}: {', '.join(outermost)}" if outermost else "has none"
     raise ValueError(
-        f"A pipeline is made from one nn.Sequential, and {type(module).__name__} {found}. Set module= to the name of "
-        f"the one that holds the layers. {OTHER_MODELS}"
+        f"A pipeline needs one nn.Sequential, and {type(module).__name__} {found}. Set module= to the name of the one "
+        f"that holds the layers. {OTHER_MODELS}"
     )
 
 
 def digest(batch: Any) -> int:
-    """Returns a number that tells ``batch`` from others: of some of its values, on the host."""
+    """Returns a checksum of the first :data:`DIGEST_VALUES` values of each tensor of ``batch``."""
     number = 0
     for tensor in tensors_in(batch):
         some = tensor.detach().reshape(-1)[:DIGEST_VALUES].cpu().contiguous()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class SyncStrategyMixin(PipeSyncStrategyMixin):
     """Translates the Trainer's hooks into the calls of a :class:`SyncMethod`.
 
-    The module is not wrapped: ``training_step`` runs on it directly, and the method sees to its gradients and weights.
+    The module is not wrapped: ``training_step`` runs on it directly. The method synchronizes its gradients and weights.
     """
 
     method: SyncMethod | None = None
@@ -44,7 +44,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def configure_ddp(self) -> None:
-        """Leaves the module as it is: there is nothing to wrap."""
+        """Does nothing: the module is not wrapped."""
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -60,9 +60,9 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         self._check_checkpoint(self.method.transport)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for value in vars(callback).values():
-                if isinstance(value, AveragedModel):  # WeightAveraging and its kin
+                if isinstance(value, AveragedModel):  # WeightAveraging and similar callbacks
                     self.method.follow(value)
-        # The gradient to clip may not be in p.grad yet, where the plugin would look for it, or never is.
+        # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
 
@@ -74,7 +74,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def on_train_end(self) -> None:
-        """Gives the optimizers their state back, for a checkpoint that is saved after the training."""
+        """Restores the whole state of the optimizers, for a checkpoint that is saved after the training."""
         super().on_train_end()
         if self.method is not None and not self._interrupted:
             self.method.return_optimizer_states()
@@ -103,10 +103,11 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Gives the training loader the method's order and batch size; a resumed run continues within its epoch.
+        """Sets the method's order and batch size in the training loader; a resumed run continues within its epoch.
 
         Raises:
-            ValueError: the data set has fewer samples than there are ranks, or data injection a loader without batches.
+            ValueError: the data set has fewer samples than there are ranks, or data injection is set for a loader
+                without batches.
         """
         dataloader = super().process_dataloader(dataloader)
         if not self._training or not isinstance(dataloader, DataLoader):
@@ -125,14 +126,14 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         self.method.begin_pass()  # the step may read weights outside of any module's forward pass
         result = super().training_step(*args, **kwargs)
         if not self._automatic:
-            self.method.end_pass()  # its optimizers have stepped, and callbacks look
+            self.method.end_pass()  # its optimizers have stepped; callbacks may read the weights next
         return result
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(*args, **kwargs)
         if self.method is not None and self._automatic:
-            self.method.end_pass()  # this was the only graph, and no step may follow
+            self.method.end_pass()  # this was the only graph, and a step need not follow
         return loss
 
     @override
@@ -145,7 +146,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
     ) -> Any:
         assert self.method is not None
         assert self.lightning_module is not None
-        # The learning rate finder replaces them all, and looks for its own in front.
+        # LearningRateFinder replaces all callbacks, and expects its own as the first.
         self._add_callback(self.lightning_module.trainer, first=False)
 
         def compute() -> Any:
@@ -165,7 +166,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it gradients are accumulated, and nothing is communicated."""
+        """Context manager that accumulates gradients without communication."""
         with nullcontext() if self.method is None else self.method.no_sync():
             yield
 
@@ -197,7 +198,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         clip_value([step], parameters_of(step.optimizer), clip_val)
 
     def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
-        """Returns the step of ``optimizer``, whose gradient the method may not have taken: manual optimization."""
+        """Returns the step of ``optimizer``, after its gradient is reduced: with manual optimization it may not be."""
         assert self.method is not None
         optimizer = unwrapped(optimizer)
         self._before_unscaling(optimizer)
@@ -209,7 +210,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.method is not None and not self.method.flushed:
             self.flush()
-            self._flushed_to_save = True  # training may be in the midst of a step: after saving it goes on
+            self._flushed_to_save = True  # saving may interrupt a step, which resumes afterwards
         state = super().lightning_module_state_dict()
         return state if self.method is None else unshare_storage(state)
 
@@ -227,8 +228,9 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
             return super().optimizer_state(optimizer)
         if self._interrupted:
             rank_zero_warn(
-                "The checkpoint is saved after an error, when the other ranks may be gone. Each rank has but a part of "
-                "the optimizer's state, so it holds none: a run that goes on from it begins with a new optimizer state."
+                "The checkpoint is saved after an error, when other ranks may be gone. Each rank has only a part of "
+                "the optimizer's state, so the checkpoint has none: a run that resumes from it starts with a new "
+                "optimizer state."
             )
             return super().optimizer_state(optimizer)
         return self.method.optimizer_state_dict(unwrapped(optimizer))

@@ -1,4 +1,4 @@
-"""The same for the twin distribution ``pytorch_lightning``."""
+"""Strategies of the Trainer of the twin distribution ``pytorch_lightning``."""
 
 from functools import partial
 from typing import Any
@@ -13,5 +13,5 @@ STRATEGIES = Strategies(__name__, StrategyRegistry, partial(trainer_strategy, DD
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the strategy of a registered method by its name."""
+    """Returns the strategy class of that name, ``<Method>Strategy``."""
     return STRATEGIES.find(name)

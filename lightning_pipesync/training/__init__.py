@@ -1,1 +1,1 @@
-"""What every framework's adapter needs, once, and free of any framework."""
+"""Sessions, steps, loaders and state of a training: shared by the adapters, independent of any framework."""

@@ -1,4 +1,4 @@
-"""The training loader as a method's settings have it, in frameworks that make loaders themselves."""
+"""Applies a method's data settings to training loaders that a framework creates."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def in_order(
     """Returns ``loader`` in the order of SelDP and with the batch size of data injection, if these are set.
 
     Args:
-        loader: the framework's.
-        settings: of the method.
-        order: what SelDP may take the place of; None: the order is the user's own.
+        loader: the framework's loader.
+        settings: the method's settings.
+        order: the sampler that SelDP may replace; None: the order is the user's own.
         world_size: number of ranks.
         limit: how much of the loader is used in an epoch: a number of batches, or a fraction.
 
     Raises:
-        ValueError: injection has no batches to work with.
+        ValueError: data injection is set and the loader has no batches.
     """
     samples = None
     if settings.injection is not None:
@@ -47,9 +47,9 @@ def in_order(
 
 
 def replaceable_order(loader: DataLoader[Any], settings: Settings, rank: int) -> DistributedSampler[Any] | None:
-    """Returns the framework's own order of ``loader``, which SelDP may take the place of; None: it is the user's.
+    """Returns the framework's own sampler of ``loader``, which SelDP may replace; None: the order is the user's own.
 
-    Iterable data sets and other samplers stay as they are, with a warning on rank 0 where SelDP was to be expected.
+    Iterable data sets and other samplers keep their order; rank 0 warns if ``partition="seldp"``.
     """
     sampler = sampler_of(loader)
     if type(sampler) is DistributedSampler and not isinstance(loader.dataset, IterableDataset):
@@ -58,20 +58,20 @@ def replaceable_order(loader: DataLoader[Any], settings: Settings, rank: int) ->
         return None
     if isinstance(loader.dataset, IterableDataset):
         warnings.warn(
-            "SelDP cannot reorder an iterable data set; it must itself give each rank data of its own.", stacklevel=2
+            "SelDP cannot reorder an iterable data set; it must itself give each rank different data.", stacklevel=2
         )
     elif isinstance(sampler, DistributedSampler) and type(sampler) is not SelDPSampler:
         warnings.warn(
-            f"SelDP leaves the order to {type(sampler).__name__}; set partition='defdp' to say so.", stacklevel=2
+            f"SelDP does not replace a {type(sampler).__name__}; set partition='defdp' to silence this.", stacklevel=2
         )
     return None
 
 
 def check_num_samples(loader: DataLoader[Any], world_size: int) -> None:
-    """Checks that every rank gets a sample of its own.
+    """Checks that there is at least one sample for each rank, if the data is divided among the ranks.
 
     Raises:
-        ValueError: the data is divided among the ranks, and there are fewer samples than ranks.
+        ValueError: there are fewer samples than ranks.
     """
     sampler = sampler_of(loader)
     if not isinstance(sampler, DistributedSampler):
@@ -82,7 +82,7 @@ def check_num_samples(loader: DataLoader[Any], world_size: int) -> None:
 
 
 def with_resumable_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Returns ``loader`` in the same order, which can begin within an epoch if it is the framework's own."""
+    """Returns ``loader`` in the same order; if that is the framework's own, it can resume within an epoch."""
     order = sampler_of(loader)
     if type(order) is not DistributedSampler or not counts_samples(loader):
         return loader

@@ -1,4 +1,4 @@
-"""What stands in the place of a model, where DistributedDataParallel would."""
+"""The wrapper of a model that a method trains, in place of ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_pipesync.methods.method import SyncMethod
 
 
 class SyncedModule(nn.Module):
-    """A model whose gradients and weights a method looks after.
+    """A model whose gradients and weights a method synchronizes.
 
     Args:
         module: the user's own model, or its compiled form.
-        automatic: whether :meth:`eval` consolidates the weights, so that it is a collective call, and the next forward
-            pass of the training undoes that; and whether a training without a method is refused. Otherwise the loop
-            says when it evaluates.
+        automatic: whether :meth:`eval` consolidates the weights, which makes it a collective call, and the next forward
+            pass of the training restores them; and whether a forward pass of a training without a method raises. If
+            False, the loop calls :meth:`SyncMethod.flush` and :meth:`SyncMethod.resume` itself.
 
     Attributes:
-        module: the model that was given.
-        method: what looks after it; None before its optimizer is known, too.
+        module: the wrapped model.
+        method: the method that synchronizes it; None until the model's optimizer is prepared.
     """
 
     def __init__(self, module: nn.Module, automatic: bool) -> None:
@@ -38,35 +38,35 @@ class SyncedModule(nn.Module):
         """Runs the model.
 
         Raises:
-            RuntimeError: a training begins, and nobody would synchronize the gradients.
+            RuntimeError: a training begins, and no method synchronizes the gradients.
         """
         if self._automatic and self.training and torch.is_grad_enabled():
             self._begin_to_train()
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> SyncedModule:
-        """Sets the model's mode; before an evaluation it consolidates the weights, if that is automatic."""
+        """Sets the model's mode; if ``automatic``, evaluation mode consolidates the weights."""
         super().train(mode)
         if self._automatic and not mode and self.method is not None and not self.method.flushed:
             self.method.flush()
         return self
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it gradients are accumulated, and nothing is communicated."""
+        """Returns a context manager that accumulates gradients without communication."""
         return nullcontext() if self.method is None else self.method.no_sync()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Returns the parameters as :class:`torch.nn.Module` does, when their weights are those after the last step."""
+        """Returns the parameters as :class:`torch.nn.Module` does, after waiting for the last step's weights."""
         if self.method is not None:
             self.method.synchronize()
         return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; the weights may still be under way."""
+        """Clears the gradients, without waiting for weights in flight."""
         self.module.zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a copy of the model itself, which nobody synchronizes."""
+        """Returns a copy of the wrapped model, which is not synchronized."""
         if self.method is not None:
             self.method.synchronize()
         return deepcopy(self.module, memo)
@@ -77,6 +77,6 @@ class SyncedModule(nn.Module):
                 self.method.resume()
         elif any(parameter.requires_grad for parameter in self.module.parameters()):
             raise RuntimeError(
-                f"The {type(self.module).__name__} is trained, and its optimizer was not prepared, so nobody would "
-                "synchronize its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
+                f"The {type(self.module).__name__} is trained, and its optimizer was not prepared, so its gradients "
+                "are not synchronized: call model, optimizer = accelerator.prepare(model, optimizer)."
             )

@@ -1,4 +1,4 @@
-"""The methods by name, and their settings from where nothing has a type: YAML files, environment variables."""
+"""The registry of methods, and their settings from untyped sources: YAML files and environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 from lightning_pipesync.methods.settings import Settings
 
-#: Every method by its name. Strategies, plugin, command line and docs follow from it.
+#: Every method by its name. Strategies, plugin, command line and docs derive from it.
 METHODS: dict[str, type[Method]] = {method.name: method for method in (DeAR, EAPipe, PipeSGD, SelSync)}
 
 
@@ -41,7 +41,7 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: there is no such method or setting, or one is not of its type or out of its range.
     """
-    from jsonargparse import ArgumentError, ArgumentParser  # takes longer to import than all the rest here
+    from jsonargparse import ArgumentError, ArgumentParser  # imported here because its import is slow
 
     config_type = _config_type(method, settings)
     types = get_type_hints(config_type)
@@ -57,7 +57,7 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
 
 
 def _config_type(method: object, settings: Mapping[str, Any]) -> type[Settings]:
-    """Returns the class of a method's settings, which has all of those."""
+    """Returns the class of a method's settings, after checking that it has all of ``settings``."""
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     config_type = METHODS[method].config_type

@@ -1,4 +1,4 @@
-"""Which method trains which of the models and optimizers that a framework was given."""
+"""Sessions: which method trains which models and optimizers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_pipesync.training.registry import METHODS
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """How a framework's methods are attached.
+    """How a framework attaches a method.
 
     Attributes:
-        name: of the method.
-        config: its settings.
-        ranks_per_host: how many ranks this host has.
-        backend: of the traffic, see :class:`Transport`.
+        name: the method's name.
+        config: the method's settings.
+        ranks_per_host: number of ranks on this host.
+        backend: backend of the method's communication, see :class:`Transport`.
         loads_data: whether the framework follows the settings of the training data itself.
     """
 
@@ -53,10 +53,10 @@ class Session:
     """A method, the optimizers whose steps it takes, and the models that they train.
 
     Attributes:
-        modules: the user's own models, all that share an optimizer.
-        optimizers: all that share a model.
-        method: attached to them.
-        wrappers: what stands in the place of the models, as long as somebody holds it.
+        modules: the user's own models, connected by shared optimizers.
+        optimizers: the user's own optimizers of these models.
+        method: the method attached to them.
+        wrappers: weak references to the wrappers of the models.
     """
 
     modules: list[nn.Module]
@@ -66,11 +66,11 @@ class Session:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody holds one of the wrappers."""
+        """Whether a wrapper of the session is still referenced."""
         return any(wrapper() is not None for wrapper in self.wrappers)
 
     def flush_and_detach(self) -> None:
-        """Ends the method, so that another one begins with what models and optimizers hold; a collective call."""
+        """Writes weights and optimizer states back, and ends the method; a collective call."""
         self.method.flush()
         self.method.return_optimizer_states()
         self.detach()
@@ -84,11 +84,11 @@ class Session:
 
 
 class Sessions:
-    """Everything that was prepared to be trained: models and optimizers in any order, and whole pipelines.
+    """Everything that was prepared to be trained: models and optimizers in any order, and pipelines.
 
     Attributes:
-        sessions: those that are attached.
-        optimizers: in the order in which they were added.
+        sessions: the attached sessions.
+        optimizers: the added optimizers, in order.
         pipelines: methods that make the passes themselves.
     """
 
@@ -100,11 +100,11 @@ class Sessions:
 
     @property
     def methods(self) -> list[Method]:
-        """All that are attached."""
+        """All attached methods."""
         return [*(session.method for session in self.sessions), *self.pipelines]
 
     def wrap(self, module: nn.Module, automatic: bool) -> SyncedModule:
-        """Returns what stands in the place of a model, which is trained when its optimizer has been added, too.
+        """Returns the wrapper of a model, which can be trained once its optimizer has been added.
 
         Args:
             module: the user's own model.
@@ -115,16 +115,16 @@ class Sessions:
         return wrapper
 
     def wrapper_of(self, module: nn.Module) -> SyncedModule | None:
-        """Returns the wrapper of a model, or itself, as long as somebody holds it."""
+        """Returns the wrapper of a model; None if there is none. A wrapper is its own."""
         return next((one for one in self._held_wrappers if module is one or module is one.module), None)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Adds an optimizer, unless it is there."""
+        """Adds an optimizer, unless it was added before."""
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
 
     def session_of(self, one: Optimizer | SyncedModule) -> Session | None:
-        """Returns the session of an optimizer or a wrapper; None if it is in none."""
+        """Returns the session of an optimizer or a wrapper; None if there is none."""
         for session in self.sessions:
             known = session.modules if isinstance(one, SyncedModule) else session.optimizers
             if any((one.module if isinstance(one, SyncedModule) else one) is other for other in known):
@@ -132,10 +132,10 @@ class Sessions:
         return None
 
     def attach(self, plan: MethodPlan) -> None:
-        """Gives a method to what has none yet, and is complete; a collective call.
+        """Attaches a method to all models that have optimizers and no method; a collective call.
 
         Raises:
-            ValueError: the ranks differ in settings or model, or something cannot be trained so.
+            ValueError: the ranks differ in settings or model, or the method does not support a model or optimizer.
         """
         modules = [module for session in self.sessions for module in session.modules]
         modules += [one.module for one in self._held_wrappers if not any(one.module is known for known in modules)]
@@ -143,13 +143,13 @@ class Sessions:
         for session in list(self.sessions):
             if (session.modules, session.optimizers) in groups:
                 groups.remove((session.modules, session.optimizers))
-            else:  # a further optimizer for its models
+            else:  # its models have another optimizer now
                 session.flush_and_detach()
                 self.sessions.remove(session)
         self.sessions += [self._attached(modules, optimizers, plan) for modules, optimizers in groups]
 
     def remove(self, session: Session) -> None:
-        """Ends a session, and forgets its optimizers."""
+        """Ends a session, and removes its optimizers."""
         session.detach()
         self.sessions.remove(session)
         self.optimizers = [one for one in self.optimizers if not any(one is own for own in session.optimizers)]
@@ -161,7 +161,7 @@ class Sessions:
         self.sessions.clear()
 
     def end(self, timeout_s: float = 10.0) -> None:
-        """Ends everything, and forgets it; models may be trained again, with an optimizer that is added then."""
+        """Ends and removes everything; to train a model again, add an optimizer."""
         self.detach(timeout_s)
         for engine in self.pipelines:
             engine.detach(timeout_s)
@@ -169,12 +169,12 @@ class Sessions:
         self.pipelines.clear()
 
     def return_optimizer_states(self) -> None:
-        """Gives optimizers their whole state back, of which a rank may have but a part; a collective call."""
+        """Restores the whole state of the optimizers, of which a rank may have a part only; a collective call."""
         for session in self.sessions:
             session.method.return_optimizer_states()
 
     def flush(self) -> list[SyncMethod]:
-        """Consolidates all weights; returns the methods that were training until then. A collective call."""
+        """Consolidates all weights; returns the methods that were not flushed before. A collective call."""
         training = [session.method for session in self.sessions if not session.method.flushed]
         for method in training:
             method.flush()
@@ -187,7 +187,7 @@ class Sessions:
             engine.gather()
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Returns the metrics of all methods under ``name``, and those of further ones under ``name_1`` and so on."""
+        """Returns the metrics of all methods: the first one's under ``name``, others' under ``name_1`` and so on."""
         found: dict[str, float] = {}
         for index, method in enumerate(self.methods):
             prefix = f"{name}_{index}" if index else name
@@ -209,9 +209,9 @@ class Sessions:
 def connected(
     modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> list[tuple[list[nn.Module], list[Optimizer]]]:
-    """Returns groups of models and optimizers, so that what shares a parameter is in one group.
+    """Returns groups of models and optimizers: those that share a parameter are in one group.
 
-    Models that no optimizer trains, and optimizers that train none of the models, are not in it.
+    Models without an optimizer, and optimizers without a model, are in no group.
     """
     groups: list[tuple[list[nn.Module], list[Optimizer]]] = []
     for optimizer in optimizers:

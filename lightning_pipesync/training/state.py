@@ -1,4 +1,4 @@
-"""What a checkpoint holds of each rank besides a plain one's content, and who may resume from it."""
+"""The section of a checkpoint with the states of the ranks, and the checks before a rank resumes from it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_pipesync.core.rng import rng_states
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.settings import Settings
 
-#: The key of a checkpoint under which everything stands that a plain one does not have.
+#: The key of that section, which holds everything that a plain checkpoint does not.
 CHECKPOINT_KEY = "pipesync"
 
 
 def section_of(
     name: str, config: Settings, transport: Transport, state: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what stands under :data:`CHECKPOINT_KEY`, on rank 0 with the states of all ranks; a collective call.
+    """Returns the section under :data:`CHECKPOINT_KEY`, on rank 0 with the states of all ranks; a collective call.
 
     Args:
-        name: of the method.
-        config: its settings.
-        transport: the way to the other ranks.
+        name: the method's name.
+        config: the method's settings.
+        transport: communicates with the other ranks.
         state: returns this rank's state.
     """
     section: dict[str, Any] = {"strategy": name, "world_size": transport.world_size}
@@ -34,12 +34,12 @@ def section_of(
 
 
 def rank_state(methods: dict[str, Any], precision: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns what this rank needs to resume bit for bit, besides what a plain checkpoint holds.
+    """Returns the state that this rank needs, besides a plain checkpoint, to resume bit for bit.
 
     Args:
         methods: states of the methods.
-        precision: state of the precision plugin: a loss scale of this rank's own; may be empty.
-        device: whose random numbers belong to it.
+        precision: state of the precision plugin, the rank's own loss scale; may be empty.
+        device: the device whose random state is included.
     """
     return {**methods, **({"precision": precision} if precision else {}), "rng": rng_states(device)}
 
@@ -52,36 +52,36 @@ def state_of_rank(
     config: Settings,
     removable: str = f"the key {CHECKPOINT_KEY!r}",
 ) -> dict[str, Any] | None:
-    """Returns what a rank needs to go on bit for bit, from what stands under :data:`CHECKPOINT_KEY`.
+    """Returns the state of a rank from the section under :data:`CHECKPOINT_KEY`.
 
-    Rank 0 warns if another strategy's checkpoint is used, or if something is lost with this number of ranks.
+    Rank 0 warns if the checkpoint is of another strategy, or if something is lost with this number of ranks.
 
     Args:
-        saved: what stands there.
-        strategy: name of the strategy that goes on.
-        rank: which rank.
-        world_size: how many ranks there are now.
-        config: the settings of the strategy that goes on.
-        removable: what a user may remove from the checkpoint, to go on without it.
+        saved: the section.
+        strategy: name of the strategy that resumes.
+        rank: the rank that resumes.
+        world_size: number of ranks that resume.
+        config: settings of the strategy that resumes.
+        removable: what a user may remove from the checkpoint to resume without the states of the ranks.
 
     Returns:
-        None if the checkpoint does not hold it, or it is not of use here.
+        The state; None if the checkpoint does not hold one, or the rank cannot use it.
 
     Raises:
-        ValueError: the checkpoint was written with another number of ranks, and needs as many.
+        ValueError: the checkpoint was written with another number of ranks, and can be resumed with that one only.
     """
     if saved["strategy"] != strategy:
         _warn_once(
             rank,
-            f"The checkpoint is of strategy={saved['strategy']!r}. Training goes on with {strategy!r} "
-            "from its consolidated weights; what that strategy kept for each rank is not used.",
+            f"The checkpoint is of strategy={saved['strategy']!r}. Training resumes with {strategy!r} "
+            "from its consolidated weights; the states of its ranks are not used.",
         )
         return None
     if saved["world_size"] != world_size:
         if config.needs_as_many_ranks:
             raise ValueError(
                 f"The checkpoint holds the state of {saved['world_size']} ranks, and there are {world_size}. "
-                f"Resume with as many, or remove {removable} from the checkpoint to go on from its consolidated "
+                f"Resume with as many, or remove {removable} from the checkpoint to resume from its consolidated "
                 "weights."
             )
         if (lost := config.lost_with_other_ranks) is not None:
@@ -91,6 +91,6 @@ def state_of_rank(
 
 
 def _warn_once(rank: int, message: str) -> None:
-    """Warns on one rank for all."""
+    """Warns on rank 0 only."""
     if rank == 0:
         warnings.warn(message, stacklevel=4)

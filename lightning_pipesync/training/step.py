@@ -1,4 +1,4 @@
-"""Clipping what the methods are about to apply, whoever asks for it."""
+"""Clipping of the gradients that methods are about to apply, for all frameworks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lightning_pipesync.methods.method import SyncMethod, parameters_of
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """An optimizer, and the method that steps it.
+    """The step of one optimizer, whose gradient its method has reduced.
 
     Attributes:
-        method: has taken the gradient of this step.
-        optimizer: the user's own.
+        method: the method that steps the optimizer.
+        optimizer: the user's own optimizer.
     """
 
     method: SyncMethod
     optimizer: Optimizer
 
     def has_some_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Returns whether some of the parameters are this optimizer's."""
+        """Returns whether the optimizer has at least one of the parameters."""
         return not self._ids.isdisjoint(id(parameter) for parameter in parameters)
 
     def has_only(self, parameters: Sequence[Tensor]) -> bool:
-        """Returns whether all of this optimizer's are among the parameters."""
+        """Returns whether all of the optimizer's parameters are among ``parameters``."""
         return self._ids <= {id(parameter) for parameter in parameters}
 
     @property
@@ -44,17 +44,18 @@ def clip_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients of ``parameters`` by their norm; returns the norm before, 0-dim.
+    """Clips the gradients of ``parameters`` by their norm; returns the norm before clipping (0-dim).
 
     Args:
-        steps: of the optimizers that have some of the parameters.
-        parameters: whose gradients to clip.
+        steps: the steps of all optimizers that have some of the parameters.
+        parameters: the parameters whose gradients are clipped.
         max_norm: largest norm.
         norm_type: as in :func:`torch.nn.utils.clip_grad_norm_`.
         error_if_nonfinite: whether a norm that is not finite is an error.
 
     Raises:
-        ValueError: no rank has the gradients, and these are not all of one optimizer, or it is not the L2 norm.
+        ValueError: each rank has only a part of the gradients (DeAR), and ``parameters`` are not all of one optimizer's
+            or ``norm_type`` is not 2.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
     if all(step.method.applies_grad for step in steps):
@@ -64,13 +65,13 @@ def clip_norm(
     if norm_type != 2:
         raise ValueError(
             f"norm_type={norm_type!r}: each rank has a part of the averaged gradient, of which {step.method.name!r} "
-            "knows the L2 norm only. Leave out norm_type, or clip by value."
+            "computes the L2 norm only. Omit norm_type, or clip by value."
         )
     norm = step.method.clip(max_norm, step.optimizer)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"The norm of the gradient is {norm.item()}, which nothing can be clipped by: find out where that comes "
-            "from, or set error_if_nonfinite=False."
+            f"The norm of the gradient is {norm.item()}, and the gradient cannot be clipped by it: find its cause, or "
+            "set error_if_nonfinite=False."
         )
     return norm
 
@@ -79,7 +80,7 @@ def clip_value(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor], max
     """Clips every value of the gradients of ``parameters`` to ``[-max_value, max_value]``.
 
     Raises:
-        ValueError: no rank has the gradients, and these are not all of one optimizer.
+        ValueError: each rank has only a part of the gradients (DeAR), and these are not all of one optimizer.
     """
     if all(step.method.applies_grad for step in steps):
         nn.utils.clip_grad_value_([*parameters, *_clipped_along(steps, parameters)], max_value)
@@ -98,7 +99,7 @@ def _whole(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor]) -> Opti
     if len(steps) > 1 or not steps[0].has_only(parameters):
         raise ValueError(
             f"With {steps[0].method.name!r} each rank has a part of the averaged gradient only: clip all parameters of "
-            f"one optimizer in one call. This one was given {len(parameters)} tensors, and the optimizers that have "
-            f"some of them have {', '.join(str(len(parameters_of(step.optimizer))) for step in steps)}."
+            f"one optimizer in one call. This call has {len(parameters)} tensors, and the optimizers that own some of "
+            f"them have {', '.join(str(len(parameters_of(step.optimizer))) for step in steps)}."
         )
     return steps[0]

@@ -1,4 +1,4 @@
-"""Strategy classes as views of a method's settings: names, types, defaults and docs are the dataclass's."""
+"""Strategy classes whose arguments are a method's settings: names, types, defaults and docs of the dataclass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, get_type_hints
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import docs_of
 
-#: What a strategy takes besides the method's settings.
+#: Docs of a strategy's arguments besides the method's settings.
 FRAMEWORK_DOCS = {
-    "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors travel through the host.',
+    "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.',
     "start_method": 'as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.',
 }
 
@@ -21,9 +21,9 @@ class Strategies:
     """The strategy classes of one distribution of a framework, by name.
 
     Args:
-        module: where they can be imported from.
+        module: name of the module that exports them.
         registry: the framework's registry of strategies.
-        make: returns the class for a method, or what refuses to be one.
+        make: returns the class for a method, or a function that raises if the framework does not support the method.
     """
 
     def __init__(self, module: str, registry: Any, make: Callable[[type[Method], str], Any]) -> None:
@@ -31,7 +31,7 @@ class Strategies:
         self._classes: dict[str, Any] = {}
 
     def register(self, method: type[Method]) -> None:
-        """Makes the strategy of a method, and registers the method's name with the framework."""
+        """Creates the strategy of a method, and registers the method's name with the framework."""
         strategy = self._make(method, self._module)
         self._classes[strategy.__name__] = strategy
         summary = (strategy.__doc__ or "").partition("\n")[0]
@@ -56,18 +56,18 @@ def strategy_class(
     without: Collection[str] = (),
     **attributes: Any,
 ) -> type[Any]:
-    """Returns the class of a strategy.
+    """Creates a strategy class.
 
-    Its ``__init__`` passes the arguments on by name to that of the first base, whose ``**settings`` its signature
-    replaces by the method's settings.
+    Its ``__init__`` has the signature of the first base's, with the method's settings in place of ``**settings``, and
+    passes the arguments on by name.
 
     Args:
-        suffix: its name is that of the method's class with ``suffix``.
-        method: what it trains with.
-        bases: the framework's strategy is the last one.
-        module: where it can be imported from.
-        without: settings that it does not take.
-        attributes: of the class.
+        suffix: appended to the name of the method's class.
+        method: the method's class.
+        bases: the mixin, and the framework's strategy as the last one.
+        module: name of the module that exports the class.
+        without: settings that are not arguments.
+        attributes: further attributes of the class.
     """
     init = bases[0].__init__  # type: ignore[misc]
     types = {**get_type_hints(init), **get_type_hints(method.config_type)}
@@ -98,7 +98,7 @@ def strategy_class(
 
 
 def _describe(init: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
-    """Gives ``__init__`` the signature that users and command lines see."""
+    """Sets the signature of ``__init__`` that users and command lines see."""
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     init.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]
     init.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,4 +1,4 @@
-"""The methods in transformers' Trainer."""
+"""Support for transformers' Trainer."""
 
 from lightning_pipesync.transformers.trainer import PipeSyncTrainerMixin
 

@@ -1,4 +1,4 @@
-"""The only place that touches a private name of transformers, so that an upgrade breaks one file."""
+"""The only module that uses private names of transformers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_pipesync.core.private_names import missing, require
 
 @contextmanager
 def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
-    """Within it a Trainer of transformers makes its Accelerator by calling ``make``.
+    """Context manager in which transformers' Trainer creates its Accelerator by calling ``make``.
 
     Raises:
-        RuntimeError: it has made one in another way.
+        RuntimeError: the Trainer did not call ``make``.
     """
     from transformers import trainer
 

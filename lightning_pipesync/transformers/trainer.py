@@ -1,4 +1,4 @@
-"""transformers' Trainer, whose Accelerator is one of this package."""
+"""Mixin that gives transformers' Trainer a :class:`PipeSyncAccelerator`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ else:
 
 
 class PipeSyncTrainerMixin(Overriding, _Base):
-    """Goes before ``transformers.Trainer``, or a subclass of it, in the bases::
+    """Mixin that precedes ``transformers.Trainer``, or a subclass of it, in the bases::
 
         class MyTrainer(PipeSyncTrainerMixin, Trainer): ...
 
         trainer = MyTrainer(model=model, args=args, train_dataset=data, pipesync=PipeSyncPlugin("dear"))
 
-    Training logs have the method's metrics. What is evaluated and saved are the consolidated weights; a run that goes
-    on with ``train(resume_from_checkpoint=...)`` has what each rank needs.
+    Training logs contain the method's metrics. The consolidated weights are evaluated and saved. A checkpoint also
+    holds each rank's state, from which ``train(resume_from_checkpoint=...)`` resumes bit for bit.
 
     Args:
         pipesync: as in PipeSyncAccelerator.
 
     Raises:
-        ValueError: the method is EA-Pipe, which makes the passes itself, or data injection is wanted.
+        ValueError: the method is EA-Pipe, which makes the passes itself, or data injection is set.
     """
 
     accelerator: PipeSyncAccelerator
@@ -44,13 +44,13 @@ class PipeSyncTrainerMixin(Overriding, _Base):
         self._pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
         if self._pipesync is not None and METHODS[self._pipesync.method].makes_passes:
             raise ValueError(
-                f"method={self._pipesync.method!r} makes the passes itself, and transformers' Trainer makes them, too: "
-                "use PipeSyncAccelerator.prepare_pipeline() in a loop of your own, or another method."
+                f"method={self._pipesync.method!r} makes the passes itself, and so does transformers' Trainer: use "
+                "PipeSyncAccelerator.prepare_pipeline() in a plain loop, or another method."
             )
         if self._pipesync is not None and self._pipesync.config.injection is not None:
             raise ValueError(
                 f"injection={self._pipesync.config.injection} does not work in transformers' Trainer, which "
-                "resumes within an epoch by a loader of its own: use it in a loop of your own, or set injection=None."
+                "resumes within an epoch with its own loader: use a plain loop, or set injection=None."
             )
         super().__init__(*args, **kwargs)
 
@@ -84,7 +84,7 @@ class PipeSyncTrainerMixin(Overriding, _Base):
         if not isinstance(self.optimizer, SynchronizedOptimizer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        with self.optimizer.state_at_hand():  # rank 0 alone asks for it, and each rank may have a part of it
+        with self.optimizer.state_at_hand():  # only rank 0 reads the state, and each rank may have a part of it
             super()._save_optimizer_and_scheduler(output_dir)
         self.accelerator.save_rank_states(output_dir)
 
@@ -96,7 +96,7 @@ class PipeSyncTrainerMixin(Overriding, _Base):
 
     @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.consolidate()  # one process alone may save the model, or use it
+        self.accelerator.consolidate()  # a single process may save or use the model afterwards
         self.accelerator.return_optimizer_states()
         return super()._finalize_training(*args, **kwargs)
 
