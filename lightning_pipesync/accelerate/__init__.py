@@ -1,4 +1,4 @@
-"""The methods for Hugging Face Accelerate, whose loop stays as it was."""
+"""The methods for Hugging Face Accelerate."""
 
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin

@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator, with a method in the place of DistributedDataParallel."""
+"""Accelerate's Accelerator with a method in place of ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from lightning_pipesync.training.step import clip_value as clip_value_of
 
 
 class PipeSyncAccelerator(SavingAccelerator):
-    """``accelerate.Accelerator``, whose ``prepare`` gives models and optimizers to a method of this package.
+    """``accelerate.Accelerator`` whose ``prepare`` attaches a method of this package to models and optimizers.
 
-    The loop stays as it was::
+    The training loop does not change::
 
         accelerator = PipeSyncAccelerator(pipesync=PipeSyncPlugin("selsync", delta=0.3))
         model, optimizer, test_loader = accelerator.prepare(model, optimizer, test_loader)
@@ -51,18 +51,18 @@ class PipeSyncAccelerator(SavingAccelerator):
             accelerator.backward(loss_function(model(x), y))
             optimizer.step()
 
-    With one process, and without a plugin, it is a plain Accelerator.
+    With one process, or without a plugin, it is a plain Accelerator.
 
     Args:
         pipesync: the method and its settings; None: those in the environment, see PipeSyncPlugin.from_environment.
         accelerator_kwargs: as in Accelerator.
 
     Attributes:
-        pipesync: the method and its settings; None if there are none.
+        pipesync: the method and its settings; None: a plain Accelerator.
 
     Raises:
-        ValueError: a setting in the environment is wrong, or there are fewer processes than the launcher was asked for,
-            or the model is to be sharded.
+        ValueError: a setting in the environment is wrong, the launcher started another number of processes than was
+            configured, or the model would be sharded.
     """
 
     def __init__(self, pipesync: PipeSyncPlugin | None = None, **accelerator_kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if self.pipesync is not None:
             check_support(self)
         self._sessions = Sessions()
-        at_shutdown(self._sessions.end)  # many a loop ends without end_training()
+        at_shutdown(self._sessions.end)  # a script need not call end_training()
         self._preparing = False
         self._loader_checked = self._loader_is_for_training = False
 
@@ -86,7 +86,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Prepares models, optimizers, loaders and schedulers, as Accelerate does; a collective call.
 
         Raises:
-            ValueError: the ranks differ in settings or model, or something cannot be trained by the method.
+            ValueError: the ranks differ in settings or model, or the method does not support a model or optimizer.
         """
         self._preparing = True
         try:
@@ -101,14 +101,14 @@ class PipeSyncAccelerator(SavingAccelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepares a model; its optimizer has to be prepared, too, before it is trained."""
+        """Prepares a model; its optimizer must be prepared as well before it is trained."""
         trained = not evaluation_mode and any(parameter.requires_grad for parameter in model.parameters())
         if not self._synchronizes or not trained:
-            # A model without gradients needs no DistributedDataParallel, which on the CPU it would get, and refuse.
+            # On the CPU, Accelerate would wrap it in DistributedDataParallel, which refuses models without gradients.
             return super().prepare_model(model, device_placement, evaluation_mode or self._synchronizes)
         self._refuse_pipeline("prepare(model, optimizer)")
         known = self._sessions.wrapper_of(model)
-        # In evaluation mode it puts no DistributedDataParallel around it, and does all the rest.
+        # evaluation_mode=True: everything but the wrapper DistributedDataParallel.
         prepared = super().prepare_model(known.module if known else model, device_placement, evaluation_mode=True)
         wrapper = known or self._sessions.wrap(prepared, automatic=True)
         mark_prepared(wrapper)
@@ -117,7 +117,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepares an optimizer; the model that it trains has to be prepared, too, before a step."""
+        """Prepares an optimizer; the model that it trains must be prepared as well before a step."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if not self._synchronizes:
             return prepared
@@ -137,9 +137,9 @@ class PipeSyncAccelerator(SavingAccelerator):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepares a loader that is not of training data, or has its order from Accelerate.
+        """Prepares a loader of other than training data, or of training data in Accelerate's order.
 
-        In a pipeline all ranks get the same batches.
+        In a pipeline all ranks load the same batches.
         """
         if self._loader_is_for_training:
             return self.prepare_train_loader(data_loader)
@@ -148,19 +148,20 @@ class PipeSyncAccelerator(SavingAccelerator):
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def prepare_train_loader(self, data_loader: DataLoader[Any]) -> Any:
-        """Prepares the loader of the training data: with SelSync in the order of SelDP, and with data injection.
+        """Prepares the training loader; with SelSync, in the order of SelDP and with data injection if these are set.
 
-        Its order depends on the epoch alone, so that a run that goes on in the midst of one finds the same batches:
+        Its order depends on the epoch only, so a run can resume within an epoch at the same batch:
         ``loader.set_epoch(epoch)``, then ``accelerator.skip_first_batches(loader, num_batches)``.
 
         Raises:
-            ValueError: the data set has fewer samples than there are ranks, or the loader makes no batches.
+            ValueError: the data set has fewer samples than there are ranks, or data injection is set and the loader has
+                no batches.
         """
         self._loader_checked, self._loader_is_for_training = True, False
         if is_prepared(data_loader):
             raise ValueError(
-                "The loader was prepared before, and would be divided twice: give prepare_train_loader() the loader "
-                "itself, and leave it out of prepare()."
+                "The loader was prepared before, and would be divided twice: pass the original loader to "
+                "prepare_train_loader(), and not to prepare()."
             )
         if not self._synchronizes or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
@@ -169,7 +170,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @contextmanager
     def preparing_train_loader(self) -> Iterator[None]:
-        """Within it the next loader that is prepared is that of the training data."""
+        """Context manager in which the next loader that is prepared is the training loader."""
         self._loader_is_for_training = True
         try:
             yield
@@ -179,7 +180,7 @@ class PipeSyncAccelerator(SavingAccelerator):
     def prepare_pipeline(
         self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
     ) -> EAPipe:
-        """Makes the pipeline of ``method="ea_pipe"``, whose ``train_batch(batch)`` takes the place of the loop's body.
+        """Creates the pipeline of ``method="ea_pipe"``, whose ``train_batch(batch)`` replaces the loop's body.
 
         Args:
             layers: as in EAPipe.
@@ -188,7 +189,7 @@ class PipeSyncAccelerator(SavingAccelerator):
             engine_kwargs: as in EAPipe: ``others``, ``virtual_stages``.
 
         Raises:
-            ValueError: the method is another one, or as in EAPipe.
+            ValueError: the method is not ``"ea_pipe"``, or as in EAPipe.
         """
         if not self._has_pipeline:
             raise ValueError(
@@ -214,15 +215,15 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @override
     def free_memory(self, *objects: Any) -> Any:
-        """Ends the methods, and drops what was prepared; with DeAR the states of optimizers, too.
+        """Ends the methods, and releases what was prepared; with DeAR also the states of optimizers.
 
-        No collective call, so that a process may make it after an error. See :meth:`return_optimizer_states`.
+        Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
         """
         self._sessions.end()
         return super().free_memory(*objects)
 
     def return_optimizer_states(self) -> None:
-        """Gives the optimizers their whole state back, before :meth:`free_memory`; a collective call."""
+        """Restores the whole state of the optimizers, before :meth:`free_memory`; a collective call."""
         self._sessions.return_optimizer_states()
 
     @override
@@ -255,11 +256,11 @@ class PipeSyncAccelerator(SavingAccelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clips the gradient that is about to be applied by its norm; returns the norm before.
+        """Clips the gradient that is about to be applied by its norm; returns the norm before clipping.
 
         Raises:
-            ValueError: with DeAR, these are not all parameters of one optimizer, or it is not the L2 norm: no rank has
-                the whole gradient.
+            ValueError: with DeAR, where each rank has only a part of the gradient: ``parameters`` are not all of one
+                optimizer's, or ``norm_type`` is not 2.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self._takes_gradients:
@@ -271,7 +272,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Clips every value of the gradient that is about to be applied to ``[-clip_value, clip_value]``.
 
         Raises:
-            ValueError: with DeAR, these are not all parameters of one optimizer.
+            ValueError: with DeAR: ``parameters`` are not all of one optimizer's.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._takes_gradients:
@@ -285,7 +286,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Does nothing for models of a method, whose ranks take the same number of steps.
 
         Raises:
-            ValueError: they would not, with ``even_batches=False``.
+            ValueError: ``even_batches`` is False, so that the ranks would take different numbers of steps.
         """
         if not any(isinstance(one, SyncedModule) for one in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
@@ -293,18 +294,18 @@ class PipeSyncAccelerator(SavingAccelerator):
             return
         if not (self.even_batches if even_batches is None else even_batches):
             raise ValueError(
-                "even_batches=False gives the ranks different numbers of steps, and a method's ranks take their steps "
-                "together: leave it at True."
+                "even_batches=False gives the ranks different numbers of steps, and all ranks of a method must take "
+                "the same number: set even_batches=True."
             )
         yield
 
     def metrics(self) -> dict[str, float]:
-        """Returns what the method did so far on this rank, to be logged: ``selsync/lssr``, ``dear/mib_sent``, ..."""
+        """Returns this rank's metrics of the method, for logging: ``selsync/lssr``, ``dear/mib_sent``, ..."""
         return {} if self.pipesync is None else self._sessions.metrics(self.pipesync.method)
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Returns the loader without its first batches, to go on within an epoch."""
+        """Returns the loader without its first batches, to resume within an epoch."""
         if isinstance(dataloader, loaders.InjectedLoader):
             return dataloader.skip_first_batches(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
@@ -321,16 +322,16 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @property
     def _takes_gradients(self) -> bool:
-        """Whether the gradients are complete, and a method has them; while they are accumulated nobody looks."""
+        """Whether a method reduces the gradients of this step: not while they are accumulated."""
         return bool(self._sessions.sessions) and self.sync_gradients
 
     @property
     def _traffic_backend(self) -> str | None:
-        """Gloo if the user asked for it; otherwise the transport chooses for the device."""
+        """``"gloo"`` if the user has set it; otherwise None: the transport chooses by the device."""
         return "gloo" if self.state.backend == "gloo" else None
 
     def _attach(self) -> None:
-        """Has a method look after what has been prepared, once all of it has been; a collective call."""
+        """Attaches a method to prepared models and optimizers, when :meth:`prepare` is complete; a collective call."""
         if self._synchronizes and not self._preparing:
             assert self.pipesync is not None
             plan = MethodPlan(
@@ -343,7 +344,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         return [one for one in prepared_optimizers(self) if isinstance(one, SynchronizedOptimizer)]
 
     def _steps_of(self, parameters: list[Tensor]) -> list[OptimizerStep]:
-        """Returns the steps of the optimizers that have some of the parameters, after their gradients were taken."""
+        """Returns the steps of the optimizers that have some of the parameters, after reducing their gradients."""
         concerned = []
         for optimizer in self._optimizers_of_methods:
             if (method := optimizer.method) is not None:
@@ -355,20 +356,20 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @property
     def _injection(self) -> DataInjection:
-        """What appends other ranks' rows to a batch.
+        """The data injection of the session's method.
 
         Raises:
-            RuntimeError: there is no model yet.
+            RuntimeError: no model and optimizer are prepared.
         """
         for session in self._sessions.sessions:
             if session.method.data.injection is not None:
                 return session.method.data.injection
-        raise RuntimeError("Batches are injected from the training of a model: prepare model and optimizer before.")
+        raise RuntimeError("Data injection needs a prepared model: prepare model and optimizer before iterating.")
 
     def _refuse_pipeline(self, call: str) -> None:
         if self.pipesync is not None and self._has_pipeline:
             raise ValueError(
-                f"method={self.pipesync.method!r} makes the passes itself, and {call} cannot have it do so: call "
+                f"method={self.pipesync.method!r} makes the passes itself, and does not support {call}: call "
                 "engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) "
-                "in the place of backward() and step()."
+                "in place of backward() and step()."
             )

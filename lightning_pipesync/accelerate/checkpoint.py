@@ -1,4 +1,4 @@
-"""What ``save_state`` writes for each rank besides what Accelerate does."""
+"""The file of each rank that ``save_state`` writes besides Accelerate's own."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lightning_pipesync.training.state import state_of_rank
 def save_rank_states(
     folder: str | Path, methods: Sequence[Method], name: str, rank: int, world_size: int, models: Sequence[nn.Module]
 ) -> None:
-    """Writes what this rank needs to go on bit for bit, to a file of its own, as Accelerate does with random numbers.
+    """Writes the state that this rank needs to resume bit for bit, to its own file.
 
     Args:
-        folder: where the checkpoint is; each rank's own, on machines without a common one.
-        methods: in the order in which they were prepared; without any, what is there of an earlier checkpoint goes.
-        name: of the method.
-        rank: of this process.
+        folder: the checkpoint's folder, which machines need not share.
+        methods: the methods in the order of preparation; if empty, the file of an earlier checkpoint is removed.
+        name: the method's name.
+        rank: this process's rank.
         world_size: number of processes.
-        models: what is saved beside it, by which it is known again.
+        models: the models in the checkpoint; the file holds a checksum of their weights.
     """
     if not methods:
         _file(folder, rank).unlink(missing_ok=True)
         return
     states = [method.state_dict() for method in methods]
-    Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0, which does so, too, may come later
+    Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet
     saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models), "states": states}
     torch.save(saved, _file(folder, rank))
 
@@ -51,18 +51,18 @@ def read_rank_states(
     """Returns the states that :func:`save_rank_states` has written; a collective call.
 
     Returns:
-        Nothing if they are of no use here: the checkpoint is of plain Accelerate, or of another method.
+        One state for each method; an empty list if the checkpoint is of plain Accelerate, or of another method.
 
     Raises:
-        ValueError: on all ranks: some have their file and some have not, or it is of other models, or of another number
-            of processes.
+        ValueError: on all ranks: some ranks do not find their file, or it is of other models or of another number of
+            processes.
     """
     path = _file(folder, rank)
     saved = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
     if saved is not None and saved["weights"] != _fingerprint(models):
         warnings.warn(
-            f"{path} is of other weights than those that were loaded, and is not used: plain Accelerate, or something "
-            "else, has saved over that checkpoint.",
+            f"{path} is of other weights than those that were loaded, and is not used: plain Accelerate, or another "
+            "program, has overwritten the checkpoint.",
             stacklevel=4,
         )
         saved = None
@@ -82,25 +82,25 @@ def read_rank_states(
         return []
     if not complete:
         raise ValueError(
-            f"Not all of the {world_size} processes find what they need in {folder}: on machines without a common "
-            f"folder each has to have its own processes' files, {path.name} and its like."
+            f"Not all of the {world_size} processes find what they need in {folder}: on machines without a shared "
+            f"folder, each machine needs the files of its own processes, such as {path.name}."
         )
     if num_states != num_methods:
         raise ValueError(
-            f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} were "
-            "prepared: prepare the same ones before load_state()."
+            f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} are "
+            "prepared: prepare the same models before load_state()."
         )
     return list(state)
 
 
 def _agreed(found: list[tuple[str, int, int] | None]) -> tuple[tuple[str | None, int, int], bool]:
-    """Returns what the first rank that has a file has found, and whether all have found the same."""
+    """Returns the entry of the first rank that found its file, and whether all entries are the same."""
     first = next((one for one in found if one is not None), None)
     return first or (None, 0, 0), all(one == first for one in found)
 
 
 def _fingerprint(models: Sequence[nn.Module]) -> int:
-    """Returns a number that tells these weights from others."""
+    """Returns a checksum of the models' weights."""
     number = 0
     for model in models:
         for tensor in model.state_dict().values():

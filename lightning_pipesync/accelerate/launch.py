@@ -1,4 +1,4 @@
-"""``pipesync launch``: Accelerate's launcher, with method and settings from the same YAML file as the rest."""
+"""``pipesync launch``: Accelerate's launcher, with method and settings in the same YAML file as its own options."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from lightning_pipesync.accelerate.plugin import (
     section_of,
 )
 
-#: What ends the launcher and its workers, unless it is ignored, as SIGHUP is under ``nohup``.
+#: Signals that stop the launcher and its workers, unless they are ignored, as SIGHUP is under ``nohup``.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_with_accelerate(arguments: Sequence[str]) -> int:
-    """Runs ``accelerate launch ARGUMENTS``, whose configuration file has a section ``pipesync``; returns its status.
+    """Runs ``accelerate launch ARGUMENTS`` with a configuration file that has a section ``pipesync``.
 
     Args:
-        arguments: as ``accelerate launch`` takes them: options, the script, and the script's own.
+        arguments: those of ``accelerate launch``: options, the script, and the script's own arguments.
+
+    Returns:
+        The exit status.
 
     Raises:
-        ValueError: there is no such file or section, or method and settings in it are wrong.
+        ValueError: there is no such file or section, or its method or settings are wrong.
     """
     parsed = launch_command_parser().parse_args(list(arguments))
     if parsed.config_file is None:
         raise ValueError(
-            "launch needs --config_file FILE, a YAML file as 'accelerate config' writes it, with a section "
-            f"'{SECTION}:'."
+            f"launch needs --config_file FILE, a YAML file written by 'accelerate config', with a section '{SECTION}:'."
         )
     parsed.signals_to_handle = ",".join(number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
     content = read_yaml(parsed.config_file)
@@ -65,6 +67,6 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
             except ChildFailedError as error:
                 print(error, file=sys.stderr)
                 return 1
-            except SignalException as error:  # Ctrl-C, for one; the workers have been stopped
+            except SignalException as error:  # for example Ctrl-C; the workers are stopped already
                 return 128 + error.sigval
     return 0

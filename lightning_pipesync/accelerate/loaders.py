@@ -1,4 +1,4 @@
-"""The order in which each rank gets the data."""
+"""Loaders that Accelerate prepares in the order of a method's settings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class InjectedLoader(LoaderWrapper):
     """A prepared loader that appends rows of other ranks' batches to each batch (SelSync III-E).
 
     Args:
-        loader: prepared, its batches still on the host.
-        find_injection: returns what appends them; another one after a checkpoint was loaded.
-        device: where the batches go; None: nowhere.
+        loader: a prepared loader whose batches are on the host.
+        find_injection: returns the current data injection, which loading a checkpoint replaces.
+        device: the device to move batches to; None leaves them where they are.
     """
 
     def __init__(self, loader: Any, find_injection: Callable[[], DataInjection], device: torch.device | None) -> None:
@@ -36,20 +36,21 @@ class InjectedLoader(LoaderWrapper):
             yield injected if self.device is None else send_to_device(injected, self.device)
 
     def skip_first_batches(self, num_batches: int) -> InjectedLoader:
-        """Returns the same without its first batches."""
+        """Returns the loader without its first batches."""
         return InjectedLoader(skip_first_batches(self.loader, num_batches), self.find_injection, self.device)
 
 
 def for_training(
     accelerator: Accelerator, loader: DataLoader[Any], config: Settings, find_injection: Callable[[], DataInjection]
 ) -> Any:
-    """Returns the loader of the training data in the order of the method's settings, its batches with injected rows.
+    """Prepares the training loader in the order of the method's settings, and with data injection if it is set.
 
-    What the user chose is respected: iterable data sets, samplers and batch samplers of his own are left to
-    Accelerate, with a warning where SelDP was to be expected.
+    Iterable data sets and the user's own samplers and batch samplers keep the order that Accelerate gives them, with a
+    warning if ``partition="seldp"``.
 
     Raises:
-        ValueError: the data set has fewer samples than there are ranks, or injection has no batches to work with.
+        ValueError: the data set has fewer samples than there are ranks, or data injection is set and the loader has no
+            batches.
     """
     if config.partition != "seldp" and config.injection is None:
         return divided(accelerator, loader)
@@ -58,7 +59,7 @@ def for_training(
     if config.injection is not None and (size is None or iterable):
         raise ValueError(
             f"injection={config.injection} needs a training loader of a map-style data set with a batch_size, and this "
-            "one has an iterable data set, a batch sampler of its own, or makes no batches: set injection=None."
+            "one has an iterable data set, its own batch sampler, or no batches: set injection=None."
         )
     if size is not None and accelerator.split_batches:
         size = max(1, size // world_size)
@@ -81,9 +82,9 @@ def for_training(
     else:
         if config.partition == "seldp":
             warnings.warn(
-                "SelDP leaves this loader in the order of Accelerate: it reorders map-style data sets with a "
+                "SelDP leaves this loader in Accelerate's order: it reorders loaders of map-style data sets with a "
                 f"batch_size, with or without shuffle. This one has a {type(loader.sampler).__name__}. Set "
-                "partition='defdp' to say so.",
+                "partition='defdp' to silence this.",
                 stacklevel=3,
             )
         if config.injection is None:
@@ -98,31 +99,30 @@ def for_training(
 
 
 def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
-    """Returns the loader divided among the ranks, its shuffled order one that ``set_epoch`` can go back to."""
+    """Returns the loader divided among the ranks; ``set_epoch`` determines its shuffled order."""
     return _prepared(accelerator, loader, accelerator.num_processes, seed=_shared_seed(accelerator))
 
 
 def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
-    """Returns the loader with the same batches in the same order on all ranks, as a pipeline needs them."""
+    """Returns the loader with the same batches in the same order on all ranks, for a pipeline."""
     return _prepared(accelerator, loader, divided_by=1, seed=_shared_seed(accelerator))
 
 
 def check_training(config: Settings) -> None:
-    """Says what is missing when a training begins whose loader was not prepared as one.
+    """Checks, when a training begins without ``prepare_train_loader``, that no setting of the data needs it.
 
     Raises:
-        ValueError: data injection was asked for, and nothing would be injected.
+        ValueError: data injection is set, and would have no effect.
     """
     if config.injection is not None:
         raise ValueError(
-            f"injection={config.injection} has no effect on loaders that prepare() was given: call train_loader = "
+            f"injection={config.injection} has no effect on loaders passed to prepare(): call train_loader = "
             "accelerator.prepare_train_loader(train_loader), or set injection=None."
         )
     if config.partition == "seldp":
         warnings.warn(
-            "partition='seldp' has no effect on loaders that prepare() was given, since it cannot tell which of them "
-            "has the training data: call train_loader = accelerator.prepare_train_loader(train_loader), or set "
-            "partition='defdp'.",
+            "partition='seldp' has no effect on loaders passed to prepare(), which does not know the training loader: "
+            "call train_loader = accelerator.prepare_train_loader(train_loader), or set partition='defdp'.",
             stacklevel=3,
         )
 
@@ -136,9 +136,9 @@ def _prepared(
     seed: int | None = None,
     split_batches: bool = True,
 ) -> Any:
-    """Prepares a loader as Accelerate would, with another number of ranks among which it is divided.
+    """Prepares a loader as Accelerate does, divided among ``divided_by`` ranks.
 
-    It draws nothing from the global random numbers, so that a run that goes on within an epoch draws as many.
+    It draws no global random numbers, so that a run that resumes within an epoch draws as many as an uninterrupted one.
     """
     generator = loader.generator
     loader.generator = generator or torch.Generator().manual_seed(torch.initial_seed() % 2**31)
@@ -164,7 +164,7 @@ def _prepared(
 
 
 def _shared_seed(accelerator: Accelerator) -> int:
-    """Returns the seed of the data's order, the same on all ranks: the configured one, or rank 0's own."""
+    """Returns the seed of the data's order, the same on all ranks: the configured one, or rank 0's."""
     configured = accelerator.dataloader_config.data_seed
     [seed] = broadcast_object_list([torch.initial_seed() % 2**31 if configured is None else configured])
     return int(seed)

@@ -1,4 +1,4 @@
-"""What ``prepare`` returns for an optimizer."""
+"""The optimizer that ``prepare`` returns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_pipesync.training.session import Sessions
 
 
 class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
-    """Accelerate's optimizer, whose step is a method's.
+    """Accelerate's optimizer whose step is taken by a method.
 
     Attributes:
-        sessions: among them is that of this optimizer, when its model has been prepared, too.
+        sessions: all sessions of the Accelerator; this optimizer has one when its model is prepared as well.
     """
 
     sessions: Sessions
@@ -28,12 +28,12 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
 
     @property
     def method(self) -> SyncMethod | None:
-        """Whose step it is; None before the model is prepared, too."""
+        """The method that takes the step; None until the model is prepared."""
         session = self.sessions.session_of(self.optimizer)
         return None if session is None else session.method
 
     def take_gradient(self) -> None:
-        """Makes the gradient of this step what is about to be applied, unscaled and not yet clipped; once a step."""
+        """Reduces and unscales the gradient of this step, before it is clipped; once in a step."""
         self._method().unscale(self.scaler, self.optimizer)
 
     @override
@@ -41,7 +41,7 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
         """Takes the method's step, unless gradients are being accumulated.
 
         Args:
-            closure: computes the gradient, if that has not been done; evaluated once.
+            closure: computes the gradient, if no backward pass has; evaluated once.
 
         Raises:
             RuntimeError: the model was not prepared, or a peer is lost.
@@ -60,7 +60,7 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state; a collective call where each rank has a part of it (DeAR)."""
+        """Returns the whole state; a collective call if each rank has a part of it (DeAR)."""
         if self._state_at_hand is not None:
             return self._state_at_hand
         method = self.method
@@ -68,7 +68,7 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
 
     @contextmanager
     def state_at_hand(self) -> Iterator[None]:
-        """Within it :meth:`state_dict` is no collective call; entering it is one."""
+        """Context manager in which :meth:`state_dict` is not a collective call; entering it is one."""
         self._state_at_hand = self.state_dict()
         try:
             yield
@@ -87,7 +87,7 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
             self.optimizer.step(compute_first)
             return
         if compute_first is not None:
-            raise ValueError("A closure and mixed_precision='fp16' do not go together: compute the gradient before.")
+            raise ValueError("mixed_precision='fp16' does not support closures: compute the gradient before the step.")
         self.scaler.step(self.optimizer)
         self._skipped = found_overflow(self.scaler, self.optimizer)
         self.scaler.update()
@@ -96,7 +96,7 @@ class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
         method = self.method
         if method is None:
             raise RuntimeError(
-                f"The {type(self.optimizer).__name__} updates the parameters of no model that was prepared, so nobody "
-                "would synchronize its gradients: call model, optimizer = accelerator.prepare(model, optimizer)."
+                f"The {type(self.optimizer).__name__} updates the parameters of no model that was prepared, so its "
+                "gradients are not synchronized: call model, optimizer = accelerator.prepare(model, optimizer)."
             )
         return method

@@ -1,4 +1,4 @@
-"""Which method an Accelerator uses, and with which settings."""
+"""The plugin that selects an Accelerator's method and its settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.training.registry import make_config, parse_config
 
 PREFIX = "PIPESYNC_"
-#: The YAML file that holds method and settings.
+#: The variable that names the YAML file with method and settings.
 CONFIG_VARIABLE = PREFIX + "CONFIG"
-#: How many processes a launcher was asked for.
+#: The variable with the number of processes that the launcher was configured for.
 NUM_PROCESSES_VARIABLE = PREFIX + "NUM_PROCESSES"
-#: The key of a YAML file under which method and settings stand, if it holds more than those.
+#: The key of method and settings in a YAML file that has other keys, too.
 SECTION = "pipesync"
 
 
@@ -26,14 +26,14 @@ class PipeSyncPlugin:
 
     Args:
         method: ``"dear"``, ``"selsync"``, ``"pipe_sgd"`` or ``"ea_pipe"``.
-        settings: of that method, see DeARConfig, SelSyncConfig, PipeSGDConfig and EAPipeConfig.
+        settings: the method's settings, see DeARConfig, SelSyncConfig, PipeSGDConfig and EAPipeConfig.
 
     Attributes:
-        method: its name.
+        method: the method's name.
         config: the settings.
 
     Raises:
-        ValueError: there is no such method or setting, or one is out of its range.
+        ValueError: there is no such method or setting, or a setting is out of its range.
     """
 
     def __init__(self, method: str, **settings: Any) -> None:
@@ -43,10 +43,10 @@ class PipeSyncPlugin:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> PipeSyncPlugin:
-        """Returns the plugin of a mapping with ``method`` and settings, whose values may be texts.
+        """Returns the plugin for a mapping with ``method`` and settings, whose values may be strings.
 
         Raises:
-            ValueError: there is no such method or setting, or one is not of its type or out of its range.
+            ValueError: there is no such method or setting, or a setting is not of its type or out of its range.
         """
         settings = dict(mapping)
         plugin = cls.__new__(cls)
@@ -57,13 +57,13 @@ class PipeSyncPlugin:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> PipeSyncPlugin | None:
-        """Returns the plugin that the environment variables describe; None if there are none.
+        """Returns the plugin that the environment variables configure; None if none of them is set.
 
-        ``PIPESYNC_METHOD`` names the method, ``PIPESYNC_DELTA`` and so on its settings. ``PIPESYNC_CONFIG`` names a
-        YAML file with ``method`` and settings, which variables override.
+        ``PIPESYNC_METHOD`` names the method; ``PIPESYNC_DELTA`` and so on are its settings. ``PIPESYNC_CONFIG`` names a
+        YAML file with ``method`` and settings, which the other variables override.
 
         Raises:
-            ValueError: there is no such file, method or setting, or one is not of its type or out of its range.
+            ValueError: there is no such file, method or setting, or a setting is not of its type or out of its range.
         """
         environment = os.environ if environment is None else environment
         given = {
@@ -83,33 +83,34 @@ class PipeSyncPlugin:
 
 
 def read_section(path: str | Path) -> dict[str, Any]:
-    """Returns method and settings from a YAML file, which may hold other things besides them.
+    """Returns method and settings from a YAML file, which may have other keys.
 
     Raises:
-        ValueError: there is no such file, or it does not hold them.
+        ValueError: there is no such file, or it names no method.
     """
     return section_of(read_yaml(path), path)
 
 
 def section_of(content: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Returns method and settings from what the file at ``path`` holds.
+    """Returns method and settings from the content of the file at ``path``.
 
     Raises:
-        ValueError: it does not hold them.
+        ValueError: the content names no method.
     """
     section = content.get(SECTION, content)
     if not isinstance(section, dict) or "method" not in section:
         raise ValueError(
-            f"{path} does not name a method: it needs a line 'method: selsync', say, by itself or under '{SECTION}:'."
+            f"{path} does not name a method: add a line such as 'method: selsync', at the top level or under "
+            f"'{SECTION}:'."
         )
     return {str(name): value for name, value in section.items()}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Returns the mapping that a YAML file holds.
+    """Returns the mapping in a YAML file.
 
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: there is no such file, or its content is not a mapping.
     """
     try:
         content = yaml.safe_load(Path(path).read_text())
@@ -118,5 +119,5 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML file: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold names and values, 'method: selsync', say; it holds {content!r}.")
+        raise ValueError(f"{path} must hold names and values, such as 'method: selsync'; it holds {content!r}.")
     return content

@@ -1,4 +1,4 @@
-"""The only place that touches a private name of Accelerate, so that an upgrade breaks one file."""
+"""The only module that uses private names of Accelerate."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lightning_pipesync.core.private_names import require
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Checks, before anything is prepared, that an Accelerator keeps what it prepares where it did."""
+    """Checks, before anything is prepared, that an Accelerator has the private lists of what it prepares."""
     require(accelerator, "_models", "_optimizers", "_dataloaders")
 
 
 def check_marked(prepared: Any) -> None:
-    """Checks that Accelerate marks what it has prepared, of which optimizers are a part, as we do the rest."""
+    """Checks that Accelerate marks prepared optimizers with the attribute that :func:`mark_prepared` sets."""
     for one in prepared if isinstance(prepared, tuple) else (prepared,):
         if isinstance(one, AcceleratedOptimizer):
             require(one, "_is_accelerate_prepared")
 
 
 def mark_prepared(prepared: Any) -> None:
-    """Has Accelerate know that ``prepared`` is what it prepares models to be."""
+    """Marks ``prepared`` as prepared, so that Accelerate does not prepare it again."""
     prepared._is_accelerate_prepared = True
 
 
 def is_prepared(given: Any) -> bool:
-    """Returns whether Accelerate has prepared ``given`` before."""
+    """Returns whether ``given`` is marked as prepared."""
     return bool(getattr(given, "_is_accelerate_prepared", False))
 
 
@@ -45,11 +45,11 @@ def prepared_optimizers(accelerator: Any) -> list[Optimizer]:
 
 
 def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer) -> None:
-    """Has an Accelerator use ``new`` where it has prepared ``old``."""
+    """Replaces ``old`` by ``new`` among an Accelerator's prepared optimizers."""
     optimizers = accelerator._optimizers
     optimizers[[id(optimizer) for optimizer in optimizers].index(id(old))] = new
 
 
 def add_prepared_loader(accelerator: Any, loader: Any) -> None:
-    """Has an Accelerator know a loader that was prepared in another way than its own."""
+    """Adds a loader that this package has prepared to an Accelerator's prepared loaders."""
     accelerator._dataloaders.append(loader)

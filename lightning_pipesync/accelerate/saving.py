@@ -1,4 +1,4 @@
-"""What reads, saves and loads the weights that a method trains."""
+"""An Accelerator that consolidates the weights before they are read or saved, and saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightning_pipesync.training.session import Sessions
 
 
 class SavingAccelerator(Overriding, Accelerator):
-    """An Accelerator of which others see consolidated weights only.
+    """An Accelerator that consolidates the weights before they are saved.
 
     Attributes:
-        pipesync: the method and its settings; None if there are none.
+        pipesync: the method and its settings; None: a plain Accelerator.
     """
 
     pipesync: PipeSyncPlugin | None
@@ -32,18 +32,18 @@ class SavingAccelerator(Overriding, Accelerator):
 
     @abstractmethod
     def _attach(self) -> None:
-        """Has a method look after what has been prepared; a collective call."""
+        """Attaches a method to prepared models and optimizers; a collective call."""
 
     def consolidate(self) -> None:
-        """Makes the weights the method's consolidated ones, the same on all ranks, until training goes on.
+        """Makes the weights the method's consolidated ones, the same on all ranks, until the training continues.
 
-        A collective call. ``model.eval()``, :meth:`wait_for_everyone`, and what saves something make it themselves.
+        A collective call. ``model.eval()``, :meth:`wait_for_everyone` and all calls that save call it themselves.
         """
         self._sessions.consolidate()
 
     @override
     def wait_for_everyone(self) -> None:
-        """Waits for all ranks, and consolidates the weights: what follows may well be saved by one of them."""
+        """Waits for all ranks, and consolidates the weights, which one rank may save afterwards."""
         super().wait_for_everyone()
         self.consolidate()
 
@@ -57,8 +57,8 @@ class SavingAccelerator(Overriding, Accelerator):
                 model.method.synchronize()
                 if model.method.diverged:
                     warnings.warn(
-                        "unwrap_model() has returned a model whose weights are this process's own. If they are to be "
-                        "saved or evaluated, call accelerator.wait_for_everyone() before, on all processes.",
+                        "unwrap_model() has returned a model whose weights are this process's own. Before they are "
+                        "saved or evaluated, call accelerator.wait_for_everyone() on all processes.",
                         stacklevel=2,
                     )
             model = model.module
@@ -74,14 +74,14 @@ class SavingAccelerator(Overriding, Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """Saves a checkpoint, as Accelerate does, with what each rank needs to go on bit for bit; a collective call."""
+        """Saves Accelerate's checkpoint, and each rank's state to resume bit for bit; a collective call."""
         self.consolidate()
         folder = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
         self.save_rank_states(folder)
         return folder
 
     def save_rank_states(self, folder: str | Path) -> None:
-        """Writes what each rank needs besides the consolidated weights and the optimizers; a collective call."""
+        """Writes each rank's state besides the consolidated weights and the optimizers; a collective call."""
         checkpoint.save_rank_states(
             folder,
             self._sessions.methods,
@@ -95,14 +95,14 @@ class SavingAccelerator(Overriding, Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Goes on from a checkpoint of this method, of another one or of plain Accelerate; a collective call.
+        """Resumes from a checkpoint of this method, of another one or of plain Accelerate; a collective call.
 
         Raises:
             ValueError: it is of other models, settings, or another number of processes.
         """
         folders: list[str] = []
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
-        # Methods begin with what models and optimizers hold, so these are loaded without them.
+        # A method reads weights and optimizer states when it is attached, so they are loaded without one.
         self._sessions.return_optimizer_states()
         self._sessions.detach()
         try:
@@ -113,7 +113,7 @@ class SavingAccelerator(Overriding, Accelerator):
         self.load_rank_states(folders[0])
 
     def load_rank_states(self, folder: str | Path) -> None:
-        """Goes on from what :meth:`save_rank_states` has written, if it was this method; a collective call.
+        """Resumes from the states that :meth:`save_rank_states` has written for this method; a collective call.
 
         Raises:
             ValueError: it is of other models, settings, or another number of processes.

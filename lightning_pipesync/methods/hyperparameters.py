@@ -1,4 +1,4 @@
-"""The hyper-parameters that a delayed update uses."""
+"""Hyper-parameters of delayed updates."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.torch_private import version
 
-#: Learning rate and so on of each parameter group.
+#: Learning rate, weight decay and so on, of each parameter group.
 Hyperparameters = list[dict[str, Any]]
 
 
 def current(optimizer: Optimizer) -> Hyperparameters:
-    """Returns a copy of what the parameter groups hold besides parameters."""
+    """Returns a copy of the hyper-parameters of the optimizer's parameter groups."""
     return copied(_groups(optimizer))
 
 
 def copied(hyperparameters: Hyperparameters) -> Hyperparameters:
-    """Returns a copy that shares no tensor."""
+    """Returns a copy that shares no tensor with the original."""
     return [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in hyperparameters
@@ -30,11 +30,16 @@ def copied(hyperparameters: Hyperparameters) -> Hyperparameters:
 
 @contextmanager
 def in_use(optimizer: Optimizer, hyperparameters: Hyperparameters, later: Sequence[Hyperparameters]) -> Iterator[None]:
-    """Within it ``optimizer`` has other hyper-parameters than now.
+    """Context manager in which ``optimizer`` has the given hyper-parameters.
 
-    A scheduler has moved on when a delayed update is made; the update uses what held when its gradient was computed.
-    What the optimizer itself changes in its step (some count steps there) stays, and goes into those ``later``, too.
-    Groups that were not there then keep what they have.
+    A delayed update uses the hyper-parameters of the step that computed its gradient; a scheduler may have changed them
+    since. Values that the optimizer itself changes in its step (some count steps there) are kept, and copied to
+    ``later``. Parameter groups that were added since keep their values.
+
+    Args:
+        optimizer: the optimizer that makes the update.
+        hyperparameters: what the update uses.
+        later: hyper-parameters of the updates that are still to come.
     """
     before = _groups(optimizer)
     for group, used in zip(optimizer.param_groups, hyperparameters, strict=False):
@@ -55,7 +60,7 @@ def _groups(optimizer: Optimizer) -> Hyperparameters:
 
 
 def _mark(value: Any) -> int:
-    """Returns what changes when a value is written in place."""
+    """Returns a version number that changes when a tensor is written in place; 0 for other values."""
     return version(value) if isinstance(value, Tensor) else 0
 
 

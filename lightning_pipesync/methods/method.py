@@ -1,4 +1,4 @@
-"""What all methods have in common: the calls that a training loop, or an adapter to a framework, makes."""
+"""Base classes of all methods: the calls of a training loop, or of a framework's adapter."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from lightning_pipesync.methods.step import Stage, StepGuard, StepProtocol
 
 T = TypeVar("T")
 
-#: MiB that travel in one piece before the training, and of buffers.
+#: MiB in one message when weights and buffers are broadcast.
 PIECE_MB = 25.0
 
 
 class Method(ABC):
-    """What a registered method declares, and what every framework may ask of it.
+    """Base of every registered method.
 
     Attributes:
-        name: what users call it.
+        name: the name under which the method is registered.
         config_type: the dataclass of its settings.
         makes_passes: whether it makes the forward and backward passes itself, as a pipeline does.
         shown_metrics: names of the metrics that a progress bar shows.
-        shards_optimizer_state: whether a rank may have a part of an optimizer's state only.
-        transport: the way to the other ranks; None if there are none.
+        shards_optimizer_state: whether a rank may have only a part of an optimizer's state.
+        transport: communicates with the other ranks; None if there are none.
         flushed: whether the weights are the consolidated ones, since :meth:`flush`.
     """
 
@@ -56,16 +56,16 @@ class Method(ABC):
     def flush(self) -> None:
         """Makes the module's weights the method's consolidated ones, the same on all ranks; a collective call.
 
-        A step that is taken without a ``resume`` goes on from them.
+        A step without a ``resume`` before it continues from them.
         """
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Returns what the method did so far, by name."""
+        """Returns the method's metrics since the start of the training, by name."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank needs, besides the consolidated weights, to go on bit for bit."""
+        """Returns the state that this rank needs, besides the consolidated weights, to resume bit for bit."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Method(ABC):
 
 
 class PipelineMethod(Method):
-    """Trains a model as a pipeline, whose passes it makes itself: each rank has some of the layers."""
+    """A method that trains a model as a pipeline, and makes the passes itself: each rank has some of the layers."""
 
     makes_passes = True
 
@@ -89,26 +89,26 @@ class PipelineMethod(Method):
 class SyncMethod(Method):
     """Takes over gradient synchronization and the optimizer step of one module on every rank.
 
-    Constructing it attaches it: all ranks then have rank 0's weights and buffers. A plain loop calls :meth:`step` in
-    place of ``optimizer.step()``. With several optimizers each call names the one that it is about. The order of the
-    calls in a step is that of :class:`Stage`; what has been done in a step is not done again.
+    The constructor attaches the method: it broadcasts rank 0's weights and buffers. A plain loop calls :meth:`step` in
+    place of ``optimizer.step()``. With several optimizers, each call names its optimizer. The calls of a step follow
+    the order of :class:`Stage`; a repeated call in the same step does nothing.
 
     Args:
         module: the model, the same on all ranks.
         optimizer: one or several torch optimizers over its parameters.
-        config: the settings; or give them as keywords.
-        backend: of the traffic, see :class:`Transport`.
+        config: the settings; alternatively, pass them as keywords.
+        backend: backend of the method's communication, see :class:`Transport`.
 
     Attributes:
         config: the settings.
-        applies_grad: whether ``p.grad`` is what is about to be applied, after :meth:`after_backward`.
+        applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, after :meth:`after_backward`.
         reduces_together: whether the gradients of all optimizers are reduced at the same time.
-        optimizers: the user's own.
-        syncing: whether this is outside :meth:`no_sync`.
-        data: follows the settings of the training data.
+        optimizers: the user's own optimizers.
+        syncing: whether gradients are synchronized: False within :meth:`no_sync`.
+        data: applies the settings of the training data.
 
     Raises:
-        ValueError: the ranks differ in settings or model, or the model or optimizer is one that cannot be trained so.
+        ValueError: the ranks differ in settings or model, or the method does not support the model or an optimizer.
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
@@ -151,25 +151,25 @@ class SyncMethod(Method):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def after_backward(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
-        """Takes the gradient of this step, which is complete and not yet clipped.
+        """Reduces the gradient of this step, which must be complete and not yet clipped.
 
         Args:
-            optimizer: whose gradient; may be left out if there is but one.
-            loss_scale: by which it is too large; None without a loss scaler.
+            optimizer: the optimizer whose gradient is reduced; may be omitted if there is only one.
+            loss_scale: the factor of the loss scaler; None without one.
 
         Returns:
-            Whether the gradient has become one that is not finite, since some rank's was not: a loss scaler, which has
-            looked at this rank's alone, has to skip the update. The same on all ranks.
+            Whether the gradient of some rank is not finite, the same on all ranks. The loss scaler, which has checked
+            only this rank's gradient, must then skip the update.
 
         Raises:
             RuntimeError: a peer is lost.
-            ValueError: a setting of the training data is without effect, see :meth:`prepare_train_loader`.
+            ValueError: a setting of the training data has no effect, see :meth:`prepare_train_loader`.
         """
         self.before_unscaling(optimizer, loss_scale)
         return self.after_unscaling(optimizer, loss_scale)
 
     def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:
-        """Makes the first half of :meth:`after_backward`, before a loss scaler sees ``p.grad``."""
+        """Runs the first half of :meth:`after_backward`, before a loss scaler unscales ``p.grad``."""
         index = self._index(optimizer)
         self._skip_if_outdated(index)
         if self._protocol.stage(index) < Stage.REDUCED:
@@ -178,7 +178,7 @@ class SyncMethod(Method):
             self._protocol.reduced(index)
 
     def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
-        """Makes the second half of :meth:`after_backward`, when ``p.grad`` is unscaled."""
+        """Runs the second half of :meth:`after_backward`, after ``p.grad`` is unscaled."""
         self.before_unscaling(optimizer, loss_scale)
         index = self._index(optimizer)
         if self._protocol.stage(index) == Stage.UNSCALED:
@@ -188,10 +188,10 @@ class SyncMethod(Method):
         return overflow
 
     def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
-        """Takes the gradient as :meth:`after_backward`, and unscales it with a loss scaler; once in a step.
+        """Reduces the gradient as :meth:`after_backward` does, and unscales it with a loss scaler; once in a step.
 
         Args:
-            scaler: skips the update if the gradient of some rank is not finite; None: there is none.
+            scaler: the loss scaler, which skips the update if the gradient of some rank is not finite; may be None.
             optimizer: as in :meth:`after_backward`.
 
         Raises:
@@ -208,12 +208,12 @@ class SyncMethod(Method):
             mark_overflow(scaler, trained)
 
     def is_unscaled(self, optimizer: Optimizer | None = None) -> bool:
-        """Returns whether the gradient of this step has been taken and unscaled."""
+        """Returns whether the gradient of this step is reduced and unscaled."""
         index = self._index(optimizer)
         return self._protocol.stage(index) == Stage.UNSCALED and not self._protocol.is_outdated(index)
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
-        """Clips the gradient that is about to be applied by its global L2 norm; returns the norm before (0-dim)."""
+        """Clips the gradient that is about to be applied by its global L2 norm; returns that norm (0-dim)."""
         self.after_backward(optimizer)
         parameters = self._trained(optimizer)
         torch.nn.utils.clip_grad_norm_(self.clipped_along(parameters), max_norm)
@@ -226,19 +226,19 @@ class SyncMethod(Method):
         torch.nn.utils.clip_grad_value_([*parameters, *self.clipped_along(parameters)], max_value)
 
     def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns tensors that are to be clipped as ``parameters`` are, which hold gradients in ``grad`` as they do."""
+        """Returns tensors whose ``grad`` must be clipped in the same way as that of ``parameters``."""
         return []
 
     def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
-        """Takes the optimizer step, and whatever communication belongs to it.
+        """Takes the optimizer step, with its communication.
 
         Args:
-            update: what updates the weights; ``optimizer.step`` if None. It may evaluate a closure, or unscale the
-                gradient, and then calls :meth:`after_backward` at the right moment.
-            optimizer: whose step; may be left out if there is but one.
+            update: updates the weights; None: ``optimizer.step``. If it evaluates a closure or unscales the gradient,
+                it must call :meth:`after_backward` once the gradient is complete.
+            optimizer: the optimizer that steps; may be omitted if there is only one.
 
         Returns:
-            What ``update`` returned.
+            The result of ``update``.
 
         Raises:
             RuntimeError: a peer is lost, or a call is out of order.
@@ -250,7 +250,7 @@ class SyncMethod(Method):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes add to this rank's gradients and communicate nothing."""
+        """Context manager in which backward passes accumulate this rank's gradients without communication."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -258,31 +258,31 @@ class SyncMethod(Method):
             self.syncing = before
 
     def begin_pass(self) -> None:
-        """Called by a framework before the user's code computes a loss, in which it may read any weights."""
+        """Called by a framework before the user's code computes a loss and may read any weights."""
 
     def end_pass(self) -> None:
-        """Called by a framework after the last backward pass of what :meth:`begin_pass` began."""
+        """Called by a framework after the last backward pass since :meth:`begin_pass`."""
 
     # --- data -------------------------------------------------------------------------------------------------------
 
     def prepare_train_loader(
         self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
     ) -> TrainLoader:
-        """Returns the batches of ``loader`` as the settings have them; a collective call.
+        """Returns the batches of ``loader`` according to the settings of the training data; a collective call.
 
-        With ``partition="seldp"`` a loader of a map-style data set, shuffled or not, has the order of SelDP, and so has
-        one with torch's ``DistributedSampler``; with ``"defdp"`` it has that of ``DistributedSampler``. Another sampler
-        is the user's own order, and stays. With ``injection`` the batch size is that of Eq. 3, and each batch has rows
-        of other ranks appended. ``loader`` itself stays as it is.
+        With ``partition="seldp"``, a loader of a map-style data set, shuffled or not, or with torch's
+        ``DistributedSampler``, gets the order of SelDP; with ``"defdp"``, that of ``DistributedSampler``. A loader with
+        another sampler keeps its order. With ``injection``, the batch size is that of Eq. 3, and rows of other ranks
+        are appended to each batch. ``loader`` itself is not changed.
 
         Args:
-            loader: of the training data, the same on all ranks.
-            seed: of the order, the same on all ranks; a ``DistributedSampler`` has its own.
-            to_device: moves a batch to where it is trained on; None leaves it there where ``loader`` has it.
+            loader: the loader of the training data, the same on all ranks.
+            seed: seed of the order, the same on all ranks; a ``DistributedSampler`` keeps its own.
+            to_device: moves a batch to the training device; None leaves batches where ``loader`` puts them.
 
         Raises:
             ValueError: on every rank: a setting has no effect on this loader, the data set has fewer samples than there
-                are ranks, or the ranks have different numbers of batches.
+                are ranks, or the numbers of batches differ between ranks.
         """
         return self.data.prepare(loader, seed, to_device)
 
@@ -294,34 +294,34 @@ class SyncMethod(Method):
         return False
 
     def synchronize(self) -> None:
-        """Waits until this rank's weights are those after the last step; not a collective call."""
+        """Waits for the last step's update of this rank's weights; not a collective call."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Undoes :meth:`flush`, but for what was written to the weights since; does nothing if not flushed.
+        """Undoes :meth:`flush`, but keeps changes to the weights since then; does nothing if not flushed.
 
         Not a collective call.
         """
 
     def follow(self, module: nn.Module) -> None:
-        """Makes :meth:`flush` consolidate ``module``, too, which follows this rank's weights: their running average."""
+        """Makes :meth:`flush` also consolidate ``module``, a running average of this rank's weights."""
 
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         """Called by a framework after the last step of a training; a collective call.
 
         Args:
-            before_update: called when ``p.grad`` is what a further update is about to apply.
+            before_update: called before each further update, when ``p.grad`` holds its gradient.
         """
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Returns MiB sent and seconds of exposed communication, and what else the method counts, by name."""
+        """Returns MiB sent, seconds of exposed communication, and the method's further metrics, by name."""
         traffic = self.transport.traffic
         return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns what ``optimizer.state_dict()`` would be without the method, on every rank; a collective call."""
+        """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call."""
         return optimizer.state_dict()
 
     def detach(self, timeout_s: float = 10.0) -> None:
@@ -333,9 +333,9 @@ class SyncMethod(Method):
         self.transport.close(timeout_s)
 
     def return_optimizer_states(self) -> None:
-        """Gives the optimizers their whole state back, which :meth:`detach` would drop; a collective call."""
+        """Restores the optimizers' whole state, which :meth:`detach` would drop; a collective call."""
 
-    # --- what a method is made of -----------------------------------------------------------------------------------
+    # --- what a method implements -----------------------------------------------------------------------------------
 
     @abstractmethod
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
@@ -343,10 +343,10 @@ class SyncMethod(Method):
 
     @abstractmethod
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Takes the gradient of an optimizer, which is complete and too large by ``loss_scale``; a collective call."""
+        """Reduces an optimizer's complete gradient, which is scaled by ``loss_scale``; a collective call."""
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
-        """Completes :meth:`_reduce` when ``p.grad`` is unscaled; returns as :meth:`after_backward`."""
+        """Completes :meth:`_reduce` after ``p.grad`` is unscaled; returns as :meth:`after_backward`."""
         return False
 
     def _skip(self, index: int) -> None:
@@ -354,17 +354,17 @@ class SyncMethod(Method):
 
     @abstractmethod
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Takes an optimizer's step, as :meth:`step`."""
+        """Takes an optimizer's step, see :meth:`step`."""
 
     def _problem(self) -> ValueError | None:
-        """Returns why these optimizers cannot be trained with these settings; None if they can."""
+        """Returns the error if the settings do not support the optimizers; None if they do."""
         return None
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         return Transport(device, timeout_s=self.config.timeout_s, backend=backend)
 
     def _agreed_parameters(self) -> list[NamedParameter]:
-        """Returns the parameters, which are the same on all ranks, and tracks their gradients; a collective call."""
+        """Checks that all ranks have the same parameters, hooks their gradients and returns them; a collective call."""
         parameters = collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
         for parameter in parameters:
             if parameter.group and id(parameter.tensor) not in self._gradient_hooks:
@@ -373,7 +373,7 @@ class SyncMethod(Method):
         return parameters
 
     def _broadcast_buffers(self) -> None:
-        """Gives all ranks the buffers of rank 0; a collective call."""
+        """Broadcasts rank 0's buffers; a collective call."""
         exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
 
     def _skip_if_outdated(self, index: int) -> None:
@@ -385,21 +385,21 @@ class SyncMethod(Method):
         return parameters_of(self.optimizers[self._index(optimizer)])
 
     def _index(self, optimizer: Optimizer | None) -> int:
-        """Returns which of the optimizers is meant; None means the only one.
+        """Returns the index of an optimizer; None means the only one.
 
         Raises:
-            ValueError: there are several and none is named, or this one is not among them.
+            ValueError: there are several optimizers and none is named, or this one is not among them.
         """
         if optimizer is None and len(self.optimizers) > 1:
-            raise ValueError(f"There are {len(self.optimizers)} optimizers: say whose step it is with optimizer=.")
+            raise ValueError(f"There are {len(self.optimizers)} optimizers: choose one with optimizer=.")
         for index, known in enumerate(self.optimizers):
             if optimizer is None or known is optimizer:
                 return index
-        raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was given to {type(self).__name__}.")
+        raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was passed to {type(self).__name__}.")
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Returns where the module's parameters are."""
+    """Returns the device of the module's first parameter; the CPU if it has none."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
@@ -409,5 +409,5 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def group_members(optimizers: Sequence[Optimizer]) -> list[list[list[int]]]:
-    """Returns the ids of the parameters in each group of each optimizer: they change when a callback thaws layers."""
+    """Returns the ids of the parameters in each group of each optimizer; a callback that unfreezes layers adds some."""
     return [[[id(p) for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]

@@ -1,4 +1,4 @@
-"""Hooks on a module that stay behind when the module is copied."""
+"""Hooks on a module that are disabled in copies of the module."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 class ModuleHook:
-    """Calls a method of a living object. A copy of it, deep or pickled with the module that has it, does nothing.
+    """Calls a bound method as long as its object exists. A deep or pickled copy does nothing.
 
-    In a model that is compiled it breaks the graph.
+    In a compiled model it breaks the graph.
 
     Args:
-        method: a bound method; None: do nothing.
+        method: a bound method, referenced weakly; None: do nothing.
     """
 
     def __init__(self, method: Callable[..., None] | None) -> None:
@@ -26,7 +26,7 @@ class ModuleHook:
         self.call(*args)
 
     def call(self, *args: Any) -> None:
-        """Calls the method, if there still is one."""
+        """Calls the method, if its object still exists."""
         method = self._method and self._method()
         if method is not None:
             method(*args)
@@ -36,7 +36,7 @@ class ModuleHook:
 
 
 class EagerHook(ModuleHook):
-    """Does nothing where a model is compiled, and leaves its graph whole."""
+    """A hook that does nothing while a model is compiled, and does not break the graph."""
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""The outer step: how far all ranks go towards the average of their replicas (DiLoCo, arXiv 2311.08105; SlowMo)."""
+"""The outer step: moves the agreed weights towards the average of the replicas (DiLoCo, arXiv 2311.08105; SlowMo)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 class OuterStep:
-    """SGD with Nesterov momentum on weights that all ranks agree on, with how far the replicas moved from them.
+    """SGD with Nesterov momentum on the agreed weights, by the replicas' average movement away from them.
 
-    What DiLoCo calls the outer gradient is the negative of that movement; the arithmetic is, bit for bit, that of
-    ``torch.optim.SGD(lr=lr, momentum=momentum, nesterov=True)`` (DiLoCo, Algorithm 1, lines 12 to 14). All ranks that
-    give it the same bits get the same ones.
+    DiLoCo's outer gradient is the negative of that movement. The arithmetic is, bit for bit, that of
+    ``torch.optim.SGD(lr=lr, momentum=momentum, nesterov=True)`` (DiLoCo, Algorithm 1, lines 12 to 14). The same input
+    gives the same bits on all ranks.
 
     Args:
-        agreed: flat buffers with the weights that all ranks agree on.
-        lr: learning rate; 1 without momentum goes to the average of the replicas.
+        agreed: flat buffers with the agreed weights, the same on all ranks.
+        lr: learning rate; 1 without momentum results in the average of the replicas.
         momentum: in [0, 1); 0 needs no memory.
     """
 
@@ -28,11 +28,11 @@ class OuterStep:
 
     @torch.no_grad()
     def step(self, index: int, movement: Tensor) -> None:
-        """Takes a step with one of the buffers.
+        """Takes a step on one of the buffers.
 
         Args:
-            index: which one.
-            movement: the average over the ranks of their weights less the agreed ones; overwritten.
+            index: index of the buffer.
+            movement: the ranks' average of their weights minus the agreed ones; overwritten.
         """
         if self._velocities:
             velocity = self._velocities[index].mul_(self._momentum).add_(movement)
@@ -40,10 +40,10 @@ class OuterStep:
         self._agreed[index].add_(movement, alpha=self._lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the momentum, on the CPU; the agreed weights are their owner's."""
+        """Returns the momentum, on the CPU; the agreed weights are not included."""
         return {"velocities": [velocity.to("cpu", copy=True) for velocity in self._velocities]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` returned."""
+        """Resumes from what :meth:`state_dict` returned."""
         for velocity, value in zip(self._velocities, state["velocities"], strict=True):
             velocity.copy_(value)

@@ -1,4 +1,4 @@
-"""What the settings of all methods have in common, and what is read off them: names, defaults, docs."""
+"""The base of all methods' settings, and functions that check and document settings."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Config = TypeVar("Config", bound="Settings")
 
 
 class Settings:
-    """Base of the frozen dataclasses that state each setting of a method, its default, its doc and its check.
+    """Base of the frozen dataclasses that define a method's settings: their defaults, docs and checks.
 
-    The properties here tell the frameworks what differs between methods; a method overrides what is not so.
+    The attributes here tell the frameworks how methods differ; a method overrides those that differ for it.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    #: Settings that only the Trainer can follow, and what to do in a loop of one's own.
+    #: Settings that only the Trainer supports, each with what to do in a plain loop.
     for_trainer: ClassVar[Mapping[str, str]] = {}
-    #: Settings that a Trainer has itself, and where.
+    #: Settings that the Trainer replaces by its own arguments, each with that argument.
     set_by_trainer: ClassVar[Mapping[str, str]] = {}
 
     timeout_s: float
 
-    # Which data each rank trains on; SelSync makes settings of them.
+    # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"
     full_pass: bool = False
     injection: tuple[float, float] | None = None
@@ -37,47 +37,47 @@ class Settings:
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run resumes with as many ranks as before only."""
+        """Whether a run can be resumed with the same number of ranks only."""
         return False
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        """What a run that resumes with another number of ranks loses; None: nothing."""
+        """What a run loses if it resumes with another number of ranks; None: nothing."""
         return None
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect with the others as they are, by name, and why."""
+        """Returns the names of settings that the other settings make ineffective, each with the reason."""
         return {}
 
     def on_hosts_of(self: Config, num_processes: int, world_size: int) -> Config:
-        """Returns these settings for hosts of ``num_processes`` ranks each."""
+        """Returns the settings for hosts with ``num_processes`` ranks each."""
         return self
 
 
 def config_from(config_type: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
-    """Returns a method's settings, given as a whole or as keywords.
+    """Returns a method's settings, given as a dataclass or as keywords.
 
     Raises:
-        ValueError: they were given in both ways, or one is out of its range.
+        ValueError: both are given, or a setting is out of its range.
     """
     if config is not None and settings:
-        raise ValueError(f"Give the settings as config or as keywords ({', '.join(settings)}), not both.")
+        raise ValueError(f"Pass the settings as config or as keywords ({', '.join(settings)}), not both.")
     return config or config_type(**settings)
 
 
 def check_for_loop(config_type: type[Settings], settings: Mapping[str, Any]) -> None:
-    """Checks the settings of a method in a loop of the user's own.
+    """Checks the settings of a method in a plain loop.
 
     Raises:
-        ValueError: one of them is for the Trainer.
+        ValueError: one of them is for the Trainer only.
     """
     for name, instead in config_type.for_trainer.items():
         if name in settings:
-            raise ValueError(f"{name}={settings[name]!r} is for the Trainer; in a loop of your own, {instead}.")
+            raise ValueError(f"{name}={settings[name]!r} is for the Trainer only; in a plain loop, {instead}.")
 
 
 def warn_of_ignored(settings: Settings, rank: int) -> None:
-    """Warns, on rank 0, of each setting that the user has changed and that has no effect."""
+    """Warns, on rank 0, about each setting that the user has changed and that has no effect."""
     defaults = {field.name: field.default for field in fields(settings)}
     for name, why in settings.without_effect().items():
         value = getattr(settings, name)
@@ -86,7 +86,7 @@ def warn_of_ignored(settings: Settings, rank: int) -> None:
 
 
 def docs_of(config_type: type[Settings]) -> dict[str, str]:
-    """Returns the docstring under each field, as one paragraph, by the field's name."""
+    """Returns the docstring of each field, as one paragraph, by the field's name."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body
     assert isinstance(definition, ast.ClassDef)
     docs: dict[str, str] = {}

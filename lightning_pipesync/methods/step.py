@@ -1,4 +1,4 @@
-"""The protocol of a step, and who may step an optimizer that a method has taken over."""
+"""The protocol of a step, and the guard against steps that bypass the method."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from lightning_pipesync.core.torch_private import handles_unscaling
 
 
 class Stage(IntEnum):
-    """How far an optimizer is in its step."""
+    """The stage of an optimizer in its step."""
 
     ACCUMULATING = 0
     """Backward passes add to ``p.grad``."""
     REDUCED = 1
-    """The gradient is complete, and the method has taken it. A loss scaler may unscale what will be applied."""
+    """The gradient is complete, and the method has reduced it. A loss scaler may unscale it."""
     UNSCALED = 2
-    """What will be applied is unscaled. It may be clipped, and the optimizer may step."""
+    """The gradient that will be applied is unscaled. It may be clipped, and the optimizer may step."""
 
 
 class StepProtocol:
     """Tracks the stage of each optimizer of a method, the same for all loops and frameworks.
 
-    A backward pass that adds to a gradient which the method has taken makes that outdated: the user has skipped the
-    step, or goes on accumulating.
+    A backward pass that adds to a reduced gradient makes that outdated: the user has skipped the step, or continues
+    to accumulate.
 
     Args:
-        num_optimizers: how many optimizers the method has.
+        num_optimizers: number of the method's optimizers.
         together: whether the gradients of all optimizers are reduced at the same time.
     """
 
     def __init__(self, num_optimizers: int, together: bool = False) -> None:
         self._stages = [Stage.ACCUMULATING] * num_optimizers
-        # What a backward pass has added to since the gradient was taken. The hook that notes it is not in Python.
+        # Gradients that a backward pass has added to since they were reduced. deque.append, the hook, is not in Python.
         self._added_to: list[deque[Tensor]] = [deque(maxlen=1) for _ in range(1 if together else num_optimizers)]
         self._together = together
         self._stepping: int | None = None
 
     def gradient_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Returns what is to be called when a backward pass has added to the gradient of a parameter."""
+        """Returns the hook to call after a backward pass has added to the gradient of a parameter."""
         return self._added_by(index).append
 
     def stage(self, index: int) -> Stage:
@@ -52,36 +52,36 @@ class StepProtocol:
         return self._stages[index]
 
     def is_outdated(self, index: int) -> bool:
-        """Returns whether a backward pass has added to the gradient since the method has taken it.
+        """Returns whether a backward pass has added to the gradient since the method reduced it.
 
         Raises:
-            RuntimeError: it has, within the step of this optimizer.
+            RuntimeError: it has, during the step of this optimizer.
         """
         outdated = self._stages[index] > Stage.ACCUMULATING and bool(self._added_by(index))
         if outdated and index == self._stepping:
             raise RuntimeError(
-                "A backward pass has added to a gradient within the step that uses it: call after_backward() when the "
+                "A backward pass has added to a gradient during the step that uses it: call after_backward() when the "
                 "gradient is complete, and evaluate a closure only once."
             )
         return outdated
 
     def restart(self, index: int) -> None:
-        """Begins a step anew, whose gradient is outdated."""
+        """Restarts a step whose gradient is outdated."""
         self._stages[index] = Stage.ACCUMULATING
 
     def reduced(self, index: int) -> None:
-        """Notes that the method has taken the gradient."""
+        """Records that the method has reduced the gradient."""
         for one in range(len(self._stages)) if self._together else (index,):
             self._stages[one] = Stage.REDUCED
         self._added_by(index).clear()
 
     def unscaled(self, index: int) -> None:
-        """Notes that what will be applied is unscaled."""
+        """Records that the gradient is unscaled."""
         self._stages[index] = Stage.UNSCALED
 
     @contextmanager
     def stepping(self, index: int) -> Iterator[None]:
-        """Within it an optimizer steps; afterwards it accumulates again."""
+        """Context manager around an optimizer's step; afterwards the optimizer accumulates again."""
         self._stepping = index
         try:
             yield
@@ -94,10 +94,10 @@ class StepProtocol:
 
 
 class StepGuard:
-    """Refuses a step that a method does not know of: this rank's weights would differ from all others'.
+    """Refuses direct calls of ``optimizer.step()``, after which this rank's weights would differ from the other ranks'.
 
     Args:
-        optimizer: the user's own.
+        optimizer: the user's own optimizer.
         method: name of the method's class.
     """
 
@@ -108,7 +108,7 @@ class StepGuard:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within it the optimizer may step."""
+        """Context manager in which the optimizer may step."""
         self._is_stepping = True
         try:
             yield
@@ -116,39 +116,39 @@ class StepGuard:
             self._is_stepping = False
 
     def release(self) -> None:
-        """Lets the optimizer step without the method again."""
+        """Removes the guard: the optimizer may step without the method again."""
         self._hook.remove()
 
     def _refuse_step_of_others(self, *_: object) -> None:
         if not self._is_stepping:
             raise RuntimeError(
-                f"{type(self._optimizer).__name__}.step() was called directly: this rank would go its own way, and no "
-                f"other would know. Call the step() of {self._method}, or of the optimizer that self.optimizers() "
-                "or fabric.setup() returns."
+                f"{type(self._optimizer).__name__}.step() was called directly, so this rank's weights would differ "
+                f"from the other ranks'. Call the step() of {self._method}, or of the optimizer that "
+                "self.optimizers() or fabric.setup() returns."
             )
 
 
 def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:
-    """Checks that a loss scaler leaves gradients unscaled in ``p.grad`` before the step of ``optimizer``.
+    """Checks that a loss scaler unscales ``p.grad`` before the step of ``optimizer``.
 
     Args:
-        optimizer: the user's own.
-        precision: the setting that has brought the scaler.
-        method: who has to see the gradients.
+        optimizer: the user's own optimizer.
+        precision: the setting that selects the scaler, for the message.
+        method: what reads the gradients, for the message.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the optimizer unscales gradients in its step.
     """
     if handles_unscaling(optimizer):
         raise ValueError(
             f"{precision} with a fused {type(optimizer).__name__} unscales gradients within the step, where {method} "
-            "cannot see them: set fused=False."
+            "cannot read them: set fused=False."
         )
 
 
 @contextmanager
 def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[None]:
-    """Within it ``optimizer.step`` is ``step``, also for who has put something around it before."""
+    """Context manager that replaces ``optimizer.step`` by ``step``, also for wrappers of the optimizer."""
     own = vars(optimizer).get("step")
     optimizer.step = step  # type: ignore[method-assign]
     try:
