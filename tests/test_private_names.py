@@ -19,9 +19,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_pipesync.fabric.dear import DeARFabricStrategyMixin
-from lightning_pipesync.lightning.dear import DeARStrategyMixin
-from lightning_pipesync.lightning.ea_pipe import EAPipeStrategyMixin
 from torch import nn
 from torch.optim import SGD
 
@@ -30,8 +27,11 @@ from lightning_pipesync.accelerate import PipeSyncAccelerator
 from lightning_pipesync.core import torch_private
 from lightning_pipesync.core.private_names import Overriding, require
 from lightning_pipesync.fabric import private as fabric_private
+from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.lightning import private as lightning_private
 from lightning_pipesync.lightning.callback import PipelineCallbackMixin
+from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
+from lightning_pipesync.lightning.sync import SyncStrategyMixin
 from lightning_pipesync.transformers import PipeSyncTrainerMixin
 from tests.lightning_models import Classifier
 
@@ -59,9 +59,9 @@ def test_the_error_names_library_version_and_name() -> None:
         *((PipeSyncTrainerMixin, transformers.Trainer, name) for name in ("_load_best_model", "_finalize_training")),
         (PipeSyncTrainerMixin, transformers.Trainer, "_save_optimizer_and_scheduler"),
         (PipeSyncTrainerMixin, transformers.Trainer, "_load_optimizer_and_scheduler"),
-        (DeARStrategyMixin, DDPStrategy, "configure_ddp"),
-        (EAPipeStrategyMixin, DDPStrategy, "distributed_sampler_kwargs"),
-        (DeARFabricStrategyMixin, FabricDDPStrategy, "setup_module_and_optimizers"),
+        (SyncStrategyMixin, DDPStrategy, "configure_ddp"),
+        (PipelineStrategyMixin, DDPStrategy, "distributed_sampler_kwargs"),
+        (PipeSyncFabricStrategyMixin, FabricDDPStrategy, "setup_module_and_optimizers"),
         (PipelineCallbackMixin, Callback, "on_validation_end"),
     ],
 )

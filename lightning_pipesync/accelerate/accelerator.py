@@ -31,11 +31,11 @@ from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.training.clipping import OptimizerStep, clip_norm
+from lightning_pipesync.training.clipping import clip_value as clip_value_of
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions
-from lightning_pipesync.training.step import OptimizerStep, clip_norm
-from lightning_pipesync.training.step import clip_value as clip_value_of
 
 
 class PipeSyncAccelerator(SavingAccelerator):

@@ -61,7 +61,10 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     for parameter in parameters:
         _check_parameter(parameter)
         if id(parameter.tensor) in shared:
-            raise ValueError(f"Parameter {parameter.name} is in several optimizers; give each parameter to one only.")
+            raise ValueError(
+                f"Parameter {parameter.name} is in several optimizers; give each parameter to one only. "
+                "That of a model which was set up or prepared before counts, too, as long as the model is referenced."
+            )
         if parameter.tensor.device != parameters[0].tensor.device:
             raise ValueError(
                 f"Parameter {parameter.name} is on {parameter.tensor.device}, and {parameters[0].name} on "

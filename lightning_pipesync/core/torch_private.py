@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -85,12 +84,6 @@ def found_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 def _found_inf(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[Tensor]:
     require(scaler, "_per_optimizer_states")
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-
-
-def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Returns whether ``scaler`` has unscaled the gradients of ``optimizer`` since its last update."""
-    require(scaler, "_per_optimizer_states")
-    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
 
 
 def handles_unscaling(optimizer: Optimizer) -> bool:

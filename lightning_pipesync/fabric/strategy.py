@@ -31,11 +31,11 @@ from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, 
 from lightning_pipesync.methods.method import PIECE_MB, Method, SyncMethod, parameters_of
 from lightning_pipesync.methods.settings import Settings, check_for_loop
 from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import make_config
-from lightning_pipesync.training.session import MethodPlan, Session, Sessions
+from lightning_pipesync.training.session import MethodPlan, Sessions
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
-from lightning_pipesync.training.step import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.strategies import strategy_class
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `lightning_fabric`, whose classes differ
@@ -101,6 +101,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         )
         control_backward_sync(self, BackwardSyncControl())
         self._sessions = Sessions()
+        self._ends_at_shutdown = False
 
     def method_of(self, optimizer: Optimizer | None = None) -> SyncMethod:
         """Returns the method that steps an optimizer, for example to read its metrics.
@@ -119,7 +120,7 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
             return session.method
         sessions = self._sessions.sessions
         if len(sessions) > 1:
-            sessions = [session for session in sessions if session.is_held]
+            sessions = [one for one in sessions if any(self._sessions.is_held(module) for module in one.modules)]
         if len(sessions) != 1:
             raise ValueError(
                 f"{len(sessions)} models have optimizers: choose one with optimizer=. The next fabric.setup() ends the "
@@ -300,20 +301,25 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
                 # Gradients in flight and state of the ranks belong to the weights that are replaced.
                 session.flush_and_detach()
                 self._sessions.sessions.remove(session)
-        remainder = super().load_checkpoint(path, state, *args, **kwargs)
-        self._sessions.attach(self._plan)
+        try:
+            remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        finally:
+            self._sessions.attach(self._plan)
         if loaded and (saved := remainder.pop(CHECKPOINT_KEY, None)) is not None:
-            self._load_from(saved, self._methods_in(objects))
+            self._load_from(saved, objects)
         return remainder
 
-    def _load_from(self, saved: dict[str, Any], methods: Mapping[str, SyncMethod]) -> None:
-        """Resumes ``methods`` from the section of a checkpoint under :data:`CHECKPOINT_KEY`."""
-        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config) if methods else None
+    def _load_from(self, saved: dict[str, Any], objects: Mapping[str, Any]) -> None:
+        """Resumes the methods of the models in ``objects`` from what a checkpoint holds besides a plain one's."""
+        if not self._methods_in(objects):
+            return
+        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config)
         if state is None:
             return
-        for name, method in methods.items():
-            if name in state.get("methods", {}):
-                method.load_state_dict(state["methods"][name])
+        states = state.get("methods", {})
+        for name, method in self._methods_in(objects, states).items():
+            if name in states:
+                method.load_state_dict(states[name])
         if "precision" in state:
             self.precision.load_state_dict(state["precision"])
         set_rng_states(state["rng"])
@@ -322,17 +328,19 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         states = {name: method.state_dict() for name, method in methods.items()}
         return rank_state({"methods": states}, self.precision.state_dict(), self.root_device)
 
-    def _methods_in(self, state: Mapping[str, Any]) -> dict[str, SyncMethod]:
-        """Returns, by the model's key, the methods of the models in ``state`` whose optimizers are all in it."""
+    def _methods_in(self, state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> dict[str, SyncMethod]:
+        """Returns the methods of the models in ``state`` whose optimizers are all in it, too, by a model's name.
+
+        Of several models with one method, it is the first one's name, or the one that ``saved`` has.
+        """
         optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
-        found: dict[str, Session] = {}
+        names: dict[int, list[str]] = {}
         for name, value in state.items():
             session = self._sessions.session_of(value) if isinstance(value, SyncedModule) else None
-            if session is None or any(session is known for known in found.values()):
-                continue
-            if {id(one) for one in session.optimizers} <= optimizers:
-                found[name] = session
-        return {name: session.method for name, session in found.items()}
+            if session is not None and {id(one) for one in session.optimizers} <= optimizers:
+                names.setdefault(id(session), []).append(name)
+        chosen = {key: next((n for n in of_one if n in (saved or {})), of_one[0]) for key, of_one in names.items()}
+        return {chosen[id(one)]: one.method for one in self._sessions.sessions if id(one) in chosen}
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -347,29 +355,33 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         return MethodPlan(self.name, self.config, self.num_processes, backend)
 
     def _begin(self, module: nn.Module) -> SyncedModule:
-        if not self._sessions.sessions:
-            at_shutdown(self._sessions.end)  # Fabric calls no hook at the end of a training
-        else:
-            self._release(module)
+        if not self._ends_at_shutdown:  # Fabric does not tell a strategy of the end
+            at_shutdown(self._sessions.end)
+            self._ends_at_shutdown = True
+        self._release(module)
         return self._sessions.wrap(module, automatic=False)
 
     def _release(self, module: nn.Module) -> None:
         """Ends the methods of models that no rank references any more, and of ``module``; a collective call.
 
-        While one rank references a model, all ranks take part in its collective calls.
+        While one rank references a model, all take part in its collective calls.
         """
+        sessions = self._sessions
+        if not sessions.modules:
+            return
         gc.collect()
-        sessions = self._sessions.sessions.copy()
-        again = [any(own is module for own in session.modules) for session in sessions]
-        held = [session.is_held and not repeated for session, repeated in zip(sessions, again, strict=True)]
+        held = [sessions.is_held(known) and known is not module for known in sessions.modules]
         held_somewhere = torch.tensor(held, dtype=torch.uint8, device=self.root_device)
         dist.all_reduce(held_somewhere, dist.ReduceOp.MAX)
-        for session, keep, repeated in zip(sessions, held_somewhere.tolist(), again, strict=True):
-            if not keep:
-                if repeated:  # its training continues
-                    session.method.flush()
-                    session.method.return_optimizer_states()
-                self._sessions.remove(session)
+        kept = [known for known, keep in zip(sessions.modules, held_somewhere.tolist(), strict=True) if keep]
+        for session in sessions.sessions.copy():
+            again = any(own is module for own in session.modules)
+            if again:  # its training continues
+                session.method.flush()
+                session.method.return_optimizer_states()
+            if again or not any(own is known for own in session.modules for known in kept):
+                sessions.remove(session)
+        sessions.modules = kept
 
     def _add(self, optimizer: Optimizer) -> None:
         if self._scaler is not None:
@@ -389,7 +401,7 @@ def fabric_strategy(base: type, method: type[Method], module: str) -> Any:
         bases = (PipeSyncFabricStrategyMixin, base)
         return strategy_class("FabricStrategy", method, bases, module, method.config_type.for_trainer)
 
-    def refuse() -> NoReturn:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         """Pipelines cannot be strategies of Fabric."""
         raise ValueError(
             f"strategy={method.name!r} cannot run under Fabric, whose loop makes the backward pass of one mini-batch "
@@ -398,4 +410,5 @@ def fabric_strategy(base: type, method: type[Method], module: str) -> Any:
             f"loop instead of fabric.setup(); or Trainer(strategy={method.name!r})."
         )
 
+    refuse.__name__ = f"{method.__name__}FabricStrategy"
     return refuse

@@ -23,9 +23,9 @@ from lightning_pipesync.lightning.private import check_trainer, run_hooks_before
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.method import SyncMethod, parameters_of
 from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.loaders import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.training.session import MethodPlan
-from lightning_pipesync.training.step import OptimizerStep, clip_norm, clip_value
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -132,21 +132,22 @@ class SyncMethod(Method):
         self.flushed = False
         self._module = module
         self._protocol = StepProtocol(len(self.optimizers), self.reduces_together)
-        self._guards = [StepGuard(optimizer, type(self).__name__) for optimizer in self.optimizers]
+        self._guards: list[StepGuard] = []
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         self.transport = self._make_transport(device_of(module), backend)
         try:
             parameters = self._agreed_parameters()
             raise_on_all_ranks(self.transport, self._problem())
-        except ValueError:
-            SyncMethod.detach(self)
+            warn_of_ignored(self.config, self.transport.rank)
+            exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
+            self._read_buffers = buffer_reader(module)
+            self._broadcast_buffers()
+            self.data = TrainingData(self.config, self.transport)
+            self._guards = [StepGuard(optimizer, type(self).__name__) for optimizer in self.optimizers]
+            self._attach(parameters)
+        except BaseException:
+            SyncMethod.detach(self, timeout_s=1.0)
             raise
-        warn_of_ignored(self.config, self.transport.rank)
-        exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
-        self._read_buffers = buffer_reader(module)
-        self._broadcast_buffers()
-        self.data = TrainingData(self.config, self.transport)
-        self._attach(parameters)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

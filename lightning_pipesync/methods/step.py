@@ -42,6 +42,7 @@ class StepProtocol:
         self._added_to: list[deque[Tensor]] = [deque(maxlen=1) for _ in range(1 if together else num_optimizers)]
         self._together = together
         self._stepping: int | None = None
+        self._reduced_in_step = False  # by the optimizer that is stepping
 
     def gradient_hook(self, index: int) -> Callable[[Tensor], None]:
         """Returns the hook to call after a backward pass has added to the gradient of a parameter."""
@@ -55,13 +56,13 @@ class StepProtocol:
         """Returns whether a backward pass has added to the gradient since the method reduced it.
 
         Raises:
-            RuntimeError: it has, during the step of this optimizer.
+            RuntimeError: it has done both during the step of this optimizer.
         """
         outdated = self._stages[index] > Stage.ACCUMULATING and bool(self._added_by(index))
-        if outdated and index == self._stepping:
+        if outdated and index == self._stepping and self._reduced_in_step:
             raise RuntimeError(
-                "A backward pass has added to a gradient during the step that uses it: call after_backward() when the "
-                "gradient is complete, and evaluate a closure only once."
+                "A backward pass has added to a gradient after it was reduced in the same step: call after_backward() "
+                "when the gradient is complete, and evaluate a closure only once."
             )
         return outdated
 
@@ -74,6 +75,7 @@ class StepProtocol:
         for one in range(len(self._stages)) if self._together else (index,):
             self._stages[one] = Stage.REDUCED
         self._added_by(index).clear()
+        self._reduced_in_step = index == self._stepping
 
     def unscaled(self, index: int) -> None:
         """Records that the gradient is unscaled."""
@@ -82,7 +84,7 @@ class StepProtocol:
     @contextmanager
     def stepping(self, index: int) -> Iterator[None]:
         """Context manager around an optimizer's step; afterwards the optimizer accumulates again."""
-        self._stepping = index
+        self._stepping, self._reduced_in_step = index, False
         try:
             yield
         finally:

@@ -24,6 +24,7 @@ class SyncedModule(nn.Module):
 
     Attributes:
         module: the wrapped model.
+        automatic: as given.
         method: the method that synchronizes it; None until the model's optimizer is prepared.
     """
 
@@ -32,7 +33,7 @@ class SyncedModule(nn.Module):
         self.module = module
         self.method: SyncMethod | None = None
         self.training = module.training
-        self._automatic = automatic
+        self.automatic = automatic
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model.
@@ -40,14 +41,14 @@ class SyncedModule(nn.Module):
         Raises:
             RuntimeError: a training begins, and no method synchronizes the gradients.
         """
-        if self._automatic and self.training and torch.is_grad_enabled():
+        if self.automatic and self.training and torch.is_grad_enabled():
             self._begin_to_train()
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> SyncedModule:
         """Sets the model's mode; if ``automatic``, evaluation mode consolidates the weights."""
         super().train(mode)
-        if self._automatic and not mode and self.method is not None and not self.method.flushed:
+        if self.automatic and not mode and self.method is not None and not self.method.flushed:
             self.method.flush()
         return self
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.methods.method import Method, PipelineMethod, SyncMethod, parameters_of
@@ -53,7 +53,7 @@ class Session:
     """A method, the optimizers whose steps it takes, and the models that they train.
 
     Attributes:
-        modules: the user's own models, connected by shared optimizers.
+        modules: the user's own models, connected by shared optimizers, without those that are part of another.
         optimizers: the user's own optimizers of these models.
         method: the method attached to them.
         wrappers: weak references to the wrappers of the models.
@@ -64,10 +64,12 @@ class Session:
     method: SyncMethod
     wrappers: list[weakref.ref[SyncedModule]]
 
-    @property
-    def is_held(self) -> bool:
-        """Whether a wrapper of the session is still referenced."""
-        return any(wrapper() is not None for wrapper in self.wrappers)
+    def trains(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> bool:
+        """Returns whether the session has these optimizers, and of these models all parameters that they train."""
+        own = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        return self.optimizers == optimizers and all(
+            id(parameter) in own for module in modules for parameter in trained_parameters(module, optimizers)
+        )
 
     def flush_and_detach(self) -> None:
         """Writes weights and optimizer states back, and ends the method; a collective call."""
@@ -87,12 +89,14 @@ class Sessions:
     """Everything that was prepared to be trained: models and optimizers in any order, and pipelines.
 
     Attributes:
+        modules: the wrapped models, each once and in order, until :meth:`end`; the same on all ranks.
         sessions: the attached sessions.
         optimizers: the added optimizers, in order.
         pipelines: methods that make the passes themselves.
     """
 
     def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
         self.sessions: list[Session] = []
         self.optimizers: list[Optimizer] = []
         self.pipelines: list[PipelineMethod] = []
@@ -111,7 +115,9 @@ class Sessions:
             automatic: see :class:`SyncedModule`.
         """
         wrapper = SyncedModule(module, automatic)
-        self._wrappers.append(weakref.ref(wrapper))
+        self._wrappers = [weakref.ref(one) for one in (*self._held_wrappers, wrapper)]
+        if not any(module is known for known in self.modules):
+            self.modules.append(module)
         return wrapper
 
     def wrapper_of(self, module: nn.Module) -> SyncedModule | None:
@@ -123,27 +129,45 @@ class Sessions:
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
 
+    def is_held(self, module: nn.Module) -> bool:
+        """Returns whether a wrapper of a model is still referenced on this rank."""
+        return any(one.module is module for one in self._held_wrappers)
+
     def session_of(self, one: Optimizer | SyncedModule) -> Session | None:
         """Returns the session of an optimizer or a wrapper; None if there is none."""
         for session in self.sessions:
-            known = session.modules if isinstance(one, SyncedModule) else session.optimizers
-            if any((one.module if isinstance(one, SyncedModule) else one) is other for other in known):
+            if any(one is known for known in (*session.optimizers, *(wrapper() for wrapper in session.wrappers))):
                 return session
         return None
 
     def attach(self, plan: MethodPlan) -> None:
         """Attaches a method to all models that have optimizers and no method; a collective call.
 
+        A session is replaced if its models have another optimizer now, or its optimizers another model. Optimizers that
+        are refused are forgotten.
+
         Raises:
             ValueError: the ranks differ in settings or model, or the method does not support a model or optimizer.
         """
-        modules = [module for session in self.sessions for module in session.modules]
-        modules += [one.module for one in self._held_wrappers if not any(one.module is known for known in modules)]
+        before = [optimizer for session in self.sessions for optimizer in session.optimizers]
+        try:
+            self._attach(plan)
+        except ValueError:  # on all ranks
+            self.optimizers = [one for one in self.optimizers if any(one is known for known in before)]
+            self._attach(plan)
+            raise
+
+    def _attach(self, plan: MethodPlan) -> None:
+        modules = self.modules.copy()  # and those of before the end that are still in use, with Accelerate
+        for wrapper in self._held_wrappers:
+            if wrapper.automatic and not any(wrapper.module is known for known in modules):
+                modules.append(wrapper.module)
         groups = connected(modules, self.optimizers)
         for session in list(self.sessions):
-            if (session.modules, session.optimizers) in groups:
-                groups.remove((session.modules, session.optimizers))
-            else:  # its models have another optimizer now
+            kept = next((group for group in groups if session.trains(*group)), None)
+            if kept is not None:
+                groups.remove(kept)
+            else:
                 session.flush_and_detach()
                 self.sessions.remove(session)
         self.sessions += [self._attached(modules, optimizers, plan) for modules, optimizers in groups]
@@ -167,6 +191,7 @@ class Sessions:
             engine.detach(timeout_s)
         self.optimizers.clear()
         self.pipelines.clear()
+        self.modules.clear()
 
     def return_optimizer_states(self) -> None:
         """Restores the whole state of the optimizers, of which a rank may have a part only; a collective call."""
@@ -200,10 +225,16 @@ class Sessions:
 
     def _attached(self, modules: list[nn.Module], optimizers: list[Optimizer], plan: MethodPlan) -> Session:
         method = plan.attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), optimizers)
-        wrappers = [one for one in self._held_wrappers if any(one.module is module for module in modules)]
+        wrappers = [one for one in self._held_wrappers if trained_parameters(one.module, optimizers)]
         for wrapper in wrappers:
             wrapper.method = method
         return Session(modules, optimizers, method, [weakref.ref(wrapper) for wrapper in wrappers])
+
+
+def trained_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Returns the parameters of a model that the optimizers train."""
+    trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    return [parameter for parameter in module.parameters() if id(parameter) in trained]
 
 
 def connected(
@@ -211,16 +242,25 @@ def connected(
 ) -> list[tuple[list[nn.Module], list[Optimizer]]]:
     """Returns groups of models and optimizers: those that share a parameter are in one group.
 
-    Models without an optimizer, and optimizers without a model, are in no group.
+    Models without an optimizer, and optimizers without a model, are in no group; nor are models all of whose trained
+    parameters are in another one of the group: its submodules.
     """
     groups: list[tuple[list[nn.Module], list[Optimizer]]] = []
     for optimizer in optimizers:
-        trained = {id(parameter) for parameter in parameters_of(optimizer)}
-        own = [module for module in modules if any(id(parameter) in trained for parameter in module.parameters())]
+        own = [module for module in modules if trained_parameters(module, [optimizer])]
         if not own:
             continue
         sharing = [group for group in groups if any(module in own for module in group[0])]
         merged = [module for module in modules if module in own or any(module in group[0] for group in sharing)]
         others = [one for group in sharing for one in group[1]]
         groups = [group for group in groups if group not in sharing] + [(merged, [*others, optimizer])]
-    return groups
+    return [(_without_submodules(modules, optimizers), optimizers) for modules, optimizers in groups]
+
+
+def _without_submodules(modules: list[nn.Module], optimizers: list[Optimizer]) -> list[nn.Module]:
+    needed = modules.copy()
+    for module in sorted(modules, key=lambda module: len(list(module.modules()))):
+        others = {id(parameter) for other in needed if other is not module for parameter in other.parameters()}
+        if all(id(parameter) in others for parameter in trained_parameters(module, optimizers)):
+            needed.remove(module)
+    return needed

@@ -127,7 +127,7 @@ class DeAR(SyncMethod):
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the averaged gradient by its L2 norm; ranks all-reduce the squared norms of their shards."""
-        self.after_backward(optimizer)
+        self.before_unscaling(optimizer)
         gradients = self._own_gradients(self._index(optimizer))
         squares = torch.stack(foreach_norm(gradients)).square_()  # its dtype is the same on all ranks, as the buckets'
         self._queue.wait_all()  # another optimizer's all-gathers may be in flight
@@ -139,7 +139,7 @@ class DeAR(SyncMethod):
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
-        self.after_backward(optimizer)
+        self.before_unscaling(optimizer)
         for flat in self._own_gradients(self._index(optimizer)):
             flat.clamp_(-max_value, max_value)
 
@@ -175,7 +175,8 @@ class DeAR(SyncMethod):
         self.flushed = True
 
     def resume(self) -> None:
-        """Does nothing: training continues from the flushed weights."""
+        """Continues from the flushed weights."""
+        self.flushed = False
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of buckets, MiB sent and seconds of exposed communication."""
