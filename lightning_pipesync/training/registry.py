@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 from lightning_pipesync.methods.dear import DeAR
@@ -64,5 +65,7 @@ def _config_type(method: object, settings: Mapping[str, Any]) -> type[Settings]:
     known = [field.name for field in fields(config_type)]
     for name in settings:
         if name not in known:
-            raise ValueError(f"method={method!r} has no setting {name!r}. It has: {', '.join(known)}.")
+            close = get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"method={method!r} has no setting {name!r}. It has: {', '.join(known)}.{hint}")
     return config_type
