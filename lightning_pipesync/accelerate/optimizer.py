@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.core.torch_private import found_overflow
-from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.session import Sessions
 
 

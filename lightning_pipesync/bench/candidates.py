@@ -20,9 +20,9 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR
-from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.methods.sync_method import SyncMethod
 
 #: Every candidate trains with SGD, learning rate and momentum.
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9

@@ -19,9 +19,9 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.method import SyncMethod
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.methods.sync_method import SyncMethod
 
 
 class Training(ABC):

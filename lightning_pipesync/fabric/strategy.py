@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,26 +22,19 @@ from typing_extensions import override
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.private_names import Overriding
-from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.core.shutdown import at_shutdown
-from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data import TrainLoader
+from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
-from lightning_pipesync.methods.method import PIECE_MB, Method, SyncMethod, parameters_of
-from lightning_pipesync.methods.settings import Settings, check_for_loop
+from lightning_pipesync.methods.method import PIECE_MB, Method, parameters_of
+from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.session import MethodPlan, Sessions
-from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
 from lightning_pipesync.training.strategies import strategy_class
-
-if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `lightning_fabric`, whose classes differ
-    from lightning.fabric.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 
 class BackwardSyncControl:
@@ -52,7 +45,7 @@ class BackwardSyncControl:
         return module.no_sync() if enabled else nullcontext()
 
 
-class PipeSyncFabricStrategyMixin(Overriding, _Base):
+class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
     Attributes:
@@ -72,9 +65,6 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
     Raises:
         ValueError: a setting does not exist or is out of its range; the message names it and its value.
     """
-
-    name: str
-    config: Settings
 
     def __init__(
         self,
@@ -127,23 +117,6 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
                 "methods of models that no rank references any more; fabric.strategy.teardown() ends all."
             )
         return sessions[0].method
-
-    @contextmanager
-    def consolidated(self) -> Iterator[None]:
-        """Context manager in which weights and buffers are the method's consolidated ones, the same on all ranks.
-
-        Use it for validation and wherever else the weights are read outside of a training step. ``fabric.save``
-        consolidates them itself. A collective call: all ranks enter it.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
-        training = self._sessions.flush()
-        try:
-            yield
-        finally:
-            for method in training:
-                method.resume()
 
     def prepare_train_loader(self, loader: DataLoader[Any], optimizer: Optimizer | None = None) -> TrainLoader:
         """Replaces ``fabric.setup_dataloaders`` for the training data, after ``fabric.setup``.
@@ -250,97 +223,6 @@ class PipeSyncFabricStrategyMixin(Overriding, _Base):
         method = self.method_of(optimizer)
         method.unscale(self._scaler, optimizer)
         return OptimizerStep(method, optimizer)
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    @override
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole optimizer state, as under DDP, on every rank; a collective call."""
-        session = self._sessions.session_of(optimizer)
-        if session is None:
-            return super().get_optimizer_state(optimizer)
-        return session.method.optimizer_state_dict(optimizer)
-
-    @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        if isinstance(module, SyncedModule):
-            return unshare_storage(super().get_module_state_dict(module.module))
-        return super().get_module_state_dict(module)
-
-    @override
-    def load_module_state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().load_module_state_dict(module.module if isinstance(module, SyncedModule) else module, *args, **kwargs)
-
-    @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Saves consolidated weights, and each rank's state if a model and all its optimizers are in ``state``.
-
-        Raises:
-            ValueError: ``state`` uses the key of the ranks' states.
-        """
-        if CHECKPOINT_KEY in state:
-            raise ValueError(f"The key {CHECKPOINT_KEY!r} of a checkpoint is reserved: use another one in the state.")
-        with self.consolidated():
-            if methods := self._methods_in(state):
-                transport = next(iter(methods.values())).transport
-                section = section_of(self.name, self.config, transport, lambda: self._rank_state_dict(methods))
-                state = {**state, CHECKPOINT_KEY: section}
-            super().save_checkpoint(path, state, *args, **kwargs)
-
-    @override
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state.
-
-        Raises:
-            ValueError: the checkpoint was written by this strategy with another number of ranks.
-        """
-        objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
-        loaded = [one for one in objects.values() if isinstance(one, SyncedModule)]
-        for wrapper in loaded:
-            if (session := self._sessions.session_of(wrapper)) is not None:
-                # Gradients in flight and state of the ranks belong to the weights that are replaced.
-                session.flush_and_detach()
-                self._sessions.sessions.remove(session)
-        try:
-            remainder = super().load_checkpoint(path, state, *args, **kwargs)
-        finally:
-            self._sessions.attach(self._plan)
-        if loaded and (saved := remainder.pop(CHECKPOINT_KEY, None)) is not None:
-            self._load_from(saved, objects)
-        return remainder
-
-    def _load_from(self, saved: dict[str, Any], objects: Mapping[str, Any]) -> None:
-        """Resumes the methods of the models in ``objects`` from what a checkpoint holds besides a plain one's."""
-        if not self._methods_in(objects):
-            return
-        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config)
-        if state is None:
-            return
-        states = state.get("methods", {})
-        for name, method in self._methods_in(objects, states).items():
-            if name in states:
-                method.load_state_dict(states[name])
-        if "precision" in state:
-            self.precision.load_state_dict(state["precision"])
-        set_rng_states(state["rng"])
-
-    def _rank_state_dict(self, methods: Mapping[str, SyncMethod]) -> dict[str, Any]:
-        states = {name: method.state_dict() for name, method in methods.items()}
-        return rank_state({"methods": states}, self.precision.state_dict(), self.root_device)
-
-    def _methods_in(self, state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> dict[str, SyncMethod]:
-        """Returns the methods of the models in ``state`` whose optimizers are all in it, too, by a model's name.
-
-        Of several models with one method, it is the first one's name, or the one that ``saved`` has.
-        """
-        optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
-        names: dict[int, list[str]] = {}
-        for name, value in state.items():
-            session = self._sessions.session_of(value) if isinstance(value, SyncedModule) else None
-            if session is not None and {id(one) for one in session.optimizers} <= optimizers:
-                names.setdefault(id(session), []).append(name)
-        chosen = {key: next((n for n in of_one if n in (saved or {})), of_one[0]) for key, of_one in names.items()}
-        return {chosen[id(one)]: one.method for one in self._sessions.sessions if id(one) in chosen}
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

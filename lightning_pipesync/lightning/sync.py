@@ -21,8 +21,9 @@ from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.private import check_trainer, run_hooks_before_step
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
-from lightning_pipesync.methods.method import SyncMethod, parameters_of
+from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.step import check_unscaling
+from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.loaders import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.training.session import MethodPlan

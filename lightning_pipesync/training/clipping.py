@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.methods.method import SyncMethod, parameters_of
+from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.sync_method import SyncMethod
 
 
 @dataclass(frozen=True)

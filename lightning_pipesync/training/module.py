@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.sync_method import SyncMethod
 
 
 class SyncedModule(nn.Module):

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
-from lightning_pipesync.methods.method import SyncMethod, group_members
+from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
+from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.method import SyncMethod
+from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.conformance.example_method.config import AveragingConfig
 
 T = TypeVar("T")

@@ -1,0 +1,341 @@
+"""Base class of the methods that synchronize what a training loop computes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.consistency import collect_consistent_parameters, raise_on_all_ranks
+from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.torch_private import mark_overflow
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.data.training_data import TrainingData
+from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
+from lightning_pipesync.methods.settings import config_from, warn_of_ignored
+from lightning_pipesync.methods.step import Stage, StepGuard, StepProtocol
+
+T = TypeVar("T")
+
+
+class SyncMethod(Method):
+    """Takes over gradient synchronization and the optimizer step of one module on every rank.
+
+    The constructor attaches the method: it broadcasts rank 0's weights and buffers. A plain loop calls :meth:`step` in
+    place of ``optimizer.step()``. With several optimizers, each call names its optimizer. The calls of a step follow
+    the order of :class:`Stage`; a repeated call in the same step does nothing.
+
+    Args:
+        module: the model, the same on all ranks.
+        optimizer: one or several torch optimizers over its parameters.
+        config: the settings; alternatively, pass them as keywords.
+        backend: backend of the method's communication, see :class:`Transport`.
+
+    Attributes:
+        config: the settings.
+        applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, after :meth:`after_backward`.
+        reduces_together: whether the gradients of all optimizers are reduced at the same time.
+        optimizers: the user's own optimizers.
+        syncing: whether gradients are synchronized: False within :meth:`no_sync`.
+        data: applies the settings of the training data.
+
+    Raises:
+        ValueError: the ranks differ in settings or model, or the method does not support the model or an optimizer.
+        RuntimeError: ``torch.distributed`` is not initialized.
+    """
+
+    applies_grad: ClassVar[bool] = True
+    reduces_together: ClassVar[bool] = False
+
+    transport: Transport
+    syncing = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        config: Any = None,
+        *,
+        backend: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = config_from(self.config_type, config, settings)
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.flushed = False
+        self._module = module
+        self._protocol = StepProtocol(len(self.optimizers), self.reduces_together)
+        self._guards: list[StepGuard] = []
+        self._gradient_hooks: dict[int, RemovableHandle] = {}
+        self.transport = self._make_transport(device_of(module), backend)
+        try:
+            parameters = self._agreed_parameters()
+            raise_on_all_ranks(self.transport, self._problem())
+            warn_of_ignored(self.config, self.transport.rank)
+            exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
+            self._read_buffers = buffer_reader(module)
+            self._broadcast_buffers()
+            self.data = TrainingData(self.config, self.transport)
+            self._guards = [StepGuard(optimizer, type(self).__name__) for optimizer in self.optimizers]
+            self._attach(parameters)
+        except BaseException:
+            SyncMethod.detach(self, timeout_s=1.0)
+            raise
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def after_backward(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
+        """Reduces the gradient of this step, which must be complete and not yet clipped.
+
+        Args:
+            optimizer: the optimizer whose gradient is reduced; may be omitted if there is only one.
+            loss_scale: the factor of the loss scaler; None without one.
+
+        Returns:
+            Whether the gradient of some rank is not finite, the same on all ranks. The loss scaler, which has checked
+            only this rank's gradient, must then skip the update.
+
+        Raises:
+            RuntimeError: a peer is lost.
+            ValueError: a setting of the training data has no effect, see :meth:`prepare_train_loader`.
+        """
+        self.before_unscaling(optimizer, loss_scale)
+        return self.after_unscaling(optimizer, loss_scale)
+
+    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:
+        """Runs the first half of :meth:`after_backward`, before a loss scaler unscales ``p.grad``."""
+        index = self._index(optimizer)
+        self._skip_if_outdated(index)
+        if self._protocol.stage(index) < Stage.REDUCED:
+            self.data.check_followed()
+            self._reduce(index, loss_scale)
+            self._protocol.reduced(index)
+
+    def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
+        """Runs the second half of :meth:`after_backward`, after ``p.grad`` is unscaled."""
+        self.before_unscaling(optimizer, loss_scale)
+        index = self._index(optimizer)
+        if self._protocol.stage(index) == Stage.UNSCALED:
+            return False
+        overflow = self._unscale(index, loss_scale)
+        self._protocol.unscaled(index)
+        return overflow
+
+    def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
+        """Reduces the gradient as :meth:`after_backward` does, and unscales it with a loss scaler; once in a step.
+
+        Args:
+            scaler: the loss scaler, which skips the update if the gradient of some rank is not finite; may be None.
+            optimizer: as in :meth:`after_backward`.
+
+        Raises:
+            RuntimeError: a peer is lost, or the scaler has unscaled the gradient before.
+        """
+        if self.is_unscaled(optimizer):
+            return
+        loss_scale = None if scaler is None else scaler.get_scale()
+        self.before_unscaling(optimizer, loss_scale)
+        trained = self.optimizers[self._index(optimizer)]
+        if scaler is not None:
+            scaler.unscale_(trained)
+        if self.after_unscaling(optimizer, loss_scale) and scaler is not None:
+            mark_overflow(scaler, trained)
+
+    def is_unscaled(self, optimizer: Optimizer | None = None) -> bool:
+        """Returns whether the gradient of this step is reduced and unscaled."""
+        index = self._index(optimizer)
+        return self._protocol.stage(index) == Stage.UNSCALED and not self._protocol.is_outdated(index)
+
+    def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        """Clips the gradient that is about to be applied by its global L2 norm; returns that norm (0-dim)."""
+        self.after_backward(optimizer)
+        parameters = self._trained(optimizer)
+        torch.nn.utils.clip_grad_norm_(self.clipped_along(parameters), max_norm)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
+        """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
+        self.after_backward(optimizer)
+        parameters = self._trained(optimizer)
+        torch.nn.utils.clip_grad_value_([*parameters, *self.clipped_along(parameters)], max_value)
+
+    def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors whose ``grad`` must be clipped in the same way as that of ``parameters``."""
+        return []
+
+    def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
+        """Takes the optimizer step, with its communication.
+
+        Args:
+            update: updates the weights; None: ``optimizer.step``. If it evaluates a closure or unscales the gradient,
+                it must call :meth:`after_backward` once the gradient is complete.
+            optimizer: the optimizer that steps; may be omitted if there is only one.
+
+        Returns:
+            The result of ``update``.
+
+        Raises:
+            RuntimeError: a peer is lost, or a call is out of order.
+        """
+        index = self._index(optimizer)
+        self._skip_if_outdated(index)
+        with self._protocol.stepping(index):
+            return self._step(index, update)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager in which backward passes accumulate this rank's gradients without communication."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def begin_pass(self) -> None:
+        """Called by a framework before the user's code computes a loss and may read any weights."""
+
+    def end_pass(self) -> None:
+        """Called by a framework after the last backward pass since :meth:`begin_pass`."""
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def prepare_train_loader(
+        self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
+    ) -> TrainLoader:
+        """Returns the batches of ``loader`` according to the settings of the training data; a collective call.
+
+        With ``partition="seldp"``, a loader of a map-style data set, shuffled or not, or with torch's
+        ``DistributedSampler``, gets the order of SelDP; with ``"defdp"``, that of ``DistributedSampler``. A loader with
+        another sampler keeps its order. With ``injection``, the batch size is that of Eq. 3, and rows of other ranks
+        are appended to each batch. ``loader`` itself is not changed.
+
+        Args:
+            loader: the loader of the training data, the same on all ranks.
+            seed: seed of the order, the same on all ranks; a ``DistributedSampler`` keeps its own.
+            to_device: moves a batch to the training device; None leaves batches where ``loader`` puts them.
+
+        Raises:
+            ValueError: on every rank: a setting has no effect on this loader, the data set has fewer samples than there
+                are ranks, or the numbers of batches differ between ranks.
+        """
+        return self.data.prepare(loader, seed, to_device)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the weights may be this rank's own."""
+        return False
+
+    def synchronize(self) -> None:
+        """Waits for the last step's update of this rank's weights; not a collective call."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Undoes :meth:`flush`, but keeps changes to the weights since then; does nothing if not flushed.
+
+        Not a collective call.
+        """
+
+    def follow(self, module: nn.Module) -> None:
+        """Makes :meth:`flush` also consolidate ``module``, a running average of this rank's weights."""
+
+    def finish(self, before_update: Callable[[Optimizer], object]) -> None:
+        """Called by a framework after the last step of a training; a collective call.
+
+        Args:
+            before_update: called before each further update, when ``p.grad`` holds its gradient.
+        """
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Returns MiB sent, seconds of exposed communication, and the method's further metrics, by name."""
+        traffic = self.transport.traffic
+        return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call."""
+        return optimizer.state_dict()
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the method's threads and process groups. The weights stay as they are."""
+        for hook in self._gradient_hooks.values():
+            hook.remove()
+        for guard in self._guards:
+            guard.release()
+        self.transport.close(timeout_s)
+
+    def return_optimizer_states(self) -> None:
+        """Restores the optimizers' whole state, which :meth:`detach` would drop; a collective call."""
+
+    # --- what a method implements -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
+        """Prepares the module and the optimizers for the method; called once, on all ranks."""
+
+    @abstractmethod
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Reduces an optimizer's complete gradient, which is scaled by ``loss_scale``; a collective call."""
+
+    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+        """Completes :meth:`_reduce` after ``p.grad`` is unscaled; returns as :meth:`after_backward`."""
+        return False
+
+    def _skip(self, index: int) -> None:
+        """Undoes :meth:`_reduce`: the step was skipped."""
+
+    @abstractmethod
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Takes an optimizer's step, see :meth:`step`."""
+
+    def _problem(self) -> ValueError | None:
+        """Returns the error if the settings do not support the optimizers; None if they do."""
+        return None
+
+    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend)
+
+    def _agreed_parameters(self) -> list[NamedParameter]:
+        """Checks that all ranks have the same parameters, hooks their gradients and returns them; a collective call."""
+        parameters = collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
+        for parameter in parameters:
+            if parameter.group and id(parameter.tensor) not in self._gradient_hooks:
+                hook = self._protocol.gradient_hook(parameter.group[0])
+                self._gradient_hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, hook)
+        return parameters
+
+    def _broadcast_buffers(self) -> None:
+        """Broadcasts rank 0's buffers; a collective call."""
+        exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
+
+    def _skip_if_outdated(self, index: int) -> None:
+        if self._protocol.is_outdated(index):
+            self._skip(index)
+            self._protocol.restart(index)
+
+    def _trained(self, optimizer: Optimizer | None) -> list[Tensor]:
+        return parameters_of(self.optimizers[self._index(optimizer)])
+
+    def _index(self, optimizer: Optimizer | None) -> int:
+        """Returns the index of an optimizer; None means the only one.
+
+        Raises:
+            ValueError: there are several optimizers and none is named, or this one is not among them.
+        """
+        if optimizer is None and len(self.optimizers) > 1:
+            raise ValueError(f"There are {len(self.optimizers)} optimizers: choose one with optimizer=.")
+        for index, known in enumerate(self.optimizers):
+            if optimizer is None or known is optimizer:
+                return index
+        raise ValueError(f"{type(optimizer).__name__} is not an optimizer that was passed to {type(self).__name__}.")
