@@ -58,7 +58,6 @@ METHODS = {
             exact={"delta": 0.0, "aggregation": "gradients"},
             exact_in_trainer={"partition": "defdp"},
             typical=(
-                {"delta": 0.2, "smoothing": 0.5},
                 {"delta": 0.2, "smoothing": 0.5, "aggregation": "gradients", "compression": "int8"},
                 {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3},
             ),
