@@ -364,7 +364,7 @@ def fit_images(directory: Path) -> dict[str, Any]:
         run.fit(model, loader, val_loader(), ckpt_path=path)
         found[case] = {"state": model.state_dict(), "seen": model.seen, "val_loss": run.callback_metrics["val_loss"]}
     for words, settings in (
-        ("set module= to the name", {}),
+        ("split= needs module=", {}),
         ("there is no such submodule", {"module": "nets"}),
         ("that is a Residual. Any other submodule is traced", {"module": "net", "split": "balanced"}),
         ("It has: stem, norm, blocks, head", {"module": "net", "split": ("x",)}),

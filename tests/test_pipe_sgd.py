@@ -293,7 +293,7 @@ def misuse() -> dict[str, tuple[str, str] | None]:
         "settings": raised(lambda: PipeSGD(model, sgd, staleness=1 + dist.get_rank())),
     }
     sync = PipeSGD(model, sgd)
-    outcomes["is not an optimizer that was given to PipeSGD"] = raised(lambda: sync.step(optimizer=halves[0]))
+    outcomes["is not an optimizer that was passed to PipeSGD"] = raised(lambda: sync.step(optimizer=halves[0]))
     sync.detach()
     return outcomes
 
