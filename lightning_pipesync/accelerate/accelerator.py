@@ -31,8 +31,7 @@ from lightning_pipesync.data import DataInjection
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.step import check_unscaling
-from lightning_pipesync.training.clipping import OptimizerStep, clip_norm
-from lightning_pipesync.training.clipping import clip_value as clip_value_of
+from lightning_pipesync.training import clipping
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions
@@ -265,7 +264,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self._takes_gradients:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return clip_norm(self._steps_of(parameters), parameters, max_norm, norm_type)
+        return clipping.clip_norm(self._steps_of(parameters), parameters, max_norm, norm_type)
 
     @override
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -276,7 +275,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._takes_gradients:
-            clip_value_of(self._steps_of(parameters), parameters, clip_value)
+            clipping.clip_value(self._steps_of(parameters), parameters, clip_value)
         else:
             super().clip_grad_value_(parameters, clip_value)
 
@@ -343,12 +342,12 @@ class PipeSyncAccelerator(SavingAccelerator):
     def _optimizers_of_methods(self) -> list[SynchronizedOptimizer]:
         return [one for one in prepared_optimizers(self) if isinstance(one, SynchronizedOptimizer)]
 
-    def _steps_of(self, parameters: list[Tensor]) -> list[OptimizerStep]:
+    def _steps_of(self, parameters: list[Tensor]) -> list[clipping.OptimizerStep]:
         """Returns the steps of the optimizers that have some of the parameters, after reducing their gradients."""
         concerned = []
         for optimizer in self._optimizers_of_methods:
             if (method := optimizer.method) is not None:
-                step = OptimizerStep(method, optimizer.optimizer)
+                step = clipping.OptimizerStep(method, optimizer.optimizer)
                 if step.has_some_of(parameters):
                     optimizer.take_gradient()
                     concerned.append(step)

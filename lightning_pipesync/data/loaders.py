@@ -113,12 +113,16 @@ def begin_at(
     return True
 
 
-def batch_size_before_injection(loader: DataLoader[Any], injection: tuple[float, float], world_size: int) -> int:
-    """Returns the batch size of the loader before data injection adds rows (SelSync Eq. 3).
+def batch_size_before_injection(
+    loader: DataLoader[Any], injection: tuple[float, float] | None, world_size: int
+) -> int | None:
+    """Returns the batch size of the loader before data injection adds rows (SelSync Eq. 3); None without injection.
 
     Raises:
         ValueError: the loader does not make batches, or its batch sampler has no ``batch_size`` or ``sampler``.
     """
+    if injection is None:
+        return None
     if loader.batch_sampler is None:
         raise ValueError(
             f"injection={injection} needs a training loader that makes batches, and this one has batch_size=None: "

@@ -107,9 +107,7 @@ class TrainingData:
                 "DataInjection on each batch."
             )
         config, world_size = self._settings, self._transport.world_size
-        samples = None
-        if config.injection is not None:
-            samples = batch_size_before_injection(loader, config.injection, world_size)
+        samples = batch_size_before_injection(loader, config.injection, world_size)
         order = sampler_of(loader)
         iterable = isinstance(loader.dataset, IterableDataset)
         if iterable or not (has_default_order(loader) or type(order) is DistributedSampler):

@@ -106,8 +106,7 @@ class FabricCheckpointMixin(Overriding, _Base):
         for wrapper in loaded:
             if (session := self._sessions.session_of(wrapper)) is not None:
                 # Gradients in flight and state of the ranks belong to the weights that are replaced.
-                session.flush_and_detach()
-                self._sessions.sessions.remove(session)
+                self._sessions.suspend(session)
         try:
             remainder = super().load_checkpoint(path, state, *args, **kwargs)
         finally:

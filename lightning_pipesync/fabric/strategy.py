@@ -258,11 +258,8 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         kept = [known for known, keep in zip(sessions.modules, held_somewhere.tolist(), strict=True) if keep]
         for session in sessions.sessions.copy():
             again = any(own is module for own in session.modules)
-            if again:  # its training continues
-                session.method.flush()
-                session.method.return_optimizer_states()
             if again or not any(own is known for own in session.modules for known in kept):
-                sessions.remove(session)
+                sessions.remove(session, write_back=again)  # the training of ``module`` continues
         sessions.modules = kept
 
     def _add(self, optimizer: Optimizer) -> None:

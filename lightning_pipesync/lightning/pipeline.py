@@ -74,7 +74,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         if self._fitting:
             self.setup_optimizers(trainer)
             check_training(trainer, self.precision_plugin)
-            self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+            self._replace_clipping(clip_grad_by_norm=self._clip_by_norm)
         self.setup_precision_plugin()
         draw_alike(self.broadcast)
         for metric in metrics_of(module):
@@ -115,11 +115,6 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
                 state = self.optimizer_state(optimizer)
                 if self.global_rank == 0:
                     unwrapped(optimizer).load_state_dict(state)
-
-    @override
-    def teardown(self) -> None:
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        super().teardown()
 
     @property
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -101,6 +101,12 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         self._start = (0, 0)
         self._until_teardown = ExitStack()
         self._add_callback(trainer, first=True)  # before all others, so that they read consolidated weights
+
+    def _replace_clipping(self, **functions: Callable[[Optimizer, float], None]) -> None:
+        """Replaces functions of the precision plugin, by name, until :meth:`teardown`."""
+        for name, function in functions.items():
+            setattr(self.precision_plugin, name, function)
+            self._until_teardown.callback(vars(self.precision_plugin).pop, name, None)
 
     def _check_checkpoint(self, transport: Transport) -> None:
         """Checks that all ranks resume from the same step; a collective call.

@@ -64,14 +64,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
                 if isinstance(value, AveragedModel):  # WeightAveraging and similar callbacks
                     self.method.follow(value)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
-        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
-        self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-
-    @override
-    def teardown(self) -> None:
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(self.precision_plugin).pop(name, None)
-        super().teardown()
+        self._replace_clipping(clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
 
     @override
     def on_train_end(self) -> None:

@@ -38,9 +38,7 @@ def in_order(
     Raises:
         ValueError: data injection is set and the loader has no batches.
     """
-    samples = None
-    if settings.injection is not None:
-        samples = batch_size_before_injection(loader, settings.injection, world_size)
+    samples = batch_size_before_injection(loader, settings.injection, world_size)
     if settings.partition == "seldp" and order is not None:
         return with_seldp(loader, order, full_pass=settings.full_pass, num_samples=samples, limit=limit)
     return loader if samples is None else with_order(loader, sampler_of(loader), samples)

@@ -72,12 +72,6 @@ class Session:
             id(parameter) in own for module in modules for parameter in trained_parameters(module, optimizers)
         )
 
-    def flush_and_detach(self) -> None:
-        """Writes weights and optimizer states back, and ends the method; a collective call."""
-        self.method.flush()
-        self.method.return_optimizer_states()
-        self.detach()
-
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the method's threads and process groups; the weights stay as they are."""
         for reference in self.wrappers:
@@ -169,14 +163,28 @@ class Sessions:
             if kept is not None:
                 groups.remove(kept)
             else:
-                session.flush_and_detach()
-                self.sessions.remove(session)
+                self.suspend(session)
         self.sessions += [self._attached(modules, optimizers, plan) for modules, optimizers in groups]
 
-    def remove(self, session: Session) -> None:
-        """Ends a session, and removes its optimizers."""
+    def suspend(self, session: Session) -> None:
+        """Ends a session, and writes weights and optimizer states back for the next one; a collective call."""
+        session.method.flush()
+        session.method.return_optimizer_states()
         session.detach()
         self.sessions.remove(session)
+
+    def remove(self, session: Session, write_back: bool) -> None:
+        """Ends a session, and removes its optimizers.
+
+        Args:
+            session: the session.
+            write_back: whether to write weights and optimizer states back, a collective call.
+        """
+        if write_back:
+            self.suspend(session)
+        else:
+            session.detach()
+            self.sessions.remove(session)
         self.optimizers = [one for one in self.optimizers if not any(one is own for own in session.optimizers)]
 
     def detach(self, timeout_s: float = 10.0) -> None:

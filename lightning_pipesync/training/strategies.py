@@ -75,18 +75,18 @@ def strategy_class(
     del framework["self"], framework["settings"]
     own = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
     defaults = {**own, **framework}
+    names = list(defaults)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [
-        inspect.Parameter(name, kind, default=value, annotation=types[name]) for name, value in defaults.items()
-    ]
-    names = [parameter.name for parameter in parameters]
+    parameters = [inspect.Parameter(name, kind, default=defaults[name], annotation=types[name]) for name in names]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > len(names):
             raise TypeError(f"{type(self).__name__} takes at most {len(names)} arguments, got {len(args)}.")
         init(self, **dict(zip(names, args, strict=False)), **kwargs)
 
-    _describe(__init__, parameters)
+    # What users and command lines see.
+    __init__.__signature__ = inspect.Signature([inspect.Parameter("self", kind), *parameters])  # type: ignore[attr-defined]
+    __init__.__annotations__ = {name: types[name] for name in names}
     docs = docs_of(method.config_type)
     described = [f"    {name}: {docs.get(name) or FRAMEWORK_DOCS.get(name, 'as in DDPStrategy.')}" for name in names]
     summary = inspect.cleandoc(method.__doc__ or "").partition("\n\n")[0]
@@ -95,10 +95,3 @@ def strategy_class(
     )
     contents = {"__init__": __init__, "__doc__": doc, "__module__": module, "name": method.name, **attributes}
     return type(f"{method.__name__}{suffix}", bases, contents)
-
-
-def _describe(init: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
-    """Sets the signature of ``__init__`` that users and command lines see."""
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    init.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]
-    init.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
