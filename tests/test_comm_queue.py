@@ -50,6 +50,21 @@ def test_in_order_and_few_at_a_time(queue: CommQueue) -> None:
     queue.close(10)
 
 
+@pytest.mark.parametrize(("requires", "events"), [(None, ["start 0", "start 1"]), (0, ["start 0", "end 0", "start 1"])])
+def test_an_operation_that_requires_another(queue: CommQueue, requires: int | None, events: list[str]) -> None:
+    """It starts when the other is complete; otherwise both are in flight at the same time."""
+    operations = Operations()
+    first = queue.submit("sum", lambda: operations.start(0))
+    second = queue.submit("sum", lambda: operations.start(1), requires=None if requires is None else first)
+    assert not second.done
+    for event in operations.may_finish:
+        event.set()
+    queue.wait_all()
+    assert first.done
+    assert operations.events[: len(events)] == events
+    queue.close(10)
+
+
 def test_wait_all() -> None:
     operations, traffic = Operations(), Traffic()
     queue = CommQueue("test", torch.device("cpu"), traffic)

@@ -167,7 +167,7 @@ def bytes_of_state(with_dear: bool) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = AdamW(model.parameters())
-    sync = DeAR(model, optimizer, fusion="layers", num_layers=2) if with_dear else None
+    sync = DeAR(model, optimizer, update="sharded", fusion="layers", num_layers=2) if with_dear else None
     model(torch.ones(1, 64)).sum().backward()
     (sync or optimizer).step()
     kept = list(optimizer.state.values())

@@ -101,6 +101,8 @@ class WithMethod(Candidate):
         while not self.sync.tuned:
             self.step()
             steps += 1
+        if not self.sync.trials:
+            return None
         took, fusion = time.perf_counter() - started, self.sync.fusion
         tried = len({trial.seconds for trial in self.sync.trials})  # equal buckets are measured once
         return {"trials": tried, "steps": steps, "seconds": took, "size": fusion.bucket_mb, "edge": fusion.edge_mb}
@@ -149,13 +151,19 @@ def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
 
 
 def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
-    """DeAR-FB."""
-    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "dear", DeAR, fusion="buffer", bucket_mb=bucket_mb)
+    """DeAR-FB, with gathers under backward, too."""
+    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "eager", DeAR, fusion="buffer", bucket_mb=bucket_mb)
+
+
+def dear_paper(model: BenchModel, bucket_mb: float) -> WithMethod:
+    """DeAR-FB as in the paper: no gathers under backward."""
+    settings = {"fusion": "buffer", "bucket_mb": bucket_mb, "overlap": "paper"}
+    return WithMethod(f"DeAR (paper), {bucket_mb:g} MiB", model, "dear", DeAR, **settings)
 
 
 def searched(model: BenchModel, search: str) -> WithMethod:
     """DeAR with a bucket size that a search finds before the measurements."""
-    return WithMethod(f"DeAR, {search}", model, "dear", DeAR, fusion=search)
+    return WithMethod(f"DeAR, {search}", model, "eager", DeAR, fusion=search)
 
 
 def selsync(model: BenchModel, name: str, limit: str, delta: float) -> WithMethod:
@@ -193,6 +201,7 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candi
     "fsdp2": lambda _: [fsdp2],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
     "dear": lambda sizes: [partial(dear, bucket_mb=size) for size in sizes],
+    "dear-paper": lambda sizes: [partial(dear_paper, bucket_mb=size) for size in sizes],
     "dear-bo": lambda _: [partial(searched, search="bo")],
     "dear-random": lambda _: [partial(searched, search="random")],
     "dear-grid": lambda _: [partial(searched, search="grid")],

@@ -19,7 +19,7 @@ def draw(results: list[dict[str, Any]], folder: Path) -> None:
 
 
 def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws the speed-up over DDP by the ratio of communication to computation, with the limits of Eqs. 7 and 8."""
+    """Draws the speed-up over DDP by the ratio of communication to computation, with the limits."""
     figure = Figure(figsize=(5 * len(results), 4.5), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
     for panel, result in zip(panels, results, strict=True):
@@ -30,6 +30,7 @@ def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
                 panel.plot(ratios, [rows[name].over_ddp for rows in by_run], "-o", markersize=3, label=name)
         costs = [StepCost(**run["cost"]) for run in result["runs"]]
         panel.plot(ratios, [cost.baseline / cost.dear for cost in costs], ":k", label="limit of DeAR (Eqs. 7, 8)")
+        panel.plot(ratios, [cost.baseline / cost.eager for cost in costs], "--k", label="limit of eager gathers")
         panel.plot(ratios, [cost.baseline / cost.compute for cost in costs], "-.k", label="without communication")
         panel.axhline(1.0, color="gray", linewidth=0.8)
         title = f"{result['world_size']} hosts"

@@ -78,7 +78,8 @@ def _heading(result: dict[str, Any], run: dict[str, Any]) -> str:
 {model}, {mib:.1f} MiB of gradients; plain TCP reaches {mbit:.0f} Mbit/s.
 Computation: forward {_ms(cost.forward)}, backward {_ms(cost.backward)}, update {_ms(cost.update)} ms.
 An all-reduce takes at least {_ms(cost.all_reduce)} ms. So a step takes at least {_ms(cost.baseline)} ms with the
-all-reduce under backward (Eq. 8), {_ms(cost.dear)} with DeAR (Eq. 7), {_ms(cost.pipe_sgd)} with Pipe-SGD, which
+all-reduce under backward (Eq. 8), {_ms(cost.dear)} with the paper's DeAR (Eq. 7), {_ms(cost.eager)} with gathers under
+backward, too, {_ms(cost.pipe_sgd)} with Pipe-SGD, which
 may need {late:g} times as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(late * cost.pipe_sgd)} ms.
 The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
 """

@@ -30,6 +30,24 @@ T = TypeVar("T")
 IN_FLIGHT = 2
 
 
+class Queued(Handle[T]):
+    """A handle of an operation of a queue.
+
+    Args:
+        wait: blocks until the operation is complete, and returns its result.
+        promise: is done when the operation is complete.
+    """
+
+    def __init__(self, wait: Callable[[], T], promise: Promise[Any]) -> None:
+        super().__init__(wait)
+        self._promise = promise
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation is complete, or has failed."""
+        return self._promise.done
+
+
 class CommQueue:
     """Starts operations one after the other on its own thread.
 
@@ -51,8 +69,12 @@ class CommQueue:
         self._submitted: deque[tuple[str, Promise[Any]]] = deque()  # operations that may be unfinished
 
     def submit(
-        self, kind: str, start: Callable[[], Handle[T]], after: Callable[[T], object] = lambda _: None
-    ) -> Handle[T]:
+        self,
+        kind: str,
+        start: Callable[[], Handle[T]],
+        after: Callable[[T], object] = lambda _: None,
+        requires: Queued[Any] | None = None,
+    ) -> Queued[T]:
         """Queues an operation and returns a handle, which waits for the operation and for ``after``.
 
         The operation may stay unfinished until ``IN_FLIGHT`` more have started, or until :meth:`flush`.
@@ -61,6 +83,7 @@ class CommQueue:
             kind: the kind of operation that waiting is counted under.
             start: starts the operation; called on the thread.
             after: called on the thread with the result when the operation is complete.
+            requires: an earlier operation of this queue that has to be complete before this one starts.
         """
         promise: Promise[tuple[T, torch.cuda.Event | None]] = Promise()
         started: Promise[Handle[T]] = Promise()
@@ -77,6 +100,8 @@ class CommQueue:
             return result, self._record()
 
         def begin() -> None:
+            while requires is not None and not requires.done and self._in_flight:
+                self._in_flight.popleft()()
             self._run(started, start_after_the_caller)
             self._in_flight.append(lambda: self._run(promise, finish))
             if len(self._in_flight) == IN_FLIGHT:
@@ -84,7 +109,7 @@ class CommQueue:
 
         self._worker.submit(begin)
         self._submitted.append((kind, promise))
-        return Handle(lambda: self._wait(kind, promise))
+        return Queued(lambda: self._wait(kind, promise), promise)
 
     def flush(self) -> None:
         """Starts finishing all submitted operations, without waiting for them."""

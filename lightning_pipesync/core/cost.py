@@ -118,6 +118,12 @@ class StepCost:
         return max(self.forward, self.all_gather) + max(self.backward, self.reduce_scatter) + self.update
 
     @property
+    def eager(self) -> float:
+        """The two halves hidden under the whole step: the least of exact synchronous SGD, but for what the last
+        reduce-scatter and the first all-gather leave bare."""
+        return max(self.forward + self.backward, self.all_reduce) + self.update
+
+    @property
     def pipe_sgd(self) -> float:
         """The all-reduce hidden under the whole next step (Pipe-SGD, timing model with limited resources)."""
         return max(self.compute, self.all_reduce)

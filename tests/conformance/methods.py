@@ -48,7 +48,7 @@ METHODS = {
             "dear",
             DeAR,
             exact={"bucket_mb": 1e-4},
-            typical=({"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"}, {"update": "replicated"}),
+            typical=({"fusion": "buffer", "bucket_mb": 1e-4, "compression": "int8"}, {"update": "sharded"}),
             wrong=("update", "halved"),
             sharded_norm=True,
         ),

@@ -14,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.parameters import modules_with_parameters
+from lightning_pipesync.methods.dear.step_times import StepTimes
 
 K = TypeVar("K", bound=Hashable)
+CPU = torch.device("cpu")
 
 
 class BackPipeSchedule:
@@ -87,14 +90,17 @@ class ExecutionOrder:
 
     Args:
         module: the model.
+        device: where it computes.
 
     Attributes:
         modules: those that register parameters themselves.
         ready: ids of parameters in the order of their gradients.
         needed: ids of parameters in the order of the forward pass.
+        times: when that was, in the first steps.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
+        self.times = StepTimes(device)
         self.modules = modules_with_parameters(module)
         self.ready: dict[int, None] = {}
         self.needed: dict[int, None] = {}
@@ -119,6 +125,7 @@ class ExecutionOrder:
     def begin_step(self) -> None:
         """Begins the observation of a step."""
         self._running.clear()
+        self.times.end_step()
 
     def forward_begins(self, module: nn.Module) -> None:
         """Observes that one of the ``modules`` begins its forward pass."""
@@ -131,5 +138,6 @@ class ExecutionOrder:
     def gradient_is_ready(self, parameter: Tensor) -> None:
         """Observes that a parameter's gradient is ready."""
         self.ready[id(parameter)] = None
+        self.times.gradient_is_ready(parameter)
         if self._running.isdisjoint(self._owners.get(id(parameter), ())):
             self._used_elsewhere[id(parameter)] = parameter

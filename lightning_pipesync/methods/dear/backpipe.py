@@ -13,6 +13,7 @@ from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule, ExecutionOrder
+from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 
@@ -29,6 +30,7 @@ class BackPipe:
         order: observes in which order gradients become ready.
         queue: runs the reduce-scatters.
         tuner: knows when the buckets are to change.
+        eager: knows which all-gathers start under backward.
         transport: the way to the other ranks.
         is_syncing: returns whether a backward pass starts reduce-scatters.
     """
@@ -39,11 +41,12 @@ class BackPipe:
         order: ExecutionOrder,
         queue: CommQueue,
         tuner: FusionTuner,
+        eager: EagerGathers,
         transport: Transport,
         is_syncing: Callable[[], bool],
     ) -> None:
         self._fused, self._order, self._queue = buckets, order, queue
-        self._tuner, self._transport = tuner, transport
+        self._tuner, self._eager, self._transport = tuner, eager, transport
         self._is_syncing = is_syncing
         self._schedule: BackPipeSchedule | None = None  # of this backward pass
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
@@ -118,6 +121,8 @@ class BackPipe:
     def _start(self, indices: range) -> None:
         for index in indices:
             self._fused.buckets[index].reduce_scatter(self._queue)
+            for bucket in self._eager.after(index):
+                bucket.gather_early(self._queue)
 
     def _find_present(self) -> None:
         """Finds the parameters that have a gradient on some rank; the others are not updated, as in DDP."""

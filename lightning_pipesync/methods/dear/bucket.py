@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.comm_queue import CommQueue
+from lightning_pipesync.core.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
@@ -68,7 +68,19 @@ class FusedBucket:
         for tensor in self._tensors:
             optimizer.state.pop(tensor, None)
         self.present = [True] * len(self._tensors)
+        self._reduced: Queued[Tensor] | None = None
         self._gathered: Handle[Tensor] | None = None
+        self._gathered_early = False
+
+    @property
+    def may_gather_early(self) -> bool:
+        """Whether the averaged gradient can be gathered before the step: it is what is gathered, and as it is."""
+        return not self.sharded and self._codec.lossless
+
+    @property
+    def averaged(self) -> Tensor:
+        """What this rank has of the averaged gradient after backward: its shard; all, if it was gathered early."""
+        return self.gradients.flat if self._gathered_early else self.own_gradient
 
     @property
     def num_gradients(self) -> int:
@@ -83,12 +95,20 @@ class FusedBucket:
                 view.copy_(tensor)
                 tensor.data = view
         self.present = self.gradients.pack_gradients(self._tensors)
-        queue.submit("reduce_scatter", self._start_reduce_scatter)
+        self._reduced = queue.submit("reduce_scatter", self._start_reduce_scatter)
+        self._gathered_early = False
+
+    def gather_early(self, queue: CommQueue) -> None:
+        """Starts the all-gather of the averaged gradient under backward, after the reduce-scatter."""
+        assert self._reduced is not None
+        queue.submit("all_gather", self._start_all_gather, requires=self._reduced)
+        self._gathered_early = True
 
     def all_gather(self, queue: CommQueue) -> None:
-        """Starts the update, with the current hyper-parameters, and the all-gather (OP2)."""
+        """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
-        self._gathered = queue.submit("all_gather", self._start_all_gather, lambda _: self._finish_all_gather())
+        start = self._already_gathered if self._gathered_early else self._start_all_gather
+        self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather())
 
     def wait(self) -> None:
         """Blocks until the weights are up to date.
@@ -202,6 +222,9 @@ class FusedBucket:
         self.update.apply(self.present)
         torch.sub(self._updated, self._own, out=self._transport.shard(self._difference))
         return self._transport.all_gather(self._difference, codec=self._codec)
+
+    def _already_gathered(self) -> Handle[Tensor]:
+        return Handle(lambda: self.gradients.flat)
 
     @torch.no_grad()
     def _finish_all_gather(self) -> None:

@@ -16,6 +16,7 @@ from lightning_pipesync.methods.settings import Settings
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 Update = Literal["sharded", "replicated"]
+Overlap = Literal["eager", "paper"]
 Topology = Literal["flat", "torus2d"]
 FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
@@ -30,12 +31,17 @@ class DeARConfig(Settings):
     """
 
     update: Update | None = None
-    """``sharded``: each rank updates its shard of the weights, and all-gathers weights. ``replicated``: all-gathers
-    gradients, and each rank updates all weights, as in the paper. None: ``sharded`` for element-wise optimizers (SGD,
-    Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD), otherwise ``replicated``."""
+    """``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``: each rank
+    updates its shard of the weights, and all-gathers weights; for element-wise optimizers (SGD, Adam, AdamW, RMSprop,
+    Adagrad, NAdam, RAdam, Adamax, ASGD). None: ``sharded`` for these where gradients are not gathered under backward,
+    with ``overlap="paper"`` or compression; otherwise ``replicated``."""
 
     elementwise: tuple[type[Optimizer], ...] = ()
     """Classes of further element-wise optimizers, which can be sharded."""
+
+    overlap: Overlap = "eager"
+    """``eager``: averaged gradients are gathered under backward already where the network would idle, unless
+    ``update="sharded"`` or compressed. ``paper``: all-gathers start after the last reduce-scatter (Section III-B)."""
 
     fusion: FusionMethod = "bo"
     """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
@@ -85,6 +91,8 @@ class DeARConfig(Settings):
     def __post_init__(self) -> None:
         if self.update is not None and self.update not in get_args(Update):
             raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}.")
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(f"overlap must be one of {get_args(Overlap)}, got {self.overlap!r}.")
         if self.fusion not in get_args(FusionMethod):
             raise ValueError(f"fusion must be one of {get_args(FusionMethod)}, got {self.fusion!r}.")
         if not 0 < self.bucket_mb < math.inf:
@@ -124,6 +132,16 @@ class DeARConfig(Settings):
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
+    def usual_update(self) -> Update:
+        """How an element-wise optimizer updates the weights."""
+        return self.update or ("replicated" if self.gathers_early else "sharded")
+
+    @property
+    def gathers_early(self) -> bool:
+        """Whether all-gathers of gradients may start under backward."""
+        return self.overlap == "eager" and self.update != "sharded" and get_codec(self.compression).lossless
+
+    @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
         return self.uses_error_feedback
@@ -139,8 +157,8 @@ class DeARConfig(Settings):
         if self.fusion in ("buffer", "layers", "none"):
             for name in ("search_mb", "trial_steps", "max_trials", "tuning_file"):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
-        if self.update == "replicated":
-            ignored["elementwise"] = "with update='replicated': set update='sharded' or None"
+        if self.usual_update == "replicated":
+            ignored["elementwise"] = "where every rank updates all weights: set update='sharded'"
         return ignored
 
     def shards(self, optimizer: Optimizer) -> bool:
@@ -158,7 +176,7 @@ class DeARConfig(Settings):
                 f"treat every value by itself, as {names} do: use update='replicated', or name its class in "
                 "elementwise= if it does."
             )
-        return known if self.update is None else self.update == "sharded"
+        return known and self.usual_update == "sharded"
 
     def on_hosts_of(self, num_processes: int, world_size: int) -> DeARConfig:
         """Returns these settings with rows of ``num_processes`` ranks for a torus, unless they are set."""

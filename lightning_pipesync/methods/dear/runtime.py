@@ -17,6 +17,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.algorithm import ExecutionOrder
 from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.feedpipe import FeedPipe
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import Trial
@@ -64,20 +65,22 @@ class DeAR(SyncMethod):
     _tuning_file: TuningFile | None = None
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        order = ExecutionOrder(self._module)
+        order = ExecutionOrder(self._module, self.transport.device)
         self._queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
         self._fused = FusedBuckets(order, self.optimizers, self.config, self.transport)
         self._tuner = FusionTuner(self.config, self._fused, self.transport, self._tuning_file)
+        self._early = EagerGathers(self._fused, order, self.transport, self.config.gathers_early)
         self._backpipe = BackPipe(
             self._fused,
             order,
             self._queue,
             self._tuner,
+            self._early,
             self.transport,
             is_syncing=lambda: self.syncing,
         )
         self._feedpipe = FeedPipe(self._fused, order, self._queue)
-        self._eager = False
+        self._waits = False
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         before_saving = ModuleHook(self._before_saving)
         self._hooks = [child.register_state_dict_pre_hook(before_saving) for child in self._module.modules()]
@@ -91,8 +94,8 @@ class DeAR(SyncMethod):
 
     @property
     def tuned(self) -> bool:
-        """Whether :attr:`fusion` is final: its search has ended, or there is none."""
-        return self._tuner.finished
+        """Whether :attr:`fusion` is final, and with it what starts when: its search has ended, or there is none."""
+        return self._tuner.finished and self._early.final
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -112,6 +115,8 @@ class DeAR(SyncMethod):
             self._backpipe.wait()
             self._tuner.change()
         self._backpipe.finish()
+        if self._early.due:
+            self._early.plan()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Unscales the averaged gradient, which is not in ``p.grad``.
@@ -121,27 +126,29 @@ class DeAR(SyncMethod):
         """
         if loss_scale is None:
             return False
-        gradients = self._own_gradients(index)
-        finite = [bool(torch.isfinite(flat.mul_(1 / loss_scale)).all()) for flat in gradients]
+        for flat in self._averaged_gradients(index):
+            flat.mul_(1 / loss_scale)
+        finite = [bool(torch.isfinite(flat).all()) for flat in self._own_gradients(index)]
         self._queue.wait_all()
         return any(self.transport.exchange_flags(not all(finite)).wait())
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the averaged gradient by its L2 norm; ranks all-reduce the squared norms of their shards."""
         self.before_unscaling(optimizer)
-        gradients = self._own_gradients(self._index(optimizer))
-        squares = torch.stack(foreach_norm(gradients)).square_()  # its dtype is the same on all ranks, as the buckets'
+        index = self._index(optimizer)
+        norms = foreach_norm(self._own_gradients(index))
+        squares = torch.stack(norms).square_()  # its dtype is the same on all ranks, as the buckets'
         self._queue.wait_all()  # another optimizer's all-gathers may be in flight
         norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for flat in gradients:
+        for flat in self._averaged_gradients(index):
             flat.mul_(factor)
         return norm
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
         self.before_unscaling(optimizer)
-        for flat in self._own_gradients(self._index(optimizer)):
+        for flat in self._averaged_gradients(self._index(optimizer)):
             flat.clamp_(-max_value, max_value)
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
@@ -157,13 +164,13 @@ class DeAR(SyncMethod):
         mark_stepped(optimizer)
         self.flushed = False
         self._feedpipe.end_step()
-        if self._eager:
+        if self._waits:
             self.synchronize()
         return result
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass."""
-        self._eager = True
+        self._waits = True
 
     def synchronize(self) -> None:
         """Waits until all weights are up to date; not a collective call (Listing 1)."""
@@ -180,8 +187,9 @@ class DeAR(SyncMethod):
         self.flushed = False
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of buckets, MiB sent and seconds of exposed communication."""
-        return {"buckets": len(self._fused.buckets), **super().metrics()}
+        """Returns the numbers of buckets and of early all-gathers, MiB sent and seconds of exposed communication."""
+        counts = {"buckets": len(self._fused.buckets), "early_gathers": self._early.num_early}
+        return {**counts, **super().metrics()}
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Returns what ``optimizer.state_dict()`` would be without DeAR, on every rank; a collective call.
@@ -213,8 +221,11 @@ class DeAR(SyncMethod):
         Raises:
             ValueError: the state is of other settings, or of another number of ranks.
         """
-        if state["settings"] != self._shape_settings():
-            raise ValueError(f"The state was saved with {state['settings']}, this run has {self._shape_settings()}.")
+        saved, own = state["settings"], self._shape_settings()
+        if not (saved["error_feedback"] or own["error_feedback"]):
+            own["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights
+        if saved != own:
+            raise ValueError(f"The state was saved with {saved}, this run has {own}.")
         if self._members != group_members(self.optimizers):
             self._set_parameters(self._agreed_parameters())
         self._fused.load_state_dict(state)
@@ -253,6 +264,7 @@ class DeAR(SyncMethod):
         trained = [parameter for parameter in parameters if parameter.group]
         self._fused.reset(trained)
         self._tuner.begin(trained)
+        self._early.begin()
         self._members = group_members(self.optimizers)
         self._loaded.clear()
         self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
@@ -278,6 +290,10 @@ class DeAR(SyncMethod):
     def _own_gradients(self, index: int) -> list[Tensor]:
         """Returns this rank's shards of an optimizer's averaged gradient."""
         return [bucket.own_gradient for bucket in self._fused.of_optimizer(index)]
+
+    def _averaged_gradients(self, index: int) -> list[Tensor]:
+        """Returns what this rank has of an optimizer's averaged gradient: its shards, and all that is gathered."""
+        return [bucket.averaged for bucket in self._fused.of_optimizer(index)]
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         config = self.config

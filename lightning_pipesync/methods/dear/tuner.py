@@ -174,8 +174,8 @@ class FusionTuner:
     def _job(self) -> str:
         """Returns the key of this job in the file."""
         config = self._config
-        update, codec = config.update or "sharded", config.compression
-        return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {update}, {codec}, {config.topology}"
+        kind = f"{config.overlap}, {config.usual_update}, {config.compression}, {config.topology}"
+        return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {kind}"
 
     def _report(self) -> None:
         if self._file is not None:

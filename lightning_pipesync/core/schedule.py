@@ -1,0 +1,87 @@
+"""Simulates when the two halves of each bucket's all-reduce run in a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """The times of a bucket, in seconds.
+
+    Attributes:
+        ready: when its gradients are ready, since backward began.
+        needed: after how much computation of the forward pass its weights are needed.
+        reduce_scatter: the duration of its reduce-scatter.
+        all_gather: the duration of its all-gather.
+    """
+
+    ready: float
+    needed: float
+    reduce_scatter: float
+    all_gather: float
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a simulated step: its kind, its bucket, and its start and end in seconds."""
+
+    kind: str
+    bucket: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A backward pass and the forward pass that follows it.
+
+    Attributes:
+        operations: in the order in which they run.
+        seconds: when the forward pass ends, since backward began.
+    """
+
+    operations: list[Operation]
+    seconds: float
+
+
+def simulate_step(
+    buckets: Sequence[BucketTimes], forward: float, backward: float, early: Sequence[Sequence[int]] | None = None
+) -> SimulatedStep:
+    """Simulates a step whose operations run one after the other, all ranks alike.
+
+    Reduce-scatters run under backward, each once its bucket is ready, in the order of the buckets. After the last one
+    and the end of backward the all-gathers run in the order in which forward needs the weights, and forward waits for
+    the weights where it needs them (DeAR, Section III-B).
+
+    Args:
+        buckets: in the order of their reduce-scatters.
+        forward: seconds of the forward pass without waiting.
+        backward: seconds of the backward pass.
+        early: for each bucket those whose all-gathers follow its reduce-scatter at once, under backward; None: there
+            are none, as in the paper.
+    """
+    operations: list[Operation] = []
+    gathered: dict[int, float] = {}
+    free = 0.0  # when the network is
+
+    def run(kind: str, bucket: int, earliest: float, duration: float) -> float:
+        nonlocal free
+        start = max(free, earliest)
+        free = start + duration
+        operations.append(Operation(kind, bucket, start, free))
+        return free
+
+    for index, bucket in enumerate(buckets):
+        run("reduce_scatter", index, bucket.ready, bucket.reduce_scatter)
+        for other in early[index] if early else ():
+            gathered[other] = run("all_gather", other, 0.0, buckets[other].all_gather)
+    forward_begins = max(backward, free)
+    in_order = sorted(range(len(buckets)), key=lambda index: buckets[index].needed)
+    waited = 0.0
+    for index in in_order:
+        if index not in gathered:
+            gathered[index] = run("all_gather", index, forward_begins, buckets[index].all_gather)
+        waited = max(waited, gathered[index] - forward_begins - buckets[index].needed)
+    return SimulatedStep(operations, forward_begins + waited + forward)

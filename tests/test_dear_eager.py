@@ -1,0 +1,311 @@
+"""All-gathers under backward: the schedule, and what is trained with any of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from lightning_pipesync.core.cost import StepCost
+from lightning_pipesync.core.schedule import BucketTimes, simulate_step
+from lightning_pipesync.methods.dear import DeAR, eager
+from lightning_pipesync.methods.dear.eager import gathers_in_gaps, plan_early_gathers
+from lightning_pipesync.methods.dear.step_times import StepTimes
+from tests.harness import launch
+from tests.models import OPTIMIZERS, batch, seeded_mlp, state
+
+STEPS = 10
+
+
+def chain(num_buckets: int, ratio: float, sizes: Sequence[float] | None = None) -> list[BucketTimes]:
+    """Buckets of a chain of equal layers, with t_ff = 1, t_bp = 2, and an all-reduce of ``ratio`` times their sum."""
+    shares = [size / sum(sizes) for size in sizes] if sizes else [1 / num_buckets] * num_buckets
+    return [
+        BucketTimes(
+            ready=2 * (i + 1) / num_buckets,
+            needed=(num_buckets - 1 - i) / num_buckets,
+            reduce_scatter=1.5 * ratio * share,
+            all_gather=1.5 * ratio * share,
+        )
+        for i, share in enumerate(shares)
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.67, 0.8, 1.0, 1.25, 1.33, 2.0, 4.0])
+def test_the_simulated_step_approaches_the_limits(ratio: float) -> None:
+    """With many buckets the paper's schedule is Eq. 7, and the eager one is near the least that is possible."""
+    cost = StepCost(forward=1.0, backward=2.0, update=0.0, reduce_scatter=1.5 * ratio, all_gather=1.5 * ratio)
+    buckets = chain(200, ratio)
+    paper = simulate_step(buckets, 1.0, 2.0).seconds
+    early = simulate_step(buckets, 1.0, 2.0, plan_early_gathers(buckets)).seconds
+    assert cost.dear <= paper < cost.dear * 1.02
+    assert cost.eager <= early < cost.eager * 1.04
+    assert early <= paper
+
+
+def test_a_step_by_hand() -> None:
+    """Three buckets; the network idles between the first two reduce-scatters."""
+    buckets = [BucketTimes(1.0, 2.0, 1.0, 1.0), BucketTimes(4.0, 1.0, 1.0, 1.0), BucketTimes(5.0, 0.0, 1.0, 1.0)]
+    paper = simulate_step(buckets, forward=3.0, backward=5.0)
+    assert [(o.kind, o.bucket, o.start) for o in paper.operations] == [
+        ("reduce_scatter", 0, 1.0),
+        ("reduce_scatter", 1, 4.0),
+        ("reduce_scatter", 2, 5.0),
+        ("all_gather", 2, 6.0),
+        ("all_gather", 1, 7.0),
+        ("all_gather", 0, 8.0),
+    ]
+    assert paper.seconds == 6.0 + 1.0 + 3.0, "the first layer waits for its weights, and no other"
+    early = simulate_step(buckets, forward=3.0, backward=5.0, early=[[0], [1], []])
+    assert [(o.kind, o.bucket, o.start) for o in early.operations] == [
+        ("reduce_scatter", 0, 1.0),
+        ("all_gather", 0, 2.0),
+        ("reduce_scatter", 1, 4.0),
+        ("all_gather", 1, 5.0),
+        ("reduce_scatter", 2, 6.0),
+        ("all_gather", 2, 7.0),
+    ]
+    assert early.seconds == 7.0 + 1.0 + 3.0, "the last reduce-scatter had to wait for an all-gather"
+    assert gathers_in_gaps(buckets, share=1.0) == [[0], [], []]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_schedule_is_near_the_best(seed: int) -> None:
+    """Of all schedules of four random buckets; never worse than the paper's."""
+    draw = random.Random(seed)
+    durations = [draw.uniform(0.1, 1.0) for _ in range(4)]
+    moments = sorted(draw.uniform(0.0, 3.0) for _ in range(4))
+    buckets = [
+        BucketTimes(ready, needed, duration, duration)
+        for ready, needed, duration in zip(
+            moments, sorted((m / 2 for m in moments), reverse=True), durations, strict=True
+        )
+    ]
+    forward, backward = buckets[0].needed, buckets[-1].ready
+
+    def seconds(early: list[list[int]] | None) -> float:
+        return simulate_step(buckets, forward, backward, early).seconds
+
+    best = seconds(None)
+    for places in itertools.product([None, 0, 1, 2], repeat=4):  # after which reduce-scatter each is gathered
+        if all(place is None or place >= i for i, place in enumerate(places)):
+            for order in (1, -1):
+                early = [[i for i, place in enumerate(places) if place == after][::order] for after in range(4)]
+                best = min(best, seconds(early))
+    found = seconds(plan_early_gathers(buckets))
+    assert found <= seconds(None)
+    assert found <= best * 1.06
+
+
+def every_bucket_at_once(buckets: Sequence[BucketTimes]) -> list[list[int]]:
+    """The most eager schedule: each all-gather follows its reduce-scatter."""
+    return [[index] for index in range(len(buckets) - 1)] + [[]]
+
+
+def late_and_in_reverse(buckets: Sequence[BucketTimes]) -> list[list[int]]:
+    """A schedule in which all-gathers wait for another bucket's reduce-scatter."""
+    last = len(buckets) - 2
+    return [list(range(last, -1, -1)) if index == last else [] for index in range(len(buckets))]
+
+
+Schedule = Callable[[Sequence[BucketTimes]], list[list[int]]]
+Loop = Callable[[nn.Module, DeAR | None], None]
+
+
+def as_it_is(model: nn.Module, sync: DeAR | None) -> None:
+    """Does nothing between backward and the step."""
+
+
+def clip_norm(model: nn.Module, sync: DeAR | None) -> None:
+    clip_grad_norm_(model.parameters(), 0.5) if sync is None else sync.clip(0.5)
+
+
+def clip_value(model: nn.Module, sync: DeAR | None) -> None:
+    clip_grad_value_(model.parameters(), 0.01) if sync is None else sync.clip_value(0.01)
+
+
+def train(schedule: Schedule | None, settings: dict[str, Any], between: Loop, kind: str) -> dict[str, Any]:
+    """Trains with DeAR, or with DDP without a schedule; returns the weights and the number of early all-gathers."""
+    model = seeded_mlp()
+    if kind == "unused":
+        model.add_module("unused", nn.Linear(3, 3))
+    optimizer = OPTIMIZERS["adamw"](model)
+    sync, trained, early = None, model, 0.0
+    if schedule is None:
+        trained = DistributedDataParallel(model, find_unused_parameters=kind == "unused")
+    else:
+        eager.plan_early_gathers = schedule
+        sync = DeAR(model, optimizer, update="replicated", fusion="none", **settings)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(1 if kind in ("plain", "unused") else 2):
+            x, y = batch(STEPS * number + i, dist.get_rank())
+            # DeAR notices a second pass that comes after reduce-scatters and early all-gathers.
+            adds = number == 0 and (kind == "accumulate" or (kind == "second pass" and sync is None))
+            with (trained.no_sync() if sync is None else sync.no_sync()) if adds else nullcontext():
+                nn.functional.cross_entropy(trained(x), y).backward()
+        between(model, sync)
+        optimizer.step() if sync is None else sync.step()
+    if sync is not None:
+        sync.flush()
+        early = sync.metrics()["early_gathers"]
+        sync.detach()
+    return {"state": state(model), "early": early}
+
+
+@pytest.mark.parametrize("schedule", [every_bucket_at_once, late_and_in_reverse])
+@pytest.mark.parametrize(
+    ("between", "kind"),
+    [
+        (as_it_is, "plain"),
+        (as_it_is, "unused"),
+        (as_it_is, "accumulate"),
+        (as_it_is, "second pass"),
+        (clip_value, "plain"),
+        (clip_norm, "plain"),
+    ],
+)
+def test_is_ddp_with_any_schedule(schedule: Schedule, between: Loop, kind: str) -> None:
+    """Bit for bit; but for the norm, which is summed in another order."""
+    [expected, *_] = launch(train, 2, None, {}, between, kind)
+    for outcome in launch(train, 2, schedule, {}, between, kind):
+        assert outcome["early"] >= 3
+        for name, value in expected["state"].items():
+            if between is clip_norm:
+                torch.testing.assert_close(outcome["state"][name], value)
+            else:
+                assert torch.equal(outcome["state"][name], value), name
+
+
+@pytest.mark.parametrize(("world_size", "topology"), [(3, "flat"), (4, "torus2d")])
+def test_ranks_stay_together(world_size: int, topology: str) -> None:
+    settings = {"topology": topology}
+    outcomes = launch(train, world_size, every_bucket_at_once, settings, as_it_is, "plain")
+    [paper, *_] = launch(train, world_size, every_bucket_at_once, {**settings, "overlap": "paper"}, as_it_is, "plain")
+    assert paper["early"] == 0
+    for outcome in outcomes:
+        for name, value in paper["state"].items():
+            assert torch.equal(outcome["state"][name], value), name
+
+
+def loss_scaler_skips() -> list[dict[str, Tensor]]:
+    """Trains with a loss scaler whose third step overflows on rank 1, eagerly and as in the paper."""
+    states = []
+    for overlap in ("paper", "eager"):
+        eager.plan_early_gathers = every_bucket_at_once
+        model = seeded_mlp()
+        optimizer = OPTIMIZERS["sgd"](model)
+        sync = DeAR(model, optimizer, update="replicated", fusion="none", overlap=overlap)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(i, dist.get_rank())
+            if i in (5, 6) and dist.get_rank() == 1:
+                x = x * float("inf")
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            sync.unscale(scaler)
+            sync.clip(1.0)
+            sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
+            scaler.update()
+        sync.flush()
+        assert scaler.get_scale() < 2.0**12, "two steps were skipped"
+        states.append(state(model))
+        sync.detach()
+    return states
+
+
+def test_a_skipped_step_drops_what_was_gathered() -> None:
+    for paper, early in launch(loss_scaler_skips, 2):
+        for name, value in paper.items():
+            assert torch.isfinite(value).all()
+            assert torch.equal(early[name], value), name
+
+
+def order_of_operations() -> list[str]:
+    """Four layers of one bucket each; rank 1's operations are slow to start."""
+    eager.plan_early_gathers = lambda buckets: [[], [0], [], []]
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = DeAR(model, optimizer, update="replicated", fusion="none")
+    operations: list[str] = []
+    places: dict[int, int] = {}
+    transport = sync.transport
+
+    def recording(kind: str, start: Any) -> Any:
+        def run(flat: Tensor, **settings: Any) -> Any:
+            time.sleep(0.02 * dist.get_rank())
+            if places:
+                operations.append(f"{kind} {places[flat.data_ptr()]}")
+            return start(flat, **settings)
+
+        return run
+
+    transport.reduce_scatter = recording("reduce", transport.reduce_scatter)  # type: ignore[method-assign]
+    transport.all_gather = recording("gather", transport.all_gather)  # type: ignore[method-assign]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(2, 32).requires_grad_()).sum().backward()
+        sync.step()
+        if sync.tuned and not places:
+            sync.synchronize()
+            places = {bucket.gradients.flat.data_ptr(): i for i, bucket in enumerate(sync._fused.buckets)}
+    sync.flush()
+    sync.detach()
+    return operations
+
+
+def test_all_ranks_follow_the_schedule() -> None:
+    """Bucket 0 is gathered between the reduce-scatters of buckets 1 and 2, the others as forward needs them."""
+    for operations in launch(order_of_operations, 2):
+        assert operations[:8] == [
+            "reduce 0",
+            "reduce 1",
+            "gather 0",
+            "reduce 2",
+            "reduce 3",
+            "gather 3",
+            "gather 2",
+            "gather 1",
+        ]
+
+
+class Moments:
+    """A clock that is set by hand."""
+
+    moment = 0.0
+
+    def now(self) -> float:
+        return self.moment
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_times_are_those_of_computation() -> None:
+    """Medians of three steps after the first; waits for weights do not count, nor does a module's second run."""
+    times, clock = StepTimes(torch.device("cpu")), Moments()
+    times._clock = clock  # type: ignore[assignment]
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    for step in range(5):
+        for module, wait, computes in ((first, 3.0, 1.0 + step), (second, 5.0, 1.0), (first, 0.0, 1.0)):
+            began = times.now()
+            clock.moment += wait
+            times.module_has_waited(module, began)
+            clock.moment += computes
+        for module, seconds in ((second, 2.0), (first, 4.0 + step)):
+            clock.moment += seconds
+            times.gradient_is_ready(module.weight)
+        assert times.measuring == (step < 4)
+        times.end_step()
+    assert times.needed() == {id(first.weight): 0.0, id(second.weight): 3.0}
+    assert times.ready() == {id(second.weight): 0.0, id(first.weight): 6.0}
