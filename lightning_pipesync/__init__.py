@@ -1,12 +1,16 @@
 """Fast distributed training on networks slower than the accelerators.
 
 Importing the package registers the strategies, so that ``Trainer(strategy="selsync")`` and
-``Fabric(strategy="selsync")`` find them.
+``Fabric(strategy="selsync")`` find them. It imports no framework: a framework's strategies are registered when the user
+imports the framework, before or after.
 """
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipesync import fabric, lightning
+from wrapt import register_post_import_hook
+
 from lightning_pipesync.core.codecs import TopK
 from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
@@ -53,16 +57,34 @@ def register_method(method: type[Method]) -> None:
     if METHODS.get(method.name, method) is not method:
         raise ValueError(f"name={method.name!r} is that of {METHODS[method.name].__name__}: choose another one.")
     METHODS[method.name] = method
-    lightning.register(method)
-    fabric.register(method)
+    for adapter in _STRATEGIES_FOR.values():
+        if adapter in sys.modules:
+            sys.modules[adapter].STRATEGIES.register(method)
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the Trainer's strategies, and imports Accelerate, which takes long, when it is asked for."""
+    """Returns what needs a framework, and imports that when it is asked for."""
     if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
-        from lightning_pipesync import accelerate
-
-        return getattr(accelerate, name)
+        return getattr(import_module(f"{__name__}.accelerate"), name)
+    if name in ("fabric", "lightning"):
+        return import_module(f"{__name__}.{name}")
     if name.endswith("Strategy"):
-        return getattr(lightning, name)
+        return getattr(import_module(f"{__name__}.lightning"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+#: By name of a framework's package, the module that registers the strategies for it.
+_STRATEGIES_FOR = {
+    "lightning.pytorch": f"{__name__}.lightning",
+    "pytorch_lightning": f"{__name__}.lightning.twin",
+    "lightning.fabric": f"{__name__}.fabric",
+    "lightning_fabric": f"{__name__}.fabric.twin",
+}
+
+
+def _register_strategies(framework: Any) -> None:
+    import_module(_STRATEGIES_FOR[framework.__name__])
+
+
+for _framework in _STRATEGIES_FOR:
+    register_post_import_hook(_register_strategies, _framework)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,17 +33,3 @@ def control_backward_sync(strategy: Any, control: Any) -> None:
     """Replaces the object of a Fabric strategy that implements ``fabric.no_backward_sync``."""
     require(strategy, "_backward_sync_control")
     strategy._backward_sync_control = control
-
-
-def import_twin(name: str) -> ModuleType:
-    """Imports a module of a twin distribution of ``lightning``, and restores the logger and category of ``lightning``.
-
-    Each distribution sets the logger and the warning category of utilities that both share; the last import wins.
-    """
-    from lightning_utilities.core import rank_zero
-
-    log, category = rank_zero.log, rank_zero.rank_zero_deprecation_category
-    try:
-        return import_module(name)
-    finally:
-        rank_zero.log, rank_zero.rank_zero_deprecation_category = log, category

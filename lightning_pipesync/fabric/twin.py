@@ -1,4 +1,4 @@
-"""Strategies of Fabric of the twin distribution ``lightning_fabric``."""
+"""Strategies of Fabric of the twin distribution ``lightning_fabric``; importing it registers their names."""
 
 from functools import partial
 from typing import Any

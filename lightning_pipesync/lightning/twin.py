@@ -1,4 +1,4 @@
-"""Strategies of the Trainer of the twin distribution ``pytorch_lightning``."""
+"""Strategies of the Trainer of the twin distribution ``pytorch_lightning``; importing it registers their names."""
 
 from functools import partial
 from typing import Any

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import docs_of
+from lightning_pipesync.training.registry import METHODS
 
 #: Docs of a strategy's arguments besides the method's settings.
 FRAMEWORK_DOCS = {
@@ -18,7 +19,7 @@ FRAMEWORK_DOCS = {
 
 
 class Strategies:
-    """The strategy classes of one distribution of a framework, by name.
+    """The strategy classes of one distribution of a framework, by name, of all registered methods.
 
     Args:
         module: name of the module that exports them.
@@ -29,6 +30,8 @@ class Strategies:
     def __init__(self, module: str, registry: Any, make: Callable[[type[Method], str], Any]) -> None:
         self._module, self._registry, self._make = module, registry, make
         self._classes: dict[str, Any] = {}
+        for method in METHODS.values():
+            self.register(method)
 
     def register(self, method: type[Method]) -> None:
         """Creates the strategy of a method, and registers the method's name with the framework."""
