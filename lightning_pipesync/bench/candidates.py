@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,53 +16,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from lightning_pipesync.bench.baselines import GroupedAllReduce, MergedAllReduce
+from lightning_pipesync.bench.candidate import LEARNING_RATE, MOMENTUM, Candidate, sgd
 from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 from lightning_pipesync.methods.sync_method import SyncMethod
-
-#: Every candidate trains with SGD, learning rate and momentum.
-LEARNING_RATE, MOMENTUM = 1e-3, 0.9
-
-
-class Candidate(ABC):
-    """A way to train a model, the same on all ranks.
-
-    Attributes:
-        name: the name in tables.
-        model: the model that it trains.
-        limit: the property of :class:`StepCost` that bounds the time of its step from below.
-        compression: the ratio of the size of the gradient to its size on the wire.
-        segments: the number of segments of an all-reduce that runs under the next step; None: there is none.
-    """
-
-    limit = "compute"
-    compression = 1.0
-    segments: int | None = None
-
-    def __init__(self, name: str, model: BenchModel) -> None:
-        self.name, self.model = name, model
-        self.batch = model.make_batch(dist.get_rank())
-
-    @abstractmethod
-    def step(self) -> None:
-        """Takes one training step."""
-
-    def prepare(self) -> dict[str, Any] | None:
-        """Runs before all measurements; returns the result of a search, if there is one."""
-        return None
-
-    def begin(self) -> None:
-        """Takes steps until the operations in flight are those of the steady state."""
-        self.step()
-
-    def drain(self) -> None:  # noqa: B027 - most have nothing in flight between two steps
-        """Waits for the operations in flight after a step."""
-
-    def close(self) -> None:  # noqa: B027
-        """Ends threads and process groups."""
 
 
 class Wrapped(Candidate):
@@ -119,10 +79,6 @@ def ddp_name(bucket_mb: float) -> str:
     return f"DDP, {bucket_mb:g} MiB"
 
 
-def sgd(module: nn.Module) -> Optimizer:
-    return SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
 def without_communication(model: BenchModel) -> Wrapped:
     """Each rank trains by itself: the time of computation alone."""
     return Wrapped("no communication", model, model.module, sgd(model.module), "compute")
@@ -150,6 +106,16 @@ def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
     return Wrapped("DDP + ZeRO-1", model, module, optimizer, "baseline")
 
 
+def serial(model: BenchModel, bucket_mb: float) -> GroupedAllReduce:
+    """All-reduces of buckets after backward, hidden under nothing."""
+    return GroupedAllReduce(f"all-reduce after backward, {bucket_mb:g} MiB", model, "serial", bucket_mb, hidden=False)
+
+
+def wfbp(model: BenchModel) -> GroupedAllReduce:
+    """Wait-free backpropagation: the all-reduce of each tensor by itself, under backward."""
+    return GroupedAllReduce("WFBP", model, "baseline", bucket_mb=None)
+
+
 def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
     """DeAR-FB, with gathers under backward, too."""
     return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "eager", DeAR, fusion="buffer", bucket_mb=bucket_mb)
@@ -159,6 +125,16 @@ def dear_paper(model: BenchModel, bucket_mb: float) -> WithMethod:
     """DeAR-FB as in the paper: no gathers under backward."""
     settings = {"fusion": "buffer", "bucket_mb": bucket_mb, "overlap": "paper"}
     return WithMethod(f"DeAR (paper), {bucket_mb:g} MiB", model, "dear", DeAR, **settings)
+
+
+def dear_unfused(model: BenchModel) -> WithMethod:
+    """DeAR with a bucket for every tensor."""
+    return WithMethod("DeAR, no fusion", model, "eager", DeAR, fusion="none")
+
+
+def dear_layers(model: BenchModel) -> WithMethod:
+    """DeAR-NL: buckets of 4 layers."""
+    return WithMethod("DeAR, 4 layers", model, "eager", DeAR, fusion="layers")
 
 
 def searched(model: BenchModel, search: str) -> WithMethod:
@@ -199,9 +175,14 @@ class WithPipeSGD(WithMethod):
 METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candidate]]]] = {
     "ddp": lambda sizes: [partial(ddp, bucket_mb=size) for size in sizes],
     "fsdp2": lambda _: [fsdp2],
+    "serial": lambda sizes: [partial(serial, bucket_mb=size) for size in sizes],
+    "wfbp": lambda _: [wfbp],
+    "mg-wfbp": lambda _: [MergedAllReduce],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
     "dear": lambda sizes: [partial(dear, bucket_mb=size) for size in sizes],
     "dear-paper": lambda sizes: [partial(dear_paper, bucket_mb=size) for size in sizes],
+    "dear-none": lambda _: [dear_unfused],
+    "dear-layers": lambda _: [dear_layers],
     "dear-bo": lambda _: [partial(searched, search="bo")],
     "dear-random": lambda _: [partial(searched, search="random")],
     "dear-grid": lambda _: [partial(searched, search="grid")],

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.bench.candidate import Candidate
 from lightning_pipesync.bench.candidates import (
     METHODS,
-    Candidate,
     Wrapped,
     ddp_name,
     makers,

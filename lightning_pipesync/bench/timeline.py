@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.candidates import Candidate, WithMethod, Wrapped, makers
+from lightning_pipesync.bench.baselines import GroupedAllReduce
+from lightning_pipesync.bench.candidate import Candidate
+from lightning_pipesync.bench.candidates import WithMethod, Wrapped, makers
 from lightning_pipesync.bench.step import StepSettings, emulated_builder
 from lightning_pipesync.core.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters
@@ -57,9 +59,10 @@ class Recorder:
             module.register_full_backward_pre_hook(partial(self._record_backward, number))
             for parameter in module.parameters(recurse=False):
                 parameter.register_post_accumulate_grad_hook(partial(self._record_backward, number))
-        if isinstance(candidate, WithMethod):
+        if isinstance(candidate, WithMethod | GroupedAllReduce):
+            transport = candidate.transport if isinstance(candidate, GroupedAllReduce) else candidate.sync.transport
             for name in ("reduce_scatter", "all_gather", "all_reduce"):
-                self._watch_operation(candidate.sync.transport, name)
+                self._watch_operation(transport, name)
         elif isinstance(candidate, Wrapped) and isinstance(candidate.module, nn.parallel.DistributedDataParallel):
             candidate.module.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
 

@@ -1,0 +1,139 @@
+"""Baselines of the papers: synchronous training with all-reduces after backward, or under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipesync.bench.candidate import Candidate, sgd
+from lightning_pipesync.bench.models import BenchModel
+from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
+from lightning_pipesync.core.comm_queue import CommQueue
+from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.eager import measure_link
+from lightning_pipesync.methods.dear.step_times import StepTimes
+
+
+class GroupedAllReduce(Candidate):
+    """Averages the gradients of groups of tensors, each by one all-reduce of this package's transport.
+
+    Args:
+        name: the name in tables.
+        model: the model that it trains.
+        limit: the property of :class:`StepCost` that bounds its step.
+        bucket_mb: the most MiB of a group; None: every tensor by itself.
+        hidden: whether an all-reduce starts under backward, when the gradients of its group are ready.
+    """
+
+    def __init__(
+        self, name: str, model: BenchModel, limit: str, bucket_mb: float | None, *, hidden: bool = True
+    ) -> None:
+        super().__init__(name, model)
+        self.limit = limit
+        self.optimizer = sgd(model.module)
+        self.transport = Transport()
+        self._queue = CommQueue("pipesync-baseline", self.transport.device, self.transport.traffic)
+        # As DDP assumes, gradients become ready in the reverse order of the parameters.
+        self._ready_order = list(model.module.parameters())[::-1]
+        named = [NamedParameter("", parameter, "", None) for parameter in self._ready_order]
+        plan = plan_buckets(named, Fusion(bucket_mb=bucket_mb))
+        self._set_groups([[parameter.tensor for parameter in group] for group in plan])
+        self._hooks = [hook_gradient(p, self._gradient_is_ready) for p in self._ready_order] if hidden else []
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.loss(self.model.module, self.batch).backward()
+        for index in range(self._num_started, len(self._groups)):
+            self._start(index)
+        self._queue.wait_all()
+        for bucket, group in zip(self._buckets, self._groups, strict=True):
+            bucket.unpack([parameter.grad for parameter in group if parameter.grad is not None])
+        self._begin()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._queue.close(10.0)
+        self.transport.close()
+
+    def _set_groups(self, groups: Sequence[list[Tensor]]) -> None:
+        self._groups = list(groups)
+        self._buckets = [Bucket(group) for group in groups]
+        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_awaited = [len(group) for group in self._groups]
+        self._num_started = 0
+
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        self._num_awaited[self._group_of[id(parameter)]] -= 1
+        while self._num_started < len(self._groups) and not self._num_awaited[self._num_started]:
+            self._start(self._num_started)
+
+    def _start(self, index: int) -> None:
+        """Starts the all-reduce of a group; all ranks in the order of the groups."""
+        bucket = self._buckets[index]
+        bucket.pack_gradients(self._groups[index])
+
+        def start() -> Handle[Tensor]:
+            return self.transport.all_reduce(bucket.flat, mean=True)
+
+        self._queue.submit("all_reduce", start)
+        self._num_started = index + 1
+
+
+class MergedAllReduce(GroupedAllReduce):
+    """MG-WFBP (Shi et al., INFOCOM 2019): WFBP that merges tensors where a message costs more than waiting."""
+
+    def __init__(self, model: BenchModel) -> None:
+        super().__init__("MG-WFBP", model, "baseline", bucket_mb=None)
+        self._times = StepTimes(self.transport.device)
+
+    def prepare(self) -> dict[str, Any] | None:
+        while self._times.measuring:
+            self.step()
+            self._times.end_step()
+        link, ready = measure_link(self.transport), self._times.ready()
+        moments = [ready[id(parameter)] for parameter in self._ready_order]
+        num_bytes = [parameter.nbytes for parameter in self._ready_order]
+        sizes = merged(moments, num_bytes, link, self.transport.world_size) if self.transport.rank == 0 else []
+        tensors = iter(self._ready_order)
+        self._set_groups([[next(tensors) for _ in range(size)] for size in self.transport.gather_objects(sizes)[0]])
+        return None
+
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        self._times.gradient_is_ready(parameter)
+        super()._gradient_is_ready(parameter)
+
+
+def merged(ready: Sequence[float], num_bytes: Sequence[int], link: LinkCost, world_size: int) -> list[int]:
+    """Returns the number of tensors of each group (MG-WFBP, Algorithm 1).
+
+    A group is merged with the next tensor if that is ready before the group's all-reduce would start, or no later than
+    the startup time of an all-reduce after it: then one message less saves more than waiting costs.
+
+    Args:
+        ready: when each gradient is ready, in seconds, ascending.
+        num_bytes: the size of each gradient.
+        link: the cost of the network.
+        world_size: number of ranks.
+    """
+    startup = link.all_reduce(0, world_size)
+    sizes: list[int] = []
+    count, filled, free = 0, 0, 0.0  # of the present group; when the network is
+    for index, moment in enumerate(ready):
+        count, filled = count + 1, filled + num_bytes[index]
+        start = max(free, moment)
+        if index + 1 < len(ready) and ready[index + 1] < start + startup:
+            continue
+        free = start + link.all_reduce(filled, world_size)
+        sizes.append(count)
+        count, filled = 0, 0
+    return sizes
