@@ -164,10 +164,11 @@ def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     methods = ["--methods", "ddp", "dear-random", "mg-wfbp", "pipe_sgd-level2", "pipe_sgd-int8", "--ratio", "4"]
     assert main(["bench", "step", *settings, *methods, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]
-    ddp, dear, level_2, int8 = result["runs"][0]["candidates"][1:]
+    ddp, dear, merged, level_2, int8 = result["runs"][0]["candidates"][1:]
     assert (level_2["name"], int8["name"]) == ("Pipe-SGD, level 2", "Pipe-SGD, int8")
     assert int8["limit"] <= level_2["limit"]
     assert int8["predicted"] <= level_2["predicted"]
+    assert merged["limit"] == ddp["limit"]
     assert (ddp["name"], ddp["search"], dear["name"]) == ("DDP, 1 MiB", None, "DeAR, random")
     assert 1 < dear["search"]["trials"] <= 20
     assert "sizes tried in" in (tmp_path / "step.md").read_text()
