@@ -111,7 +111,7 @@ def test_rows_of_the_step_table() -> None:
     assert rows["quick"].prediction_error is None
     text = step_report.as_markdown([step_result()])
     assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 100 | +10% |" in text
-    assert "(Eq. 8), 350 with DeAR (Eq. 7)" in text
+    assert "(Eq. 8), 350 with the paper's DeAR (Eq. 7), 300 with gathers under\nbackward, too" in text
     assert "at least 400 ms with the" in text
     assert "300 with Pipe-SGD, which\nmay need 2 times as many" in text
     assert "600 ms.\n" in text

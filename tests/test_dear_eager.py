@@ -256,7 +256,7 @@ def order_of_operations() -> list[str]:
         optimizer.zero_grad()
         model(torch.ones(2, 32).requires_grad_()).sum().backward()
         sync.step()
-        if sync.tuned and not places:
+        if sync.planned and not places:
             sync.synchronize()
             places = {bucket.gradients.flat.data_ptr(): i for i, bucket in enumerate(sync._fused.buckets)}
     sync.flush()

@@ -55,7 +55,7 @@ class Recorded(Classifier):
 
 STRATEGIES: dict[str, Any] = {
     "ddp": lambda: "ddp",
-    "DeAR": lambda: DeARStrategy(elementwise=(RecordingSGD,)),
+    "DeAR": lambda: DeARStrategy(update="sharded", elementwise=(RecordingSGD,)),
     "DeAR, replicated": lambda: DeARStrategy(update="replicated"),
     "SelSync, gradients": lambda: SelSyncStrategy(delta=0.0, aggregation="gradients", partition="defdp"),
     "SelSync, parameters": lambda: SelSyncStrategy(partition="defdp"),

@@ -54,11 +54,11 @@ class WithMethod(Candidate):
         self.sync.step()
 
     def prepare(self) -> dict[str, Any] | None:
-        if not isinstance(self.sync, DeAR) or self.sync.tuned:
+        if not isinstance(self.sync, DeAR):
             return None
         started = time.perf_counter()
         steps = 0
-        while not self.sync.tuned:
+        while not (self.sync.tuned and self.sync.planned):
             self.step()
             steps += 1
         if not self.sync.trials:

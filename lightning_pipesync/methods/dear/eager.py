@@ -95,13 +95,12 @@ class EagerGathers:
     @property
     def due(self) -> bool:
         """Whether a schedule can be made that does not exist yet; the same on all ranks."""
-        return not self.final and not self._times.measuring
+        return bool(self._fused.buckets) and not self.final and not self._times.measuring
 
     @property
     def final(self) -> bool:
         """Whether there is a schedule for the present buckets, or none is to be made."""
-        possible = self._enabled and any(bucket.may_gather_early for bucket in self._fused.buckets)
-        return not possible or self._planned is self._fused.buckets
+        return not self._enabled or (bool(self._fused.buckets) and self._planned is self._fused.buckets)
 
     def begin(self) -> None:
         """Measures the times anew, since other parameters are trained."""

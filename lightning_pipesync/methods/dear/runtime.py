@@ -94,8 +94,13 @@ class DeAR(SyncMethod):
 
     @property
     def tuned(self) -> bool:
-        """Whether :attr:`fusion` is final, and with it what starts when: its search has ended, or there is none."""
-        return self._tuner.finished and self._early.final
+        """Whether :attr:`fusion` is final: its search has ended, or there is none."""
+        return self._tuner.finished
+
+    @property
+    def planned(self) -> bool:
+        """Whether the all-gathers that start under backward are chosen for the present buckets, or there are none."""
+        return self._early.final
 
     @property
     def trials(self) -> Sequence[Trial]:
