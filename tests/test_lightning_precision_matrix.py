@@ -29,7 +29,8 @@ CLIPPING: dict[str, dict[str, Any]] = {
     "norm": {"gradient_clip_val": CLIP},
     "value": {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"},
 }
-ACCUMULATION = (1, 2)
+#: Batches whose gradients make a step; both for the precision with a loss scaler, and for the usual one.
+ACCUMULATION = {precision: (1, 2) if precision in ("32-true", "16-mixed") else (2,) for precision in PRECISIONS}
 NUM_STEPS = 3
 
 
@@ -92,7 +93,7 @@ def fit(directory: Path, precision: str, case: Case) -> tuple[Tensor, list[Tenso
 
 
 def fit_all(directory: Path, precision: str) -> dict[Case, tuple[Tensor, list[Tensor]]]:
-    cases = itertools.product(STRATEGIES, CLIPPING, ACCUMULATION)
+    cases = itertools.product(STRATEGIES, CLIPPING, ACCUMULATION[precision])
     refused = ("EA-Pipe", "16-mixed")  # by name: see the tests of EA-Pipe
     return {case: fit(directory, precision, case) for case in cases if (case[0], precision) != refused}
 

@@ -36,7 +36,8 @@ class DeAR(SyncMethod):
 
     The weights are those that ``DistributedDataParallel`` would train. A bucket's reduce-scatter starts when its last
     gradient is ready (BackPipe). :meth:`step` waits for all of them, and starts the all-gathers in the order in which
-    the next forward pass needs the weights; a module waits for its own weights only (FeedPipe).
+    the next forward pass needs the weights; a module waits for its own weights only (FeedPipe). With
+    ``overlap="eager"`` some all-gathers start under the backward pass, where the network would idle.
 
     A plain loop::
 
