@@ -6,6 +6,7 @@ imports the framework, before or after.
 """
 
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,13 @@ _STRATEGIES_FOR = {
 
 
 def _register_strategies(framework: Any) -> None:
-    import_module(_STRATEGIES_FOR[framework.__name__])
+    try:
+        import_module(_STRATEGIES_FOR[framework.__name__])
+    except Exception as error:  # the user's import of the framework must not fail
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"The strategies of {__name__} are not registered with {framework.__name__}. {reason}", stacklevel=2
+        )
 
 
 for _framework in _STRATEGIES_FOR:

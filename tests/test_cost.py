@@ -41,6 +41,12 @@ def test_a_fit_is_never_negative() -> None:
     assert fitted.beta > 0
 
 
+def test_a_fit_of_decreasing_times_has_no_rate() -> None:
+    fitted = LinkCost.fit([1e6, 2e6], [2.1e-3, 2e-3], world_size=2)
+    assert fitted.beta == 0.0
+    assert fitted.alpha == pytest.approx(1.02e-3, rel=0.01)
+
+
 @pytest.mark.parametrize(("sizes", "world_size"), [([1e6, 1e6], 2), ([1e6, 2e6], 1)])
 def test_what_cannot_be_fitted(sizes: list[float], world_size: int) -> None:
     with pytest.raises(ValueError, match="2 ranks and 2 sizes"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ from torch import nn
 
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule, ExecutionOrder, FeedPipeSchedule
+
+
+def observe(order: ExecutionOrder, module: nn.Module, _: object) -> None:
+    order.forward_begins(module)
+
 
 BUCKETS = ["ab", "c", "def", "gh"]
 
@@ -97,7 +103,7 @@ def test_the_order_of_a_model_is_observed() -> None:
     names = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
     order = ExecutionOrder(model)
     for child in order.modules:
-        child.register_forward_pre_hook(lambda module, _: order.forward_begins(module))
+        child.register_forward_pre_hook(partial(observe, order))
     for parameter in model.parameters():
         hook_gradient(parameter, order.gradient_is_ready)
     model(torch.ones(1, 2)).sum().backward()
@@ -117,7 +123,7 @@ def test_both_schedules_of_an_observed_model() -> None:
     for i, layer in enumerate(model):
         own = [id(parameter) for parameter in layer.parameters()]
         assert feedpipe.awaited(own) == [2 - i]
-        layer.register_forward_pre_hook(lambda module, _: order.forward_begins(module))
+        layer.register_forward_pre_hook(partial(observe, order))
         layer.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward {i}"))
         for parameter in layer.parameters():
             hook_gradient(

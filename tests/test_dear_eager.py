@@ -292,12 +292,14 @@ class Moments:
 
 
 def test_times_are_those_of_computation() -> None:
-    """Medians of three steps after the first; waits for weights do not count, nor does a module's second run."""
+    """Medians of three steps after the first; waits for weights do not count."""
     times, clock = StepTimes(torch.device("cpu")), Moments()
     times._clock = clock  # type: ignore[assignment]
+    assert times.now() is None
+    times.begin()
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     for step in range(5):
-        for module, wait, computes in ((first, 3.0, 1.0 + step), (second, 5.0, 1.0), (first, 0.0, 1.0)):
+        for module, wait, computes in ((first, 3.0, 1.0 + step), (second, 5.0, 1.0)):
             began = times.now()
             clock.moment += wait
             times.module_has_waited(module, began)
@@ -307,5 +309,27 @@ def test_times_are_those_of_computation() -> None:
             times.gradient_is_ready(module.weight)
         assert times.measuring == (step < 4)
         times.end_step()
-    assert times.needed() == {id(first.weight): 0.0, id(second.weight): 3.0}
-    assert times.ready() == {id(second.weight): 0.0, id(first.weight): 6.0}
+    assert times.needed == {id(first.weight): 0.0, id(second.weight): 3.0}
+    assert times.ready == {id(second.weight): 0.0, id(first.weight): 6.0}
+
+
+def with_two_optimizers() -> tuple[float, bool, bool]:
+    eager.plan_early_gathers = every_bucket_at_once
+    model = seeded_mlp()
+    optimizers = [OPTIMIZERS["sgd"](model[0]), OPTIMIZERS["sgd"](model[2])]
+    sync = DeAR(model, optimizers, fusion="none")
+    for i in range(STEPS):
+        x, y = batch(i, dist.get_rank())
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for optimizer in optimizers:
+            sync.step(optimizer=optimizer)
+    sync.flush()
+    outcome = sync.metrics()["early_gathers"], sync.planned, all(bucket.sharded for bucket in sync._fused.buckets)
+    sync.detach()
+    return outcome
+
+
+def test_several_optimizers_gather_nothing_early() -> None:
+    """One may step without the others; each rank then updates its shard, as with the paper's schedule."""
+    assert launch(with_two_optimizers, 2) == [(0, True, True)] * 2

@@ -1,4 +1,4 @@
-"""Importing the package registers the strategies with both distributions, imports none, and changes nothing else."""
+"""Importing the package imports no framework, and registers the strategies with those that the user imports."""
 
 from __future__ import annotations
 

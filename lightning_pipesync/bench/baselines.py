@@ -97,10 +97,11 @@ class MergedAllReduce(GroupedAllReduce):
         self._times = StepTimes(self.transport.device)
 
     def prepare(self) -> dict[str, Any] | None:
+        self._times.begin()
         while self._times.measuring:
             self.step()
             self._times.end_step()
-        link, ready = measure_link(self.transport), self._times.ready()
+        link, ready = measure_link(self.transport), self._times.ready
         moments = [ready[id(parameter)] for parameter in self._ready_order]
         num_bytes = [parameter.nbytes for parameter in self._ready_order]
         sizes = merged(moments, num_bytes, link, self.transport.world_size) if self.transport.rank == 0 else []

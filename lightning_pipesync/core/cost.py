@@ -47,6 +47,8 @@ class LinkCost:
         (alpha, beta), *_ = np.linalg.lstsq(weighted, target, rcond=None)
         if alpha < 0:  # a line through the origin
             alpha, beta = 0.0, float(weighted[:, 1] @ target / (weighted[:, 1] @ weighted[:, 1]))
+        if beta < 0:  # as long for all sizes
+            alpha, beta = float(weighted[:, 0] @ target / (weighted[:, 0] @ weighted[:, 0])), 0.0
         residuals = target - weighted @ np.array([alpha, beta])
         freedom = max(1, len(seconds) - 2)
         covariance = np.linalg.inv(weighted.T @ weighted) * (residuals @ residuals) / freedom

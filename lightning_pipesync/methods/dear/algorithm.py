@@ -2,7 +2,8 @@
 
 The all-reduce of a bucket is two operations: a reduce-scatter of the gradients (OP1) and an all-gather (OP2). BackPipe
 starts a reduce-scatter in the backward pass as soon as a bucket's gradients are ready. FeedPipe starts the all-gathers
-after the last reduce-scatter, and a module waits for its own weights only, before its forward pass.
+after the last reduce-scatter, but for those that `eager.py` has start before, and a module waits for its own weights
+only, before its forward pass.
 
 [Note: one order on all ranks]
 Ranks must issue the same operations in the same order, also where their graphs, and with them the order of their
@@ -96,7 +97,7 @@ class ExecutionOrder:
         modules: those that register parameters themselves.
         ready: ids of parameters in the order of their gradients.
         needed: ids of parameters in the order of the forward pass.
-        times: when that was, in the first steps.
+        times: when that was, in some steps.
     """
 
     def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
@@ -127,13 +128,15 @@ class ExecutionOrder:
         self._running.clear()
         self.times.end_step()
 
-    def forward_begins(self, module: nn.Module) -> None:
-        """Observes that one of the ``modules`` begins its forward pass."""
-        if module not in self._running:
-            self._running.add(module)
-            for parameter in module.parameters(recurse=False):
-                self.needed[id(parameter)] = None
-                self._not_run.pop(id(parameter), None)
+    def forward_begins(self, module: nn.Module) -> bool:
+        """Observes that one of the ``modules`` begins its forward pass; returns whether that is its first in a step."""
+        if module in self._running:
+            return False
+        self._running.add(module)
+        for parameter in module.parameters(recurse=False):
+            self.needed[id(parameter)] = None
+            self._not_run.pop(id(parameter), None)
+        return True
 
     def gradient_is_ready(self, parameter: Tensor) -> None:
         """Observes that a parameter's gradient is ready."""

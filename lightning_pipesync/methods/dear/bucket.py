@@ -73,11 +73,6 @@ class FusedBucket:
         self._gathered_early = False
 
     @property
-    def may_gather_early(self) -> bool:
-        """Whether the averaged gradient can be gathered before the step: it is what is gathered, and as it is."""
-        return not self.sharded and self._codec.lossless
-
-    @property
     def averaged(self) -> Tensor:
         """What this rank has of the averaged gradient after backward: its shard; all, if it was gathered early."""
         return self.gradients.flat if self._gathered_early else self.own_gradient
@@ -99,7 +94,7 @@ class FusedBucket:
         self._gathered_early = False
 
     def gather_early(self, queue: CommQueue) -> None:
-        """Starts the all-gather of the averaged gradient under backward, after the reduce-scatter."""
+        """Starts the all-gather of the averaged gradient, of a bucket that is not sharded, after the reduce-scatter."""
         assert self._reduced is not None
         queue.submit("all_gather", self._start_all_gather, requires=self._reduced)
         self._gathered_early = True

@@ -34,14 +34,15 @@ class DeARConfig(Settings):
     """``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``: each rank
     updates its shard of the weights, and all-gathers weights; for element-wise optimizers (SGD, Adam, AdamW, RMSprop,
     Adagrad, NAdam, RAdam, Adamax, ASGD). None: ``sharded`` for these where gradients are not gathered under backward,
-    with ``overlap="paper"`` or compression; otherwise ``replicated``."""
+    with ``overlap="paper"``, compression or several optimizers; otherwise ``replicated``."""
 
     elementwise: tuple[type[Optimizer], ...] = ()
     """Classes of further element-wise optimizers, which can be sharded."""
 
     overlap: Overlap = "eager"
     """``eager``: averaged gradients are gathered under backward already where the network would idle, unless
-    ``update="sharded"`` or compressed. ``paper``: all-gathers start after the last reduce-scatter (Section III-B)."""
+    ``update="sharded"``, compressed, or with several optimizers. ``paper``: all-gathers start after the last
+    reduce-scatter (Section III-B). See ``update=None``, which depends on it."""
 
     fusion: FusionMethod = "bo"
     """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
@@ -157,6 +158,8 @@ class DeARConfig(Settings):
         if self.fusion in ("buffer", "layers", "none"):
             for name in ("search_mb", "trial_steps", "max_trials", "tuning_file"):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
+        if self.update == "sharded" or not get_codec(self.compression).lossless:
+            ignored["overlap"] = "with update='sharded' or compression, which gather nothing before the step"
         if self.usual_update == "replicated":
             ignored["elementwise"] = "where every rank updates all weights: set update='sharded'"
         return ignored

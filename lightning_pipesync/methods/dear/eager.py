@@ -19,6 +19,7 @@ import torch
 
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.algorithm import ExecutionOrder
@@ -88,8 +89,8 @@ class EagerGathers:
     def __init__(self, buckets: FusedBuckets, order: ExecutionOrder, transport: Transport, enabled: bool) -> None:
         self._fused, self._times, self._transport = buckets, order.times, transport
         self._enabled = enabled and transport.world_size > 1
-        self._link: LinkCost | None = None
-        self._planned: list[FusedBucket] | None = None  # the buckets of the schedule
+        self._trained: set[int] = set()  # ids of the parameters whose times are measured
+        self._version = 0  # of the buckets of the schedule
         self._after: list[list[int]] = []
 
     @property
@@ -100,39 +101,44 @@ class EagerGathers:
     @property
     def final(self) -> bool:
         """Whether there is a schedule for the present buckets, or none is to be made."""
-        return not self._enabled or (bool(self._fused.buckets) and self._planned is self._fused.buckets)
+        return not self._enabled or (bool(self._fused.buckets) and self._version == self._fused.version)
 
-    def begin(self) -> None:
-        """Measures the times anew, since other parameters are trained."""
-        self._times.begin()
+    def begin(self, parameters: Sequence[NamedParameter]) -> None:
+        """Measures the times of the trained parameters, unless they are the same as before."""
+        trained = {id(parameter.tensor) for parameter in parameters}
+        if self._enabled and trained != self._trained:
+            self._trained = trained
+            self._times.begin()
 
     def after(self, index: int) -> Sequence[FusedBucket]:
         """Returns the buckets whose all-gathers follow the reduce-scatter of the bucket ``index``."""
-        if self._planned is not self._fused.buckets:
-            return ()
-        return [self._fused.buckets[other] for other in self._after[index]]
+        return [self._fused.buckets[other] for other in self._after[index]] if self._is_current else []
 
     @property
     def num_early(self) -> int:
         """Number of all-gathers that start under backward."""
-        return sum(map(len, self._after)) if self._planned is self._fused.buckets else 0
+        return sum(map(len, self._after)) if self._is_current else 0
 
     def plan(self) -> None:
         """Makes the schedule that all ranks follow from the next backward pass on; a collective call.
 
         No operation may be in flight.
         """
-        if self._link is None:
-            self._link = measure_link(self._transport)
-        after = plan_early_gathers(self._bucket_times(self._link)) if self._transport.rank == 0 else []
-        after = self._transport.gather_objects(after)[0]
-        buckets = self._fused.buckets
-        self._after = [[other for other in others if buckets[other].may_gather_early] for others in after]
-        self._planned = buckets
+        link = measure_link(self._transport)
+        after = plan_early_gathers(self._bucket_times(link)) if self._transport.rank == 0 else []
+        self._after = self._transport.gather_objects(after)[0]
+        self._version = self._fused.version
+
+    @property
+    def _is_current(self) -> bool:
+        return bool(self._after) and self._version == self._fused.version
 
     def _bucket_times(self, link: LinkCost) -> list[BucketTimes]:
-        """Returns the times of the buckets; those of parameters not seen are the end of backward, and 0 in forward."""
-        ready, needed = self._times.ready(), self._times.needed()
+        """Returns the times of the buckets, since the first gradient of backward.
+
+        A parameter that was not seen counts as ready at the end of backward, and as needed at the beginning of forward.
+        """
+        ready, needed = self._times.ready, self._times.needed
         end, world_size = max(ready.values(), default=0.0), self._transport.world_size
         return [
             BucketTimes(
@@ -148,7 +154,7 @@ class EagerGathers:
 def measure_link(transport: Transport) -> LinkCost:
     """Returns the cost of the network, from a few all-gathers in a row; a collective call."""
     clock = Clock(transport.device)
-    flats = {size: torch.zeros(size // 4, device=transport.device) for size in SIZES}
+    flats = {size: torch.zeros(size // 4, dtype=torch.float32, device=transport.device) for size in SIZES}
     transport.all_gather(flats[max(SIZES)]).wait()  # all ranks begin, and a network that lets bursts pass has none left
     seconds = []
     for flat in flats.values():

@@ -51,8 +51,7 @@ class FeedPipe:
             hook.remove()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        self._order.forward_begins(module)
-        began = self._order.times.now()
+        began = self._order.times.now() if self._order.forward_begins(module) else None
         for bucket in self._fused.awaited.get(module, ()):
             bucket.wait()
         self._order.times.module_has_waited(module, began)

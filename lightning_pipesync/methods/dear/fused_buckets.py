@@ -32,6 +32,7 @@ class FusedBuckets:
         buckets: in the order in which their gradients become ready.
         index_of: by the id of a parameter the index of its bucket.
         awaited: by module the buckets that its forward pass waits for.
+        version: is another number when the buckets are others.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FusedBuckets:
         self.buckets: list[FusedBucket] = []
         self.index_of: dict[int, int] = {}
         self.awaited: dict[nn.Module, list[FusedBucket]] = {}
+        self.version = 0
         self._gather_order: list[FusedBucket] = []
 
     def with_parameter(self, parameter: Tensor) -> FusedBucket | None:
@@ -148,6 +150,7 @@ class FusedBuckets:
             bucket.load_state_dict(saved)
 
     def _fuse(self, plan: Sequence[Sequence[NamedParameter]]) -> None:
+        self.version += 1
         self.buckets = [FusedBucket(members, self._optimizers, self._config, self._transport) for members in plan]
         self.index_of = {id(member.tensor): i for i, members in enumerate(plan) for member in members}
         names = {id(parameter.tensor): parameter.name for parameter in self._parameters}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -68,9 +69,10 @@ class DeAR(SyncMethod):
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         order = ExecutionOrder(self._module, self.transport.device)
         self._queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
-        self._fused = FusedBuckets(order, self.optimizers, self.config, self.transport)
-        self._tuner = FusionTuner(self.config, self._fused, self.transport, self._tuning_file)
-        self._early = EagerGathers(self._fused, order, self.transport, self.config.gathers_early)
+        config = self._effective_config
+        self._fused = FusedBuckets(order, self.optimizers, config, self.transport)
+        self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
+        self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
         self._backpipe = BackPipe(
             self._fused,
             order,
@@ -123,6 +125,7 @@ class DeAR(SyncMethod):
         self._backpipe.finish()
         if self._early.due:
             self._early.plan()
+            self._tuner.restart_trial()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Unscales the averaged gradient, which is not in ``p.grad``.
@@ -228,7 +231,8 @@ class DeAR(SyncMethod):
             ValueError: the state is of other settings, or of another number of ranks.
         """
         saved, own = state["settings"], self._shape_settings()
-        if not (saved["error_feedback"] or own["error_feedback"]):
+        as_many = len(saved["sharded"]) == len(own["sharded"])
+        if as_many and not (saved["error_feedback"] or own["error_feedback"]):
             own["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights
         if saved != own:
             raise ValueError(f"The state was saved with {saved}, this run has {own}.")
@@ -270,7 +274,7 @@ class DeAR(SyncMethod):
         trained = [parameter for parameter in parameters if parameter.group]
         self._fused.reset(trained)
         self._tuner.begin(trained)
-        self._early.begin()
+        self._early.begin(trained)
         self._members = group_members(self.optimizers)
         self._loaded.clear()
         self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
@@ -311,9 +315,14 @@ class DeAR(SyncMethod):
             torus_columns=config.torus_columns,
         )
 
+    @property
+    def _effective_config(self) -> DeARConfig:
+        """The settings; several optimizers may step at different times, so that nothing is gathered before."""
+        return self.config if len(self.optimizers) == 1 else replace(self.config, overlap="paper")
+
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""
-        sharded = [self.config.shards(optimizer) for optimizer in self.optimizers]
+        sharded = [self._effective_config.shards(optimizer) for optimizer in self.optimizers]
         return {
             "sharded": sharded,
             "compression": str(self.config.compression),

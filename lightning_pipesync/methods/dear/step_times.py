@@ -15,30 +15,29 @@ WARM_UP, MEASURED = 1, 3
 
 
 class StepTimes:
-    """Measures the first steps of a training; then it costs nothing.
+    """Measures some steps after :meth:`begin`; before and afterwards it costs nothing.
 
     Args:
         device: where the model computes.
 
     Attributes:
-        num_steps: steps seen, as many on all ranks.
+        measuring: whether the present step is measured; the same on all ranks.
+        ready: seconds since the first gradient of backward at which a gradient was ready, by id of the parameter.
+        needed: seconds of computation since forward began at which a parameter was needed, by its id. Both are medians
+            of the steps, and empty before these have been measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
-        self.num_steps = 0
+        self.measuring = False
+        self.ready: dict[int, float] = {}
+        self.needed: dict[int, float] = {}
         self._ready: list[dict[int, Moment]] = []  # for each step: by id of a parameter
         self._forward: list[list[tuple[Moment, Moment, list[int]]]] = []  # begin and end of a wait, ids of parameters
-        self.begin()
-
-    @property
-    def measuring(self) -> bool:
-        """Whether further steps are to be measured."""
-        return self.num_steps < WARM_UP + MEASURED
 
     def begin(self) -> None:
-        """Measures anew, since other parameters are trained."""
-        self.num_steps = 0
+        """Begins to measure."""
+        self.measuring = True
         self._ready, self._forward = [{}], [[]]
 
     def gradient_is_ready(self, parameter: Tensor) -> None:
@@ -51,41 +50,37 @@ class StepTimes:
         return self._clock.now() if self.measuring else None
 
     def module_has_waited(self, module: nn.Module, since: Moment | None) -> None:
-        """Notes that a module has its weights, for which it has waited since ``since``."""
+        """Notes that a module, in its first run of a step, has its weights, for which it has waited since ``since``."""
         if since is not None:
             ids = [id(parameter) for parameter in module.parameters(recurse=False)]
             self._forward[-1].append((since, self._clock.now(), ids))
 
     def end_step(self) -> None:
-        """Ends a step: its backward pass, and the forward pass before."""
-        if self.measuring:
-            self.num_steps += 1
-            if self.measuring:
-                self._ready.append({})
-                self._forward.append([])
+        """Ends a step: its backward pass, and the forward pass before. After the last one, computes the medians."""
+        if not self.measuring:
+            return
+        if len(self._ready) < WARM_UP + MEASURED:
+            self._ready.append({})
+            self._forward.append([])
+            return
+        self.measuring = False
+        self.ready = _medians([self._since_first(moments) for moments in self._ready[WARM_UP:] if moments])
+        self.needed = _medians([self._without_waits(waits) for waits in self._forward[WARM_UP:]])
+        self._ready, self._forward = [], []
 
-    def ready(self) -> dict[int, float]:
-        """Returns seconds since the first gradient of backward, by id of a parameter; the median of the steps."""
-        steps = []
-        for moments in self._ready[WARM_UP:]:
-            first = next(iter(moments.values()), None)
-            if first is not None:
-                steps.append({key: self._clock.seconds_between(first, moment) for key, moment in moments.items()})
-        return _medians(steps)
+    def _since_first(self, moments: dict[int, Moment]) -> dict[int, float]:
+        first = next(iter(moments.values()))
+        return {key: self._clock.seconds_between(first, moment) for key, moment in moments.items()}
 
-    def needed(self) -> dict[int, float]:
-        """Returns seconds of computation since forward began, by id of a parameter; the median of the steps."""
-        steps = []
-        for waits in self._forward[WARM_UP:]:
-            needed: dict[int, float] = {}
-            waited = 0.0
-            for begin, end, ids in waits:
-                computed = self._clock.seconds_between(waits[0][0], begin) - waited
-                waited += self._clock.seconds_between(begin, end)
-                for key in ids:
-                    needed.setdefault(key, computed)
-            steps.append(needed)
-        return _medians(steps)
+    def _without_waits(self, waits: Sequence[tuple[Moment, Moment, list[int]]]) -> dict[int, float]:
+        needed: dict[int, float] = {}
+        waited = 0.0
+        for begin, end, ids in waits:
+            computed = self._clock.seconds_between(waits[0][0], begin) - waited
+            waited += self._clock.seconds_between(begin, end)
+            for key in ids:
+                needed.setdefault(key, computed)
+        return needed
 
 
 def _medians(steps: Sequence[dict[int, float]]) -> dict[int, float]:

@@ -106,6 +106,11 @@ class FusionTuner:
             self._steps.append(now - self._began)
         self._began = now
 
+    def restart_trial(self) -> None:
+        """Forgets the steps of the present trial, since the next ones take another time with the same buckets."""
+        if self._decision is None:
+            self._steps, self._began = [], None
+
     def change(self) -> None:
         """Changes the buckets for the next trial, or for good; a collective call, with nothing in flight."""
         decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
@@ -174,7 +179,7 @@ class FusionTuner:
     def _job(self) -> str:
         """Returns the key of this job in the file."""
         config = self._config
-        kind = f"{config.overlap}, {config.usual_update}, {config.compression}, {config.topology}"
+        kind = f"{config.usual_update}, {config.compression}, {config.topology}" + ", eager" * config.gathers_early
         return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {kind}"
 
     def _report(self) -> None:
