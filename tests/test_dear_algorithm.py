@@ -13,11 +13,11 @@ from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule, ExecutionOrder, FeedPipeSchedule
 
 
+BUCKETS = ["ab", "c", "def", "gh"]
+
+
 def observe(order: ExecutionOrder, module: nn.Module, _: object) -> None:
     order.forward_begins(module)
-
-
-BUCKETS = ["ab", "c", "def", "gh"]
 
 
 @pytest.mark.parametrize("seed", range(20))
