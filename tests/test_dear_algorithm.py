@@ -12,7 +12,6 @@ from torch import nn
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule, ExecutionOrder, FeedPipeSchedule
 
-
 BUCKETS = ["ab", "c", "def", "gh"]
 
 
