@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +13,9 @@ from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.parameters import collect_parameters, hook_gradient
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule
 from lightning_pipesync.methods.dear.eager import measure_link
 from lightning_pipesync.methods.dear.step_times import StepTimes
 
@@ -30,6 +31,8 @@ class GroupedAllReduce(Candidate):
         hidden: whether an all-reduce starts under backward, when the gradients of its group are ready.
     """
 
+    _schedule: BackPipeSchedule  # of this backward pass
+
     def __init__(
         self, name: str, model: BenchModel, limit: str, bucket_mb: float | None, *, hidden: bool = True
     ) -> None:
@@ -39,21 +42,20 @@ class GroupedAllReduce(Candidate):
         self.transport = Transport()
         self._queue = CommQueue("pipesync-baseline", self.transport.device, self.transport.traffic)
         # As DDP assumes, gradients become ready in the reverse order of the parameters.
-        self._ready_order = list(model.module.parameters())[::-1]
-        named = [NamedParameter("", parameter, "", None) for parameter in self._ready_order]
-        plan = plan_buckets(named, Fusion(bucket_mb=bucket_mb))
+        in_ready_order = collect_parameters(model.module, [self.optimizer])[::-1]
+        self._ready_order = [parameter.tensor for parameter in in_ready_order]
+        plan = plan_buckets(in_ready_order, Fusion(bucket_mb=bucket_mb))
         self._set_groups([[parameter.tensor for parameter in group] for group in plan])
         self._hooks = [hook_gradient(p, self._gradient_is_ready) for p in self._ready_order] if hidden else []
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model.loss(self.model.module, self.batch).backward()
-        for index in range(self._num_started, len(self._groups)):
-            self._start(index)
+        self._start(self._schedule.finish())
         self._queue.wait_all()
         for bucket, group in zip(self._buckets, self._groups, strict=True):
             bucket.unpack([parameter.grad for parameter in group if parameter.grad is not None])
-        self._begin()
+        self._schedule = self._new_schedule()
         self.optimizer.step()
 
     def close(self) -> None:
@@ -66,27 +68,21 @@ class GroupedAllReduce(Candidate):
         self._groups = list(groups)
         self._buckets = [Bucket(group) for group in groups]
         self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-        self._begin()
+        self._schedule = self._new_schedule()
 
-    def _begin(self) -> None:
-        self._num_awaited = [len(group) for group in self._groups]
-        self._num_started = 0
+    def _new_schedule(self) -> BackPipeSchedule:
+        """Returns the schedule of a backward pass, that of DeAR's reduce-scatters, for the all-reduces."""
+        return BackPipeSchedule([len(group) for group in self._groups])
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
-        self._num_awaited[self._group_of[id(parameter)]] -= 1
-        while self._num_started < len(self._groups) and not self._num_awaited[self._num_started]:
-            self._start(self._num_started)
+        self._start(self._schedule.gradient_is_ready(self._group_of[id(parameter)]))
 
-    def _start(self, index: int) -> None:
-        """Starts the all-reduce of a group; all ranks in the order of the groups."""
-        bucket = self._buckets[index]
-        bucket.pack_gradients(self._groups[index])
-
-        def start() -> Handle[Tensor]:
-            return self.transport.all_reduce(bucket.flat, mean=True)
-
-        self._queue.submit("all_reduce", start)
-        self._num_started = index + 1
+    def _start(self, indices: range) -> None:
+        """Starts the all-reduces of groups."""
+        for index in indices:
+            bucket = self._buckets[index]
+            bucket.pack_gradients(self._groups[index])
+            self._queue.submit("all_reduce", partial(self.transport.all_reduce, bucket.flat, mean=True))
 
 
 class MergedAllReduce(GroupedAllReduce):

@@ -116,30 +116,9 @@ def wfbp(model: BenchModel) -> GroupedAllReduce:
     return GroupedAllReduce("WFBP", model, "baseline", bucket_mb=None)
 
 
-def dear(model: BenchModel, bucket_mb: float) -> WithMethod:
-    """DeAR-FB, with gathers under backward, too."""
-    return WithMethod(f"DeAR, {bucket_mb:g} MiB", model, "eager", DeAR, fusion="buffer", bucket_mb=bucket_mb)
-
-
-def dear_paper(model: BenchModel, bucket_mb: float) -> WithMethod:
-    """DeAR-FB as in the paper: no gathers under backward."""
-    settings = {"fusion": "buffer", "bucket_mb": bucket_mb, "overlap": "paper"}
-    return WithMethod(f"DeAR (paper), {bucket_mb:g} MiB", model, "dear", DeAR, **settings)
-
-
-def dear_unfused(model: BenchModel) -> WithMethod:
-    """DeAR with a bucket for every tensor."""
-    return WithMethod("DeAR, no fusion", model, "eager", DeAR, fusion="none")
-
-
-def dear_layers(model: BenchModel) -> WithMethod:
-    """DeAR-NL: buckets of 4 layers."""
-    return WithMethod("DeAR, 4 layers", model, "eager", DeAR, fusion="layers")
-
-
-def searched(model: BenchModel, search: str) -> WithMethod:
-    """DeAR with a bucket size that a search finds before the measurements."""
-    return WithMethod(f"DeAR, {search}", model, "eager", DeAR, fusion=search)
+def dear(model: BenchModel, name: str, limit: str = "eager", **settings: Any) -> WithMethod:
+    """DeAR, with gathers under backward unless ``overlap="paper"``."""
+    return WithMethod(name, model, limit, DeAR, **settings)
 
 
 def selsync(model: BenchModel, name: str, limit: str, delta: float) -> WithMethod:
@@ -179,13 +158,20 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candi
     "wfbp": lambda _: [wfbp],
     "mg-wfbp": lambda _: [MergedAllReduce],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
-    "dear": lambda sizes: [partial(dear, bucket_mb=size) for size in sizes],
-    "dear-paper": lambda sizes: [partial(dear_paper, bucket_mb=size) for size in sizes],
-    "dear-none": lambda _: [dear_unfused],
-    "dear-layers": lambda _: [dear_layers],
-    "dear-bo": lambda _: [partial(searched, search="bo")],
-    "dear-random": lambda _: [partial(searched, search="random")],
-    "dear-grid": lambda _: [partial(searched, search="grid")],
+    "dear": lambda sizes: [
+        partial(dear, name=f"DeAR, {size:g} MiB", fusion="buffer", bucket_mb=size) for size in sizes
+    ],
+    "dear-paper": lambda sizes: [
+        partial(
+            dear, name=f"DeAR (paper), {size:g} MiB", limit="dear", fusion="buffer", bucket_mb=size, overlap="paper"
+        )
+        for size in sizes
+    ],
+    "dear-none": lambda _: [partial(dear, name="DeAR, no fusion", fusion="none")],
+    "dear-layers": lambda _: [partial(dear, name="DeAR, 4 layers", fusion="layers")],
+    "dear-bo": lambda _: [partial(dear, name="DeAR, bo", fusion="bo")],
+    "dear-random": lambda _: [partial(dear, name="DeAR, random", fusion="random")],
+    "dear-grid": lambda _: [partial(dear, name="DeAR, grid", fusion="grid")],
     "pipe_sgd": lambda _: [WithPipeSGD],
     "pipe_sgd-paper": lambda _: [partial(WithPipeSGD, predicts=False)],
     "pipe_sgd-level2": lambda _: [partial(WithPipeSGD, level=2)],

@@ -90,7 +90,7 @@ class EagerGathers:
         self._fused, self._times, self._transport = buckets, order.times, transport
         self._enabled = enabled and transport.world_size > 1
         self._trained: set[int] = set()  # ids of the parameters whose times are measured
-        self._version = 0  # of the buckets of the schedule
+        self._version = -1  # of the buckets of the schedule; there is none
         self._after: list[list[int]] = []
 
     @property
@@ -101,7 +101,7 @@ class EagerGathers:
     @property
     def final(self) -> bool:
         """Whether there is a schedule for the present buckets, or none is to be made."""
-        return not self._enabled or (bool(self._fused.buckets) and self._version == self._fused.version)
+        return not self._enabled or self._is_current
 
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
         """Measures the times of the trained parameters, unless they are the same as before."""
@@ -131,7 +131,7 @@ class EagerGathers:
 
     @property
     def _is_current(self) -> bool:
-        return bool(self._after) and self._version == self._fused.version
+        return self._version == self._fused.version
 
     def _bucket_times(self, link: LinkCost) -> list[BucketTimes]:
         """Returns the times of the buckets, since the first gradient of backward.

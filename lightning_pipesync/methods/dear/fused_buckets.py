@@ -130,6 +130,7 @@ class FusedBuckets:
             bucket.release()
         self.buckets, self._gather_order = [], []
         self.index_of, self.awaited = {}, {}
+        self.version += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the parameters of each bucket, the observed orders, and this rank's state of each bucket."""
@@ -150,7 +151,6 @@ class FusedBuckets:
             bucket.load_state_dict(saved)
 
     def _fuse(self, plan: Sequence[Sequence[NamedParameter]]) -> None:
-        self.version += 1
         self.buckets = [FusedBucket(members, self._optimizers, self._config, self._transport) for members in plan]
         self.index_of = {id(member.tensor): i for i, members in enumerate(plan) for member in members}
         names = {id(parameter.tensor): parameter.name for parameter in self._parameters}
