@@ -121,6 +121,8 @@ def _run_rank(
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
+    # Workers of a DataLoader are forked, as in a script: a fork server of each rank's own would import all again.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", OMP_NUM_THREADS="1")
     try:
         if init:

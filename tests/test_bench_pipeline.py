@@ -132,7 +132,8 @@ def test_the_validation_set_chooses() -> None:
     """By the mean over the seeds, among settings that never diverge; the test set has no say."""
 
     def run(method: str, rate: float, size: int, validation: float, error: float) -> dict[str, Any]:
-        points = [{"epoch": 1.0, "error": error, "validation": validation}]
+        before = {"epoch": 1.0, "error": error, "validation": max(validation, 3.5)}
+        points = [before, {"epoch": 2.0, "error": error, "validation": validation}]
         named = {"method": method, "learning_rate": rate, "batch_size": size, "seed": 0}
         return {**named, "diverged": validation > 100, "points": points}
 
@@ -145,6 +146,7 @@ def test_the_validation_set_chooses() -> None:
     choice = pipeline_report.choice_of(runs)
     assert choice is not None
     assert (choice.method, choice.learning_rate, choice.validation, choice.outcome.error) == ("a", 0.1, 4.0, 10.0)
+    assert choice.lowest_after == 1.5  # 2 epochs, and 1: the first of two that are the same
     runs.append(run("a", 0.1, 4, 101.0, 0.0))
     choice = pipeline_report.choice_of(runs)
     assert choice is not None

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them."""
+"""The examples, run as a user runs them, but that all processes are forked."""
 
 from __future__ import annotations
 
@@ -18,17 +18,6 @@ from torch import multiprocessing
 from tests.harness import launch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-PLAIN = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-
-
-def run(launcher: list[str], script: str, *options: object) -> subprocess.CompletedProcess[str]:
-    # Neither a rank of the test session's own nor a width of its terminal is to reach the script.
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    command = [*launcher, str(EXAMPLES / script), *map(str, options)]
-    return subprocess.run(
-        command, env=inherited | {"COLUMNS": "80"}, text=True, capture_output=True, check=False, timeout=120
-    )
 
 
 def run_here(command: list[str], is_rank: bool) -> subprocess.CompletedProcess[str]:
@@ -67,7 +56,7 @@ def run_forked(num_ranks: int, script: str, *options: object) -> list[subprocess
 def test_digits(tmp_path: Path) -> None:
     output = tmp_path / "new" / "folder"
     options = ["--epochs", 1, "--seeds", 0, 1, "--deltas", 0, 0.5]
-    result = run(PLAIN, "digits.py", *options, "--output", output)
+    [result] = run_forked(1, "digits.py", *options, "--output", output)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
 
@@ -99,15 +88,9 @@ def test_digits(tmp_path: Path) -> None:
     assert (output / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("launched", "strategy"), [(False, "pipe_sgd"), (True, "dear")], ids=["pipe_sgd", "torchrun-dear"]
-)
-def test_pydoc_transformer(launched: bool, strategy: str) -> None:
-    options = ["--strategy", strategy, "--max-steps", 3]
-    if launched:
-        result = run(TORCHRUN, "pydoc_transformer.py", *options)
-    else:
-        result = run_forked(2, "pydoc_transformer.py", *options)[0]
+@pytest.mark.parametrize("strategy", ["pipe_sgd", "dear"])
+def test_pydoc_transformer(strategy: str) -> None:
+    result, _ = run_forked(2, "pydoc_transformer.py", "--strategy", strategy, "--max-steps", 3)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     assert f"{strategy} on 2 processes, 3 steps" in result.stdout

@@ -1,4 +1,4 @@
-"""The report of a study of pipelines: tables and training curves (EA-Pipe, Tables 1, 4 and 7, Figs. 3 and 4)."""
+"""The report of a study of pipelines: tables and training curves (EA-Pipe, Tables 1 to 7, Figs. 3 and 4)."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Choice:
         learning_rate: the initial learning rate.
         batch_size: samples of a mini-batch.
         validation: the mean error on the validation set, in %.
+        lowest_after: the mean number of epochs until the error on the validation set is at its lowest.
         outcome: the errors on the test set.
     """
 
@@ -55,6 +56,7 @@ class Choice:
     learning_rate: float
     batch_size: int
     validation: float
+    lowest_after: float
     outcome: Outcome
 
 
@@ -65,7 +67,8 @@ def choice_of(runs: list[Run]) -> Choice | None:
         own = _runs(runs, method, rate, size)
         if not any(run["diverged"] for run in own):
             validation = fmean(run["points"][-1]["validation"] for run in own)
-            choices.append(Choice(method, rate, size, validation, outcome_of(own)))
+            lowest = [min(run["points"], key=lambda point: point["validation"])["epoch"] for run in own]
+            choices.append(Choice(method, rate, size, validation, fmean(lowest), outcome_of(own)))
     return min(choices, key=lambda choice: choice.validation, default=None)
 
 
@@ -100,15 +103,16 @@ def _chosen(result: dict[str, Any]) -> str:
         runs = [run for run in result["runs"] if _name_of(run["method"]) == name]
         for choice in [choice_of([run for run in runs if run["batch_size"] == size]) for size in sizes]:
             if choice is None:
-                rows.append([name, "", "", "", "diverged", ""])
+                rows.append([name, "", "", "", "diverged", "", ""])
                 continue
             chosen = [
                 f"{choice.batch_size}",
                 choice.method.partition(":")[2].replace(",", ", "),
                 f"{choice.learning_rate:g}",
             ]
-            rows.append([name, *chosen, f"{choice.validation:.2f}", _cell(choice.outcome)])
-    return table(["", "batch", "settings", "rate", "validation error %", "test error %"], rows)
+            errors = [f"{choice.validation:.2f}", f"{choice.lowest_after:.0f}", _cell(choice.outcome)]
+            rows.append([name, *chosen, *errors])
+    return table(["", "batch", "settings", "rate", "validation error %", "lowest after epochs", "test error %"], rows)
 
 
 def _name_of(method: str) -> str:

@@ -7,10 +7,8 @@ from tests.conformance.training import Options
 
 CASES = {
     "sgd": Options(),
-    "adamw": Options("adamw"),
-    "accumulation": Options(accumulate=2),
-    "clip norm": Options(accumulate=2, clip_norm=0.3),
-    "clip value": Options("adamw", accumulate=2, clip_value=0.01),
+    "accumulation, clip norm": Options(accumulate=2, clip_norm=0.3),
+    "adamw, accumulation, clip value": Options("adamw", accumulate=2, clip_value=0.01),
     "several optimizers": Options(several=True),
     "bf16-mixed": Options(precision="bf16-mixed", clip_value=0.01),
     "16-mixed": Options(precision="16-mixed", clip_norm=0.3),

@@ -27,6 +27,8 @@ from tests.harness import free_port
 HANG_TIMEOUT_S, TIMEOUT_S = 10, 300
 #: Seconds after which a rank that is still there has hung: it prints its stacks, and ends.
 HUNG_S = 150
+#: What befalls rank 1 of the jobs that run at the same time.
+WAVES = (("killed",), ("hangs", "raises"), ("interrupted",))
 
 
 def wait_for_signal(mark: Path) -> None:
@@ -48,14 +50,15 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_rank(how: str, framework: str, name: str, folder: Path) -> None:
+def run_rank(job: str, folder: Path) -> None:
     """Trains until rank 1 is lost, writes down what this rank finds, and raises it."""
     faulthandler.dump_traceback_later(HUNG_S, exit=True)
+    how, framework, name = job.split()
     fault = {
         "killed": kill,
         "hangs": hang,
         "raises": raise_error,
-        "interrupted": partial(wait_for_signal, folder / f"{framework} {name} waits"),
+        "interrupted": partial(wait_for_signal, folder / f"{job} waits"),
     }[how]
     if framework == "plain":
         dist.init_process_group("gloo")
@@ -63,40 +66,42 @@ def run_rank(how: str, framework: str, name: str, folder: Path) -> None:
     settings = {**method.typical[0], "timeout_s": HANG_TIMEOUT_S if how == "hangs" else TIMEOUT_S}
     start = time.monotonic()
     try:
-        save = Checkpoint(folder / f"{framework} {name}", at=100)  # if at all, because of the error
+        save = Checkpoint(folder / job, at=100)  # if at all, because of the error
         train(framework, method, settings, Options(fault=fault), save=save)
     except Exception as error:
         found = [type(error).__name__, str(error), time.monotonic() - start]
-        (folder / f"{framework} {name} {os.environ['RANK']}").write_text(json.dumps(found))
+        (folder / f"{job} {os.environ['RANK']}").write_text(json.dumps(found))
         raise
 
 
-def main(how: str, folder: str, *pairs: str) -> None:
-    """Args: what befalls the ranks, where they write, and ``framework:method`` of each job."""
+def fork_rank(rank: int, port: int, job: str, folder: Path) -> int:
+    """Returns the process that a rank runs in; its interpreter ends with this function."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+        os.environ.update(of_rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+        run_rank(job, folder)
+        sys.exit()
+    return child
+
+
+def main(folder: Path, jobs: list[str]) -> None:
+    """Args: where all write, and the jobs: what befalls rank 1, the framework and the method."""
     torch.set_num_threads(1)
-    children: dict[int, str] = {}
-    for pair in pairs:
-        framework, name = pair.split(":")
-        common = {
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1",
-        }
-        for rank in ("0", "1"):
-            child = os.fork()
-            if child == 0:
-                os.environ.update(common, RANK=rank, LOCAL_RANK=rank, NODE_RANK="0")
-                run_rank(how, framework, name, Path(folder))
-                return
-            children[child] = f"{framework} {name} {rank}"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     codes = {}
-    while len(codes) < len(children):
-        child, status = os.wait()
-        codes[children[child]] = os.waitstatus_to_exitcode(status)
-    (Path(folder) / "exit codes").write_text(json.dumps(codes))
+    for wave in WAVES:
+        children = {}
+        for job in jobs:
+            if job.split()[0] in wave:
+                port = free_port()
+                children.update({fork_rank(rank, port, job, folder): f"{job} {rank}" for rank in (0, 1)})
+        while children:
+            child, status = os.wait()
+            codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+    (folder / "exit codes").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]), sys.argv[2:])

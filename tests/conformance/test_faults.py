@@ -11,13 +11,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.conformance.cases import PAIRS
-from tests.conformance.faults import HANG_TIMEOUT_S, HUNG_S, TIMEOUT_S
+from tests.conformance.faults import HANG_TIMEOUT_S, HUNG_S, TIMEOUT_S, WAVES
 from tests.harness import default_signals
 
 #: What the last line of the other rank's error says of the one that is lost.
@@ -28,8 +29,10 @@ HOW = {
 }
 
 #: A rank that hangs is found out by its timeout, whatever the framework.
-PAIRS_BY_FAULT = dict.fromkeys((*HOW, "interrupted"), PAIRS)
-PAIRS_BY_FAULT["hangs"] = [pair for pair in PAIRS if pair[0] == "plain"]
+JOBS = {
+    how: [" ".join((how, *pair)) for pair in PAIRS if how != "hangs" or pair[0] == "plain"]
+    for how in (*HOW, "interrupted")
+}
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Lost:
 
     Attributes:
         output: what they have printed: their stacks, if they hung.
-        codes: with which they ended, by framework, method and rank; empty if some have not.
+        codes: with which they ended, by job and rank; empty if some have not.
         errors: what they raised, likewise: type, message, and after how many seconds.
     """
 
@@ -48,26 +51,24 @@ class Lost:
 
 
 @cache
-def lose_ranks(how: str) -> Lost:
-    """Runs a job for each framework and method."""
+def lose_ranks() -> Lost:
+    """Runs all jobs."""
     with TemporaryDirectory() as directory:
         folder = Path(directory)
         with (folder / "output").open("w") as output:
-            command = [sys.executable, "-m", "tests.conformance.faults", how, directory]
             process = subprocess.Popen(
-                command + [f"{framework}:{name}" for framework, name in PAIRS_BY_FAULT[how]],
+                [sys.executable, "-m", "tests.conformance.faults", directory, *chain(*JOBS.values())],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=default_signals,
             )
-        deadline = time.monotonic() + HUNG_S + 30
-        if how == "interrupted":
-            while len(list(folder.glob("* waits"))) < len(PAIRS_BY_FAULT[how]) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        deadline = time.monotonic() + len(WAVES) * HUNG_S
+        while len(list(folder.glob("* waits"))) < len(JOBS["interrupted"]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         with suppress(subprocess.TimeoutExpired):
-            process.wait(deadline - time.monotonic())
+            process.wait(30)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         codes = folder / "exit codes"
@@ -78,10 +79,10 @@ def lose_ranks(how: str) -> Lost:
         )
 
 
-@pytest.mark.parametrize(("how", "framework", "name"), [(how, *pair) for how in HOW for pair in PAIRS_BY_FAULT[how]])
-def test_a_lost_rank_makes_the_other_raise(how: str, framework: str, name: str) -> None:
+@pytest.mark.parametrize("job", chain(*(JOBS[how] for how in HOW)))
+def test_a_lost_rank_makes_the_other_raise(job: str) -> None:
     """And its process ends by itself; long before the timeout, unless the peer is alive."""
-    lost, job = lose_ranks(how), f"{framework} {name}"
+    lost, how = lose_ranks(), job.split()[0]
     assert f"{job} 0" in lost.errors, lost.output
     kind, message, seconds = lost.errors[f"{job} 0"]
     assert kind == "RuntimeError", message
@@ -94,10 +95,10 @@ def test_a_lost_rank_makes_the_other_raise(how: str, framework: str, name: str) 
     assert lost.codes[f"{job} 1"] == (-signal.SIGKILL if how == "killed" else 1), lost.output
 
 
-@pytest.mark.parametrize(("framework", "name"), PAIRS)
-def test_an_interrupt_ends_all_ranks(framework: str, name: str) -> None:
+@pytest.mark.parametrize("job", JOBS["interrupted"])
+def test_an_interrupt_ends_all_ranks(job: str) -> None:
     """Also one that waits for another. Gloo may still abort it while the interpreter shuts down, seldom."""
-    lost = lose_ranks("interrupted")
+    lost = lose_ranks()
     for rank in (0, 1):
-        code = lost.codes.get(f"{framework} {name} {rank}")
+        code = lost.codes.get(f"{job} {rank}")
         assert code in (1, -signal.SIGINT, *([-signal.SIGABRT] if rank == 0 else [])), lost.output

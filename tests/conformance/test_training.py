@@ -52,7 +52,8 @@ def train_by_method(framework: str, name: str, directory: Path) -> dict[Any, Any
         run = partial(attempt, train, framework, method, settings, RESUMED)
         path = directory / f"{name} {index}"
         again = Checkpoint(directory / f"{name} {index}, again", SAVED_EVERY)
-        outcomes["never saved", index] = run()
+        if not method.pipeline:
+            outcomes["never saved", index] = run()
         outcomes["whole", index] = run(save=Checkpoint(path, SAVED_EVERY))
         outcomes["resumed", index] = run(save=again, resume=Checkpoint(Path(f"{path}-{SAVED_EVERY}"), SAVED_EVERY))
     if exchanges(framework, method):
