@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.bench.baselines import merged
+from lightning_pipesync.bench.baselines import ByteScheduler
+from lightning_pipesync.bench.baselines.grouped import merged
 from lightning_pipesync.bench.candidates import METHODS
 from lightning_pipesync.bench.models import build_model
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.handle import Handle
 from tests.harness import launch
 
 #: 1 ms a message, 1 s a MiB on two ranks.
@@ -44,6 +47,7 @@ def train(names: list[str]) -> dict[str, torch.Tensor]:
         candidate.optimizer.state.clear()
         for _ in range(3):
             candidate.step()
+        candidate.drain()
         weights[name] = torch.cat([parameter.detach().flatten() for parameter in candidate.model.module.parameters()])
         candidate.close()
     dist.barrier()
@@ -51,9 +55,54 @@ def train(names: list[str]) -> dict[str, torch.Tensor]:
 
 
 def test_trains_what_ddp_trains() -> None:
-    """Bit for bit on two ranks; MG-WFBP with the tensors merged."""
-    names = ["ddp", "serial", "wfbp", "mg-wfbp"]
+    """Bit for bit on two ranks; MG-WFBP with the tensors merged, Horovod after its search, ByteScheduler in pieces."""
+    names = ["ddp", "serial", "wfbp", "mg-wfbp", "horovod", "horovod-bo", "byte-scheduler", "ps"]
     first, second = launch(train, 2, names)
     for name in names:
         assert torch.equal(first[name], second[name])
         assert torch.equal(first[name], first["ddp"]), name
+
+
+def priorities() -> list[int]:
+    """Returns the layers whose pieces ByteScheduler averages, in turn, if none starts before all are ready."""
+    torch.manual_seed(0)
+    [make] = METHODS["byte-scheduler"]([0.01])
+    candidate = make(build_model("cnn"))
+    assert isinstance(candidate, ByteScheduler)
+    chosen: list[int] = []
+    start = candidate._start_next
+    backward_has_ended = threading.Event()
+
+    def start_next() -> Handle[torch.Tensor]:
+        backward_has_ended.wait()
+        handle = start()
+        chosen.append(candidate._owner[candidate._started[-1]])
+        return handle
+
+    candidate._start_next = start_next  # type: ignore[method-assign]
+    candidate.step()
+    backward_has_ended.set()
+    candidate.drain()
+    candidate.close()
+    return chosen
+
+
+def test_byte_scheduler_averages_the_first_layers_first() -> None:
+    """And splits what is larger than a piece."""
+    for chosen in launch(priorities, 2):
+        assert chosen == sorted(chosen)
+        assert len(chosen) > len(set(chosen))
+
+
+def takes_steps(names: list[str]) -> None:
+    for name in names:
+        [make] = METHODS[name]([0.01])
+        candidate = make(build_model("cnn"))
+        for _ in range(3):
+            candidate.step()
+        candidate.close()
+
+
+def test_half_an_all_reduce() -> None:
+    """Each rank trains by itself: that they end is all there is to see."""
+    launch(takes_steps, 3, ["dear-rs", "dear-ag"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.bench.models import BenchModel
@@ -53,5 +54,5 @@ class Candidate(ABC):
         """Ends threads and process groups."""
 
 
-def sgd(module: nn.Module) -> Optimizer:
-    return SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+def sgd(parameters: Iterable[Tensor]) -> Optimizer:
+    return SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM)

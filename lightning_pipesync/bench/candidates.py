@@ -16,7 +16,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.bench.baselines import GroupedAllReduce, MergedAllReduce
+from lightning_pipesync.bench.baselines import (
+    AllGatherOnly,
+    ByteScheduler,
+    GroupedAllReduce,
+    Horovod,
+    MergedAllReduce,
+    ParameterServer,
+    ReduceScatterOnly,
+    TunedHorovod,
+)
 from lightning_pipesync.bench.candidate import LEARNING_RATE, MOMENTUM, Candidate, sgd
 from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.core.codecs import get_codec
@@ -45,7 +54,7 @@ class WithMethod(Candidate):
     def __init__(self, name: str, model: BenchModel, limit: str, method: type[SyncMethod], **settings: Any) -> None:
         super().__init__(name, model)
         self.limit = limit
-        self.optimizer = sgd(model.module)
+        self.optimizer = sgd(model.module.parameters())
         self.sync = method(model.module, self.optimizer, **settings)
 
     def step(self) -> None:
@@ -81,13 +90,13 @@ def ddp_name(bucket_mb: float) -> str:
 
 def without_communication(model: BenchModel) -> Wrapped:
     """Each rank trains by itself: the time of computation alone."""
-    return Wrapped("no communication", model, model.module, sgd(model.module), "compute")
+    return Wrapped("no communication", model, model.module, sgd(model.module.parameters()), "compute")
 
 
 def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
     """``DistributedDataParallel``, which hides the all-reduce under backward."""
     module = in_ddp(model.module, bucket_mb)
-    return Wrapped(ddp_name(bucket_mb), model, module, sgd(module), "baseline")
+    return Wrapped(ddp_name(bucket_mb), model, module, sgd(module.parameters()), "baseline")
 
 
 def fsdp2(model: BenchModel) -> Wrapped:
@@ -96,7 +105,7 @@ def fsdp2(model: BenchModel) -> Wrapped:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
-    return Wrapped("FSDP2", model, model.module, sgd(model.module), "dear")
+    return Wrapped("FSDP2", model, model.module, sgd(model.module.parameters()), "dear")
 
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
@@ -157,6 +166,10 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candi
     "serial": lambda sizes: [partial(serial, bucket_mb=size) for size in sizes],
     "wfbp": lambda _: [wfbp],
     "mg-wfbp": lambda _: [MergedAllReduce],
+    "horovod": lambda _: [Horovod],
+    "horovod-bo": lambda _: [TunedHorovod],
+    "byte-scheduler": lambda sizes: [partial(ByteScheduler, partition_mb=size) for size in sizes],
+    "ps": lambda _: [ParameterServer],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
     "dear": lambda sizes: [
         partial(dear, name=f"DeAR, {size:g} MiB", fusion="buffer", bucket_mb=size) for size in sizes
@@ -169,6 +182,8 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candi
     ],
     "dear-none": lambda _: [partial(dear, name="DeAR, no fusion", fusion="none")],
     "dear-layers": lambda _: [partial(dear, name="DeAR, 4 layers", fusion="layers")],
+    "dear-rs": lambda sizes: [partial(ReduceScatterOnly, bucket_mb=size) for size in sizes],
+    "dear-ag": lambda sizes: [partial(AllGatherOnly, bucket_mb=size) for size in sizes],
     "dear-bo": lambda _: [partial(dear, name="DeAR, bo", fusion="bo")],
     "dear-random": lambda _: [partial(dear, name="DeAR, random", fusion="random")],
     "dear-grid": lambda _: [partial(dear, name="DeAR, grid", fusion="grid")],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.baselines import GroupedAllReduce
+from lightning_pipesync.bench.baselines import OverTransport
 from lightning_pipesync.bench.candidate import Candidate
 from lightning_pipesync.bench.candidates import WithMethod, Wrapped, makers
 from lightning_pipesync.bench.step import StepSettings, emulated_builder
@@ -59,8 +59,8 @@ class Recorder:
             module.register_full_backward_pre_hook(partial(self._record_backward, number))
             for parameter in module.parameters(recurse=False):
                 parameter.register_post_accumulate_grad_hook(partial(self._record_backward, number))
-        if isinstance(candidate, WithMethod | GroupedAllReduce):
-            transport = candidate.transport if isinstance(candidate, GroupedAllReduce) else candidate.sync.transport
+        if isinstance(candidate, WithMethod | OverTransport):
+            transport = candidate.transport if isinstance(candidate, OverTransport) else candidate.sync.transport
             for name in ("reduce_scatter", "all_gather", "all_reduce"):
                 self._watch_operation(transport, name)
         elif isinstance(candidate, Wrapped) and isinstance(candidate.module, nn.parallel.DistributedDataParallel):

@@ -115,6 +115,16 @@ class StepCost:
         return self.forward + max(self.backward, self.all_reduce) + self.update
 
     @property
+    def reduce_scatter_only(self) -> float:
+        """A step of DeAR without all-gathers (Fig. 8)."""
+        return self.forward + max(self.backward, self.reduce_scatter) + self.update
+
+    @property
+    def all_gather_only(self) -> float:
+        """A step of DeAR without reduce-scatters (Fig. 8)."""
+        return max(self.forward, self.all_gather) + self.backward + self.update
+
+    @property
     def dear(self) -> float:
         """The two halves hidden under backward and forward: DeAR at its best (Eq. 7)."""
         return max(self.forward, self.all_gather) + max(self.backward, self.reduce_scatter) + self.update

@@ -1,4 +1,4 @@
-"""Baselines of the papers: synchronous training with all-reduces after backward, or under it."""
+"""All-reduces of groups of tensors, after backward or under it: WFBP, MG-WFBP, and half an all-reduce."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.bench.candidate import Candidate, sgd
+from lightning_pipesync.bench.baselines.over_transport import OverTransport
 from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.parameters import collect_parameters, hook_gradient
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule
 from lightning_pipesync.methods.dear.eager import measure_link
 from lightning_pipesync.methods.dear.step_times import StepTimes
 
 
-class GroupedAllReduce(Candidate):
+class GroupedAllReduce(OverTransport):
     """Averages the gradients of groups of tensors, each by one all-reduce of this package's transport.
 
     Args:
@@ -31,26 +31,22 @@ class GroupedAllReduce(Candidate):
         hidden: whether an all-reduce starts under backward, when the gradients of its group are ready.
     """
 
+    _kind = "all_reduce"
     _schedule: BackPipeSchedule  # of this backward pass
 
     def __init__(
         self, name: str, model: BenchModel, limit: str, bucket_mb: float | None, *, hidden: bool = True
     ) -> None:
-        super().__init__(name, model)
-        self.limit = limit
-        self.optimizer = sgd(model.module)
-        self.transport = Transport()
+        super().__init__(name, model, limit)
         self._queue = CommQueue("pipesync-baseline", self.transport.device, self.transport.traffic)
-        # As DDP assumes, gradients become ready in the reverse order of the parameters.
-        in_ready_order = collect_parameters(model.module, [self.optimizer])[::-1]
-        self._ready_order = [parameter.tensor for parameter in in_ready_order]
-        plan = plan_buckets(in_ready_order, Fusion(bucket_mb=bucket_mb))
+        self._ready_order = [parameter.tensor for parameter in self.in_ready_order]
+        plan = plan_buckets(self.in_ready_order, Fusion(bucket_mb=bucket_mb))
         self._set_groups([[parameter.tensor for parameter in group] for group in plan])
         self._hooks = [hook_gradient(p, self._gradient_is_ready) for p in self._ready_order] if hidden else []
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model.loss(self.model.module, self.batch).backward()
+        self.backward()
         self._start(self._schedule.finish())
         self._queue.wait_all()
         for bucket, group in zip(self._buckets, self._groups, strict=True):
@@ -62,7 +58,7 @@ class GroupedAllReduce(Candidate):
         for hook in self._hooks:
             hook.remove()
         self._queue.close(10.0)
-        self.transport.close()
+        super().close()
 
     def _set_groups(self, groups: Sequence[list[Tensor]]) -> None:
         self._groups = list(groups)
@@ -82,7 +78,10 @@ class GroupedAllReduce(Candidate):
         for index in indices:
             bucket = self._buckets[index]
             bucket.pack_gradients(self._groups[index])
-            self._queue.submit("all_reduce", partial(self.transport.all_reduce, bucket.flat, mean=True))
+            self._queue.submit(self._kind, partial(self._exchange, bucket.flat))
+
+    def _exchange(self, flat: Tensor) -> Handle[Tensor]:
+        return self.transport.all_reduce(flat, mean=True)
 
 
 class MergedAllReduce(GroupedAllReduce):
@@ -108,6 +107,19 @@ class MergedAllReduce(GroupedAllReduce):
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         self._times.gradient_is_ready(parameter)
         super()._gradient_is_ready(parameter)
+
+
+class ReduceScatterOnly(GroupedAllReduce):
+    """DeAR without its all-gathers (DeAR, Fig. 8): it shows what of them is hidden, and does not train."""
+
+    _kind = "reduce_scatter"
+
+    def __init__(self, model: BenchModel, bucket_mb: float) -> None:
+        name = f"reduce-scatter only, {bucket_mb:g} MiB"
+        super().__init__(name, model, "reduce_scatter_only", bucket_mb)
+
+    def _exchange(self, flat: Tensor) -> Handle[Tensor]:
+        return self.transport.reduce_scatter(flat, mean=True)
 
 
 def merged(ready: Sequence[float], num_bytes: Sequence[int], link: LinkCost, world_size: int) -> list[int]:

@@ -1,0 +1,21 @@
+"""What the papers measure against: other ways to overlap exact synchronous SGD, over this package's collectives."""
+
+from lightning_pipesync.bench.baselines.byte_scheduler import ByteScheduler
+from lightning_pipesync.bench.baselines.central_server import CentralServer, ParameterServer
+from lightning_pipesync.bench.baselines.grouped import GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
+from lightning_pipesync.bench.baselines.halves import AllGatherOnly
+from lightning_pipesync.bench.baselines.horovod import Horovod, TunedHorovod
+from lightning_pipesync.bench.baselines.over_transport import OverTransport
+
+__all__ = [
+    "AllGatherOnly",
+    "ByteScheduler",
+    "CentralServer",
+    "GroupedAllReduce",
+    "Horovod",
+    "MergedAllReduce",
+    "OverTransport",
+    "ParameterServer",
+    "ReduceScatterOnly",
+    "TunedHorovod",
+]
