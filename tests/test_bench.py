@@ -149,7 +149,8 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
             "DDP + ZeRO-1",
             "DeAR, 1 MiB",
             "DeAR, 25 MiB",
-            "SelSync, synchronized step",
+            "SelSync, synchronized step, 1 MiB",
+            "SelSync, synchronized step, 25 MiB",
             "SelSync, local step",
         ]
         assert all(len(values) == 1 and values[0] > 0 for values in seconds.values())

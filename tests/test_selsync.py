@@ -313,6 +313,7 @@ def train_frozen_and_tied() -> list[Any]:
                 model[1].weight.add_(rank)
         before = sync.transport.traffic.total_bytes_sent
         sync.step()
+        sync.synchronize()
         sent.append(sync.transport.traffic.total_bytes_sent - before)
     assert model[2].weight is model[0].weight
     sync.detach()

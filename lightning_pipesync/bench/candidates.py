@@ -130,9 +130,9 @@ def dear(model: BenchModel, name: str, limit: str = "eager", **settings: Any) ->
     return WithMethod(name, model, limit, DeAR, **settings)
 
 
-def selsync(model: BenchModel, name: str, limit: str, delta: float) -> WithMethod:
+def selsync(model: BenchModel, name: str, limit: str, **settings: Any) -> WithMethod:
     """SelSync with steps of one kind only."""
-    return WithMethod(f"SelSync, {name} step", model, limit, SelSync, delta=delta)
+    return WithMethod(f"SelSync, {name}", model, limit, SelSync, **settings)
 
 
 class WithPipeSGD(WithMethod):
@@ -192,9 +192,15 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candi
     "pipe_sgd-level2": lambda _: [partial(WithPipeSGD, level=2)],
     "pipe_sgd-truncate16": lambda _: [partial(WithPipeSGD, compression="truncate16")],
     "pipe_sgd-int8": lambda _: [partial(WithPipeSGD, compression="int8")],
-    "selsync": lambda _: [
-        partial(selsync, name="synchronized", limit="serial", delta=0.0),
-        partial(selsync, name="local", limit="compute", delta=1e9),
+    "selsync": lambda sizes: [
+        *(
+            partial(selsync, name=f"synchronized step, {size:g} MiB", limit="under_forward", delta=0.0, bucket_mb=size)
+            for size in sizes
+        ),
+        partial(selsync, name="local step", limit="compute", delta=1e9),
+    ],
+    "selsync-serial": lambda _: [
+        partial(selsync, name="synchronized step, serial", limit="serial", delta=0.0, overlap="none", bucket_mb=25.0)
     ],
 }
 

@@ -65,9 +65,10 @@ def step(
             horovod-bo, byte-scheduler and ps, the papers' baselines; dear-paper, which gathers nothing under backward;
             dear-rs and dear-ag, half of it; dear-none and dear-layers; dear-bo, dear-random and dear-grid, which search
             for a bucket size first, in some 100 steps; pipe_sgd-paper, without prediction; pipe_sgd-level2,
-            pipe_sgd-truncate16, pipe_sgd-int8.
+            pipe_sgd-truncate16, pipe_sgd-int8; selsync-serial, whose average is hidden under nothing.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
-        bucket_mb: Bucket sizes of DDP and DeAR, and ByteScheduler's pieces, in MiB; DDP's best one is the baseline.
+        bucket_mb: Bucket sizes of DDP, DeAR and SelSync, and ByteScheduler's pieces, in MiB; DDP's best one is the
+            baseline.
         steps: Steps of one measurement.
         rounds: Number of measurements of each candidate, in turns.
         output: Folder for step.json, step.md and the pictures.

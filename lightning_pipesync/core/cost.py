@@ -106,8 +106,13 @@ class StepCost:
 
     @property
     def serial(self) -> float:
-        """The all-reduce after the update, hidden under nothing: a synchronized step that averages parameters."""
+        """The all-reduce hidden under nothing."""
         return self.compute + self.all_reduce
+
+    @property
+    def under_forward(self) -> float:
+        """The all-reduce after the update, hidden under the next forward pass."""
+        return self.backward + max(self.forward, self.all_reduce) + self.update
 
     @property
     def baseline(self) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -29,7 +30,15 @@ class Probe(torch.optim.SGD):
 
 require(torch, "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_norm")
 require(Tensor, "_version")
+require(nn.Module, "_compiled_call_impl")
 require(Probe([torch.zeros(1)]), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module or a part of it is compiled: hooks on its submodules would break the graph."""
+    return any(
+        isinstance(child, OptimizedModule) or child._compiled_call_impl is not None for child in module.modules()
+    )
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:

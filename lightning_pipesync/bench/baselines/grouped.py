@@ -17,7 +17,7 @@ from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule
 from lightning_pipesync.methods.dear.eager import measure_link
-from lightning_pipesync.methods.dear.step_times import StepTimes
+from lightning_pipesync.methods.step_times import StepTimes
 
 
 class GroupedAllReduce(OverTransport):

@@ -1,28 +1,19 @@
-"""BackPipe and FeedPipe (DeAR, Section III-B): what communicates when. Nothing here communicates.
+"""BackPipe (DeAR, Section III-B): what communicates when in the backward pass. Nothing here communicates.
 
 The all-reduce of a bucket is two operations: a reduce-scatter of the gradients (OP1) and an all-gather (OP2). BackPipe
-starts a reduce-scatter in the backward pass as soon as a bucket's gradients are ready. FeedPipe starts the all-gathers
-after the last reduce-scatter, but for those that `eager.py` has start before, and a module waits for its own weights
-only, before its forward pass.
+starts a reduce-scatter in the backward pass as soon as a bucket's gradients are ready. FeedPipe (`methods/feedpipe.py`)
+starts the all-gathers after the last reduce-scatter, but for those that `eager.py` has start before, and a module waits
+for its own weights only, before its forward pass.
 
 [Note: one order on all ranks]
 Ranks must issue the same operations in the same order, also where their graphs, and with them the order of their
-gradients, differ. So both orders are fixed for all ranks when the buckets are made, from what rank 0 observed.
+gradients, differ. So the orders of both halves are fixed for all ranks when the buckets are made, from what rank 0 has
+observed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
-
-import torch
-from torch import Tensor, nn
-
-from lightning_pipesync.core.parameters import modules_with_parameters
-from lightning_pipesync.methods.dear.step_times import StepTimes
-
-K = TypeVar("K", bound=Hashable)
-CPU = torch.device("cpu")
+from collections.abc import Sequence
 
 
 class BackPipeSchedule:
@@ -63,84 +54,3 @@ class BackPipeSchedule:
         started = range(self.num_started, end)
         self.num_started = end
         return started
-
-
-class FeedPipeSchedule(Generic[K]):
-    """In which order the all-gathers start, and which of them a module waits for.
-
-    Args:
-        buckets: the parameters of each bucket.
-        needed: all parameters, in the order in which the forward pass needs them.
-
-    Attributes:
-        order: the buckets in the order of their all-gathers: the one that the forward pass needs first comes first.
-    """
-
-    def __init__(self, buckets: Sequence[Sequence[K]], needed: Sequence[K]) -> None:
-        position = {parameter: index for index, parameter in enumerate(needed)}
-        self.order = sorted(range(len(buckets)), key=lambda bucket: min(position[p] for p in buckets[bucket]))
-        self._bucket_of = {parameter: index for index, members in enumerate(buckets) for parameter in members}
-
-    def awaited(self, parameters: Sequence[K]) -> list[int]:
-        """Returns the buckets that a module with these parameters waits for before its forward pass."""
-        return list(dict.fromkeys(self._bucket_of[p] for p in parameters if p in self._bucket_of))
-
-
-class ExecutionOrder:
-    """Observes in which order gradients become ready and weights are needed.
-
-    Args:
-        module: the model.
-        device: where it computes.
-
-    Attributes:
-        modules: those that register parameters themselves.
-        ready: ids of parameters in the order of their gradients.
-        needed: ids of parameters in the order of the forward pass.
-        times: when that was, in some steps.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
-        self.times = StepTimes(device)
-        self.modules = modules_with_parameters(module)
-        self.ready: dict[int, None] = {}
-        self.needed: dict[int, None] = {}
-        self._owners: dict[int, list[nn.Module]] = {}
-        self._not_run: dict[int, Tensor] = {}  # parameters of modules of which none has ever run
-        for child in self.modules:
-            for parameter in child.parameters(recurse=False):
-                self._owners.setdefault(id(parameter), []).append(child)
-                self._not_run[id(parameter)] = parameter
-        self._running: set[nn.Module] = set()  # modules that have run in this step
-        self._used_elsewhere: dict[int, Tensor] = {}
-
-    @property
-    def used_elsewhere(self) -> list[Tensor]:
-        """Parameters that may be read where no module that registers them runs.
-
-        These are parameters that had a gradient in a step in which no such module ran before, and parameters of which
-        no such module has ever run.
-        """
-        return [*self._used_elsewhere.values(), *self._not_run.values()]
-
-    def begin_step(self) -> None:
-        """Begins the observation of a step."""
-        self._running.clear()
-        self.times.end_step()
-
-    def forward_begins(self, module: nn.Module) -> bool:
-        """Observes that one of the ``modules`` begins its forward pass; returns whether that is its first in a step."""
-        if module in self._running:
-            return False
-        self._running.add(module)
-        for parameter in module.parameters(recurse=False):
-            self.needed[id(parameter)] = None
-            self._not_run.pop(id(parameter), None)
-        return True
-
-    def gradient_is_ready(self, parameter: Tensor) -> None:
-        """Observes that a parameter's gradient is ready."""
-        self.ready[id(parameter)] = None
-        self.times.gradient_is_ready(parameter)
-        if self._running.isdisjoint(self._owners.get(id(parameter), ())):
-            self._used_elsewhere[id(parameter)] = parameter

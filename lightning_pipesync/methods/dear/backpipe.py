@@ -12,10 +12,11 @@ from torch import Tensor
 from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule, ExecutionOrder
+from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.tuner import FusionTuner
+from lightning_pipesync.methods.execution_order import ExecutionOrder
 
 # The bits of a rank's flag: a parameter has no gradient; one has changed after its reduce-scatter started; rank 0 knows
 # which bucket size to try next.

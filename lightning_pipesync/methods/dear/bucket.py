@@ -99,7 +99,7 @@ class FusedBucket:
         queue.submit("all_gather", self._start_all_gather, requires=self._reduced)
         self._gathered_early = True
 
-    def all_gather(self, queue: CommQueue) -> None:
+    def start_update(self, queue: CommQueue) -> None:
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
         start = self._already_gathered if self._gathered_early else self._start_all_gather

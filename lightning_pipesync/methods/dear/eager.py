@@ -22,9 +22,9 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.dear.algorithm import ExecutionOrder
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
+from lightning_pipesync.methods.execution_order import ExecutionOrder
 
 #: Candidates: the least share of an all-gather that runs before the next reduce-scatter is ready.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.dear.algorithm import ExecutionOrder, FeedPipeSchedule
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.reshard import Slices, reshard
+from lightning_pipesync.methods.execution_order import ExecutionOrder
+from lightning_pipesync.methods.feedpipe import FeedPipeSchedule
 
 V = TypeVar("V")
 

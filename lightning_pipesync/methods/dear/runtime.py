@@ -15,15 +15,15 @@ from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.dear.algorithm import ExecutionOrder
 from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
-from lightning_pipesync.methods.dear.feedpipe import FeedPipe
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
+from lightning_pipesync.methods.execution_order import ExecutionOrder
+from lightning_pipesync.methods.feedpipe import FeedPipe
 from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.step import replaced_step
@@ -167,7 +167,7 @@ class DeAR(SyncMethod):
             stepped, result = self._run(update, optimizer)
         self.after_backward(optimizer)
         if stepped:  # otherwise a loss scaler skips the step
-            self._feedpipe.start(index)
+            self._feedpipe.start(self._fused.of_optimizer(index))
         if index == 0:
             self._tuner.note_step()
         mark_stepped(optimizer)

@@ -17,6 +17,7 @@ MOMENTUM_WITH_ADAM = 0.3
 
 Aggregation = Literal["parameters", "gradients"]
 Partition = Literal["seldp", "defdp"]
+Overlap = Literal["forward", "none"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class SelSyncConfig(Settings):
 
     aggregation: Aggregation = "parameters"
     """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
+
+    overlap: Overlap = "forward"
+    """With ``aggregation="parameters"``: under what a synchronized step's average runs. ``forward``: the next forward
+    pass, in which a module waits for its own weights only; ``none``: nothing, the step waits for it. A model that is
+    compiled before the method is attached has no modules that could wait, and gets ``none``."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -70,8 +76,8 @@ class SelSyncConfig(Settings):
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
-    bucket_mb: float = 25.0
-    """The most MiB of a bucket, which is exchanged in one collective."""
+    bucket_mb: float = 5.0
+    """The most MiB of a bucket, which is exchanged in one collective, and awaited as a whole."""
 
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
@@ -94,6 +100,8 @@ class SelSyncConfig(Settings):
             raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
         if self.full_pass and self.partition != "seldp":
             raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(f"overlap must be one of {get_args(Overlap)}, got {self.overlap!r}.")
         if self.window < 1 or self.window != int(self.window):
             raise ValueError(f"window must be a whole number of at least 1, got {self.window!r}.")
         if not 0 < self.smoothing <= 1:
@@ -112,6 +120,11 @@ class SelSyncConfig(Settings):
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)
         Fusion(bucket_mb=self.bucket_mb)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether averages run under the next forward pass."""
+        return self.overlap == "forward" and self.aggregation == "parameters" and not self.is_local
 
     @property
     def is_local(self) -> bool:
@@ -148,9 +161,9 @@ class SelSyncConfig(Settings):
         if self.delta != "auto":
             ignored["lssr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
         if self.aggregation == "gradients":
-            for name in ("outer_lr", "outer_momentum"):
+            for name in ("outer_lr", "outer_momentum", "overlap"):
                 ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"
         if self.is_local:
-            for name in ("aggregation", "compression", "error_feedback", "outer_lr", "outer_momentum"):
+            for name in ("aggregation", "compression", "error_feedback", "outer_lr", "outer_momentum", "overlap"):
                 ignored[name] = "with delta=inf, as no step is synchronized: set a finite delta"
         return ignored

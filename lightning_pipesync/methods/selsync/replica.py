@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.outer import OuterStep
 
@@ -27,6 +28,7 @@ class ReplicatedTensors:
         outer_step: learning rate and momentum of the outer step of :meth:`synchronize`; None: the plain average.
 
     Attributes:
+        tensors: those of each bucket.
         diverged: whether the replicas may differ, the same on all ranks; set by the owner after a local step.
     """
 
@@ -38,7 +40,7 @@ class ReplicatedTensors:
         error_feedback: bool = False,
         outer_step: tuple[float, float] | None = None,
     ) -> None:
-        self._tensors = list(buckets)
+        self.tensors = list(buckets)
         self._transport = transport
         self._codec = get_codec(codec)
         self._own: list[Bucket] = []
@@ -49,41 +51,57 @@ class ReplicatedTensors:
         self._common: list[Tensor] = []
         self._feedback: list[ErrorFeedback | None] = []
         if outer_step or not self._codec.lossless:
-            self._common = [bucket.flat.clone() for bucket in self._packed()]
+            for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
+                bucket.pack(tensors)
+                self._common.append(bucket.flat.clone())
             self._feedback = [transport.feedback(b.flat) if error_feedback else None for b in self._buckets]
         self._outer = OuterStep(self._common, *(outer_step or (1.0, 0.0)))
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
-        return [Bucket(tensors) for tensors in self._tensors]
+        return [Bucket(tensors) for tensors in self.tensors]
 
     def average(self) -> None:
         """Sets the tensors to their exact average over the ranks; a collective call."""
-        for handle in [self._transport.all_reduce(bucket.flat, mean=True) for bucket in self._packed()]:
+        handles = []
+        for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
+            bucket.pack(tensors)
+            handles.append(self._transport.all_reduce(bucket.flat, mean=True))
+        for handle, bucket, tensors in zip(handles, self._buckets, self.tensors, strict=True):
             handle.wait()
-        self._unpack()
+            bucket.unpack(tensors)
+        self.diverged = False
 
     def synchronize(self) -> None:
         """Sets the tensors to their average over the ranks, by way of the codec and the outer step; collective."""
-        if not self._common:
-            self.average()
-            return
-        handles = []
-        for bucket, common, feedback in zip(self._packed(), self._common, self._feedback, strict=True):
-            bucket.flat.sub_(common)
-            handles.append(self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
-        for index, (handle, bucket, common) in enumerate(zip(handles, self._buckets, self._common, strict=True)):
+        for index, handle in enumerate([self.start(index) for index in range(len(self.tensors))]):
             handle.wait()
+            self.finish(index)
+        self.diverged = False
+
+    def start(self, index: int) -> Handle[Tensor]:
+        """Starts to average a bucket, by way of the codec; a collective call. :meth:`finish` sets its tensors."""
+        bucket = self._buckets[index]
+        bucket.pack(self.tensors[index])
+        if not self._common:
+            return self._transport.all_reduce(bucket.flat, mean=True)
+        bucket.flat.sub_(self._common[index])
+        return self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=self._feedback[index])
+
+    def finish(self, index: int, _: object = None) -> None:
+        """Takes the outer step, and sets the tensors of a bucket whose average has arrived."""
+        bucket = self._buckets[index]
+        if self._common:
             self._outer.step(index, bucket.flat)
-            bucket.flat.copy_(common)
-        self._unpack()
+            bucket.flat.copy_(self._common[index])
+        bucket.unpack(self.tensors[index])
 
     def swap_in_average(self) -> None:
         """Calls :meth:`average`, and keeps this rank's own values for :meth:`swap_back`; nothing if none diverged."""
         if self._swapped_in or not self.diverged:
             return
-        self._own = self._own or [Bucket(tensors) for tensors in self._tensors]
-        for own, tensors in zip(self._own, self._tensors, strict=True):
+        self._own = self._own or [Bucket(tensors) for tensors in self.tensors]
+        for own, tensors in zip(self._own, self.tensors, strict=True):
             own.pack(tensors)
         self.average()
         self._swapped_in = True
@@ -93,7 +111,7 @@ class ReplicatedTensors:
         """Restores this rank's own values, except those of tensors that were written to since the swap."""
         if not self._swapped_in:
             return
-        for own, average, tensors in zip(self._own, self._buckets, self._tensors, strict=True):
+        for own, average, tensors in zip(self._own, self._buckets, self.tensors, strict=True):
             written = differing(tensors, average.views)
             for tensor, value, keep in zip(tensors, own.views, written, strict=True):
                 if not keep:
@@ -111,7 +129,7 @@ class ReplicatedTensors:
         if self._swapped_in:
             state["own"] = [to_cpu(bucket.views) for bucket in self._own]
         elif self.diverged:
-            state["own"] = [to_cpu(tensors) for tensors in self._tensors]
+            state["own"] = [to_cpu(tensors) for tensors in self.tensors]
         if self._common:
             state["common"] = to_cpu(self._common)
             state["feedback"] = [feedback.state_dict() for feedback in self._feedback if feedback is not None]
@@ -123,7 +141,7 @@ class ReplicatedTensors:
         """Resumes from what :meth:`state_dict` returned on this rank."""
         self.diverged = "own" in state
         self._swapped_in = False
-        for values, tensors in zip(state.get("own", []), self._tensors, strict=False):
+        for values, tensors in zip(state.get("own", []), self.tensors, strict=False):
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
         if self._common and "common" in state:
@@ -133,17 +151,6 @@ class ReplicatedTensors:
             for feedback, residuals in zip(kept, state["feedback"], strict=True):
                 feedback.load_state_dict(residuals)
             self._outer.load_state_dict(state["outer"])
-
-    def _packed(self) -> Iterator[Bucket]:
-        """Packs and yields one bucket after the other, so that communication of one overlaps packing of the next."""
-        for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
-            bucket.pack(tensors)
-            yield bucket
-
-    def _unpack(self) -> None:
-        for bucket, tensors in zip(self._buckets, self._tensors, strict=True):
-            bucket.unpack(tensors)
-        self.diverged = False
 
 
 def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.selsync.algorithm import Decision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
+from lightning_pipesync.methods.selsync.overlap import ForwardOverlap
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -42,6 +44,10 @@ class SelSync(SyncMethod):
         sync.flush()
         sync.detach()
 
+    The average of a synchronized step runs under the next forward pass (``overlap="forward"``). Call
+    ``sync.synchronize()`` before anything but that, a ``state_dict`` or :meth:`flush` reads or changes this rank's own
+    weights.
+
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`SelSyncConfig`.
 
     All ranks may skip a step whose gradient was measured, and continue with the next backward pass: the measurement is
@@ -65,6 +71,10 @@ class SelSync(SyncMethod):
             for i, opt in enumerate(self.optimizers)
         ]
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
+        replicas = [sync.replicas for sync in self._optimizer_syncs]
+        overlaps = self.config.overlaps and self.transport.world_size > 1 and not is_compiled(self._module)
+        self._overlap = ForwardOverlap(self._module, replicas, self.transport) if overlaps else None
+        self._waits = False
         self._stepped = self._optimizer_syncs[0]
         self._non_trainable = self._non_trainable_tensors(others, self._module)
         self._followers: list[NonTrainableTensors] = []
@@ -112,13 +122,14 @@ class SelSync(SyncMethod):
         self._optimizer_syncs[index].skip_step()
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Updates this rank's weights, and averages the weights of all ranks if the step is synchronized.
+        """Updates this rank's weights, and starts to average those of all ranks if the step is synchronized.
 
         Raises:
             RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass;
                 some rank has skipped a step that another one has taken; or a peer is lost.
         """
         sync = self._optimizer_syncs[index]
+        self.synchronize()  # also weights that the last forward pass did not need
         if update is None:
             self.after_backward(sync.optimizer)
         with self._guards[index].stepping():
@@ -132,9 +143,9 @@ class SelSync(SyncMethod):
             sync.send_flag()
         decision = sync.decide()
         if decision.synchronized:
-            if sync.gradients is None:
-                sync.replicas.synchronize()  # Algorithm 1, lines 16 and 17
             self._non_trainable.average()
+            if sync.gradients is None:
+                self._average(index)  # Algorithm 1, lines 16 and 17
             self.num_synchronized_steps += 1
         else:
             self.num_local_steps += 1
@@ -142,13 +153,28 @@ class SelSync(SyncMethod):
         self._followers_diverged |= any(one.replicas.diverged for one in self._optimizer_syncs)
         sync.finish_step()
         self._stepped, self.last = sync, decision
+        if self._overlap:
+            self._overlap.end_step()
+        if self._waits:
+            self.synchronize()
         return result
+
+    def synchronize(self) -> None:
+        """Waits for the average of the last step, if it was synchronized; not a collective call.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if self._overlap:
+            self._overlap.wait()
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`flush` average ``module``, too, such as a running average of this rank's weights (EMA).
 
         As averages commute, it becomes the running average of the averaged weights. :meth:`resume` does not undo that.
+        A step waits for its average then, which the running average reads.
         """
+        self._waits = True
         self._followers.append(self._non_trainable_tensors(list(module.parameters()), module))
 
     def flush(self) -> None:
@@ -159,6 +185,7 @@ class SelSync(SyncMethod):
         """
         if self.flushed:
             return
+        self.synchronize()
         for sync in self._optimizer_syncs:
             sync.check_consolidation()
             sync.replicas.swap_in_average()
@@ -187,6 +214,7 @@ class SelSync(SyncMethod):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, optimizer state, trackers, thresholds, counters and codec residuals."""
+        self.synchronize()
         return {
             "units": [sync.state_dict() for sync in self._optimizer_syncs],
             "untrained": self._non_trainable.state_dict(),
@@ -208,6 +236,7 @@ class SelSync(SyncMethod):
                 f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
                 "same settings, or remove the key 'pipesync' from the checkpoint to start from the averaged weights."
             )
+        self.synchronize()
         for sync, saved in zip(self._optimizer_syncs, state["units"], strict=True):
             sync.load_state_dict(saved)
         self._non_trainable.load_state_dict(state["untrained"])
@@ -216,6 +245,21 @@ class SelSync(SyncMethod):
         self.transport.traffic.load_state_dict(state["traffic"])
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the threads and the process groups. The weights stay as they are."""
+        if self._overlap:
+            self._overlap.close(timeout_s)
+        super().detach(timeout_s)
+
+    def _average(self, index: int) -> None:
+        """Averages the parameters of an optimizer, or starts to."""
+        replicas = self._optimizer_syncs[index].replicas
+        if self._overlap is None:
+            replicas.synchronize()
+        else:
+            self._overlap.start(index)
+            replicas.diverged = False
 
     def _keep_average(self) -> None:
         for sync in self._optimizer_syncs:

@@ -1,0 +1,109 @@
+"""Averages of parameters under the next forward pass: the first layers first, each until a module needs it.
+
+The average of a synchronized step comes after the update, and the first weights that forward needs are the first to
+arrive: a step takes t_bp + max(t_ff, t_ar) instead of t_ff + t_bp + t_ar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipesync.core.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.parameters import hook_gradient
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.execution_order import ExecutionOrder
+from lightning_pipesync.methods.feedpipe import FeedPipe
+from lightning_pipesync.methods.module_hook import ModuleHook
+from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
+
+
+class AveragedBucket:
+    """One bucket of replicated tensors.
+
+    Args:
+        replicas: has it.
+        index: its index there.
+    """
+
+    def __init__(self, replicas: ReplicatedTensors, index: int) -> None:
+        self._replicas, self._index = replicas, index
+        self._average: Queued[Tensor] | None = None
+
+    def start_update(self, queue: CommQueue) -> None:
+        """Starts the average."""
+        start, finish = partial(self._replicas.start, self._index), partial(self._replicas.finish, self._index)
+        self._average = queue.submit("all_reduce", start, finish)
+
+    def wait(self) -> None:
+        """Blocks until the tensors are averaged.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if self._average is not None:
+            self._average.wait()
+
+
+class ForwardOverlap:
+    """Runs the averages of a synchronized step under the next forward pass.
+
+    Args:
+        module: the model.
+        replicas: the parameters of each optimizer.
+        transport: the way to the other ranks.
+    """
+
+    def __init__(self, module: nn.Module, replicas: Sequence[ReplicatedTensors], transport: Transport) -> None:
+        order = ExecutionOrder(module, transport.device)
+        self._queue = CommQueue("pipesync-selsync", transport.device, transport.traffic)
+        # Of one optimizer: the buckets are in the reverse order of the parameters, which stands for that of forward.
+        self._of_optimizer = [[AveragedBucket(r, i) for i in reversed(range(len(r.tensors)))] for r in replicas]
+        self._bucket_of = {
+            id(tensor): bucket
+            for r, buckets in zip(replicas, self._of_optimizer, strict=True)
+            for tensors, bucket in zip(r.tensors, reversed(buckets), strict=True)
+            for tensor in tensors
+        }
+        self.buckets = [bucket for buckets in self._of_optimizer for bucket in buckets]
+        self.awaited = {child: self._buckets_of(child.parameters(recurse=False)) for child in order.modules}
+        self._feedpipe = FeedPipe(self, order, self._queue)
+        before_saving = ModuleHook(self._before_saving)
+        self._hooks = [child.register_state_dict_pre_hook(before_saving) for child in module.modules()]
+        self._hooks += [
+            hook_gradient(tensor, order.gradient_is_ready) for r in replicas for ts in r.tensors for tensor in ts
+        ]
+
+    def with_parameter(self, parameter: Tensor) -> AveragedBucket | None:
+        """Returns the bucket of a parameter; None if no optimizer has it."""
+        return self._bucket_of.get(id(parameter))
+
+    def start(self, optimizer: int) -> None:
+        """Starts the averages of the parameters of the optimizer of index ``optimizer``."""
+        self._feedpipe.start(self._of_optimizer[optimizer])
+
+    def end_step(self) -> None:
+        """Blocks until the weights are averaged that may be read where no module's forward pass waits for them."""
+        self._feedpipe.end_step()
+
+    def wait(self) -> None:
+        """Blocks until all weights are averaged."""
+        self._feedpipe.wait()
+
+    def close(self, timeout_s: float) -> None:
+        """Removes the hooks, and ends the thread."""
+        for hook in self._hooks:
+            hook.remove()
+        self._feedpipe.remove_hooks()
+        self._queue.close(timeout_s)
+
+    def _before_saving(self, *_: Any) -> None:
+        """Waits for the weights of the last step, which a state_dict holds."""
+        self.wait()
+
+    def _buckets_of(self, parameters: Iterable[Tensor]) -> list[AveragedBucket]:
+        found = [self.with_parameter(parameter) for parameter in parameters]
+        return list(dict.fromkeys(bucket for bucket in found if bucket is not None))
