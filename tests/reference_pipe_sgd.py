@@ -70,6 +70,7 @@ def predicted(
             p.grad = gradient.clone()
         clip(trial)
         trial_optimizer.param_groups[0]["lr"] = rate
+        trial_optimizer.param_groups[0]["fused"] = True  # as trial steps on a CPU are
         trial_optimizer.step()
     return trial
 

@@ -19,15 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer, version
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
+from lightning_pipesync.methods.pipe_sgd.scratch import Scratch
 
 #: MiB of weights of a trial step: enough to keep an accelerator busy, and on a CPU so few that weights and copies stay
 #: in its cache.
 BLOCK_MB, BLOCK_MB_ON_CPU = 64.0, 1.0
+
+#: The most MiB of a copied tensor whose memory is kept for the next block.
+KEPT_MB = 16.0
+
+#: Optimizers of which torch has fused steps on a CPU.
+FUSED_ON_CPU = (SGD, Adam, AdamW)
 
 #: Attributes that every optimizer has.
 _COMMON_ATTRIBUTES = frozenset(vars(Probe([torch.zeros(1)])))
@@ -45,12 +52,12 @@ class TrialStep:
     gradients: Mapping[int, Tensor | None]
     hyperparameters: Hyperparameters
 
-    def gradient_for(self, parameter: Tensor) -> Tensor | None:
+    def gradient_for(self, parameter: Tensor, scratch: Scratch) -> Tensor | None:
         """Returns a copy of the gradient, since optimizers may change it."""
         if id(parameter) not in self.gradients:
             return None
         gradient = self.gradients[id(parameter)]
-        return torch.zeros_like(parameter) if gradient is None else gradient.clone()
+        return torch.zeros_like(parameter) if gradient is None else scratch.copy(gradient)
 
 
 class PredictedWeights:
@@ -72,6 +79,7 @@ class PredictedWeights:
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a parameter: the parameter, the prediction
         self._moved: list[Tensor] = []
         self._true: list[tuple[Tensor, int]] = []  # their data, and the version when they were swapped out
+        self._scratch = Scratch(KEPT_MB if self._is_torchs_own else 0)  # the others' blocks are the whole model
         self._known = False
         self.in_use = False
         self.names: dict[int, str] = {}
@@ -179,9 +187,11 @@ class PredictedWeights:
         parameters = [parameter for of_group in block.values() for parameter in of_group]
         views = {id(parameter): self._views[id(parameter)][1] for parameter in parameters}
         foreach_copy_(list(views.values()), parameters)
+        self._scratch.reset()
         try:
             twin = self._twin(block, views, first)
             before: list[dict[str, Any]] = [{} for _ in self._optimizer.param_groups]
+            fused = takes_fused_steps(self._optimizer, parameters)
             for step, copy in steps:
                 for index, group in zip(block, twin.param_groups, strict=True):
                     if index < len(step.hyperparameters):  # otherwise the group was added since
@@ -189,8 +199,10 @@ class PredictedWeights:
                         # Values that the optimizer itself has changed in the previous trial step stay.
                         group.update({n: copy[index][n] for n, v in now.items() if not _same(v, before[index].get(n))})
                         before[index] = now
+                        if fused:
+                            group["fused"] = True
                 for parameter in parameters:
-                    views[id(parameter)].grad = step.gradient_for(parameter)
+                    views[id(parameter)].grad = step.gradient_for(parameter, self._scratch)
                 twin.step()
         except (AttributeError, KeyError, TypeError) as error:
             raise RuntimeError(
@@ -205,7 +217,7 @@ class PredictedWeights:
     ) -> Optimizer:
         """Returns an optimizer over the predicted weights that shares no tensor with the user's."""
         state = {
-            views[id(parameter)]: {name: _copied(value) for name, value in self._optimizer.state[parameter].items()}
+            views[id(parameter)]: {n: self._copied(value) for n, value in self._optimizer.state[parameter].items()}
             for of_group in block.values()
             for parameter in of_group
             if parameter in self._optimizer.state
@@ -221,17 +233,26 @@ class PredictedWeights:
             vars(twin).update(deepcopy(attributes, memo))
         return twin
 
+    def _copied(self, value: Any) -> Any:
+        return self._scratch.copy(value) if isinstance(value, Tensor) else deepcopy(value)
+
     @property
     def _is_torchs_own(self) -> bool:
         return type(self._optimizer).__module__.startswith("torch.optim.")
 
 
+def takes_fused_steps(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Returns whether trial steps on a CPU are torch's fused ones: one pass over memory instead of up to six.
+
+    They round otherwise than the optimizer's own steps, which stay as the user has chosen them.
+    """
+    chosen = any(group.get(name) for group in optimizer.param_groups for name in ("differentiable", "foreach"))
+    real = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in parameters)
+    return type(optimizer) in FUSED_ON_CPU and real and not chosen
+
+
 def _kind(tensor: Tensor) -> tuple[str, str]:
     return str(tensor.dtype), str(tensor.device)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _same(value: Any, other: Any) -> bool:
