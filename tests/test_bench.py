@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_pipesync.bench import collectives_report, step_report, timeline_report
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives
-from lightning_pipesync.bench.round_robin import median_and_quartiles, time_round_robin
+from lightning_pipesync.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.bench.step import Profile, predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import MIB
@@ -24,12 +24,12 @@ from lightning_pipesync.core.cost import LinkCost
 from tests.harness import launch
 
 
-def turns() -> tuple[list[str], dict[str, list[float]]]:
+def turns() -> tuple[list[str], dict[str, Timed]]:
     calls: list[str] = []
     rank = dist.get_rank()
     operations = {
         "slow on rank 1": lambda: (calls.append("a"), time.sleep(0.05 * rank)),
-        "quick": lambda: calls.append("b"),
+        "quick": lambda: (calls.append("b"), sum(range(10**6))),
     }
     timed = time_round_robin(operations, 2, before=lambda name: calls.append(f"before {name[0]}"))
     return calls, timed
@@ -38,8 +38,9 @@ def turns() -> tuple[list[str], dict[str, list[float]]]:
 def test_operations_take_turns_and_the_slowest_rank_counts() -> None:
     for calls, timed in launch(turns, 2):
         assert calls == ["before s", "a", "before q", "b"] * 3, "one round is not counted"
-        assert len(timed["quick"]) == 2
-        assert min(timed["slow on rank 1"]) >= 0.05
+        assert len(timed["quick"].seconds) == len(timed["quick"].processor_seconds) == 2
+        assert min(timed["slow on rank 1"].seconds) >= 0.05
+        assert min(timed["quick"].processor_seconds) > max(timed["slow on rank 1"].processor_seconds), "it sleeps"
 
 
 def test_quartiles() -> None:
@@ -91,6 +92,7 @@ def step_result() -> dict[str, Any]:
         {
             "name": name,
             "seconds": [seconds] * 3,
+            "processor_seconds": [0.04, 0.05, 0.06],
             "limit": 0.3,
             "predicted": 0.44 if "25" in name else None,
             "search": None,
@@ -110,7 +112,7 @@ def test_rows_of_the_step_table() -> None:
     assert rows["DDP, 25 MiB"].prediction_error == pytest.approx(0.1)
     assert rows["quick"].prediction_error is None
     text = step_report.as_markdown([step_result()])
-    assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 100 | +10% |" in text
+    assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 100 | 50 | +10% |" in text
     assert "(Eq. 8), 350 with the paper's DeAR (Eq. 7), 300 with gathers under\nbackward, too" in text
     assert "at least 400 ms with the" in text
     assert "300 with Pipe-SGD, which\nmay need 2 times as many" in text

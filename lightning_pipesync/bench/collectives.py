@@ -49,8 +49,8 @@ def measure_collectives(settings: CollectivesSettings, progress: Callable[[str],
 
     Returns:
         Settings, bandwidth (bytes per second, by plain TCP), and rows: implementation ("ours" or the backend),
-        operation, codec, ``num_bytes`` of the buffer, ``seconds`` of each round, and ``limit``: the time of the bytes
-        alone.
+        operation, codec, ``num_bytes`` of the buffer, ``seconds`` and ``processor_seconds`` of each round, and
+        ``limit``: the time of the bytes alone.
     """
     bandwidth = measure_bandwidth()
     world_size = dist.get_world_size()
@@ -63,10 +63,10 @@ def measure_collectives(settings: CollectivesSettings, progress: Callable[[str],
         half = (world_size - 1) / world_size * flat.numel() * 4 / bandwidth
         named = {str(key): run for key, run in operations.items()}
         timed = time_round_robin(named, settings.rounds, before=partial(_clear, flat))
-        for (implementation, operation, codec), seconds in zip(operations, timed.values(), strict=True):
-            shared = {"implementation": implementation, "operation": operation, "codec": codec}
+        for (implementation, operation, codec), measured in zip(operations, timed.values(), strict=True):
+            shared = {"implementation": implementation, "operation": operation, "codec": codec, **asdict(measured)}
             limit = half if operation in ("reduce_scatter", "all_gather") else 2 * half
-            rows.append({**shared, "num_bytes": flat.numel() * 4, "seconds": seconds, "limit": limit})
+            rows.append({**shared, "num_bytes": flat.numel() * 4, "limit": limit})
     transport.close()
     return {
         "settings": asdict(settings),

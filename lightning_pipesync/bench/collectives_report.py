@@ -22,6 +22,9 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
         sizes = sorted({row["num_bytes"] for row in result["rows"]})
         rows = [[_name(*column), *(_cell(result, column, size) for size in sizes)] for column in columns]
         parts.append(table(["", *(f"{size / MIB:.3g} MiB" for size in sizes)], rows))
+        parts.append("Median seconds of processor time for each GiB, user and system, all threads of a rank.\n")
+        rows = [[_name(*column), *(_processor(result, column, size) for size in sizes)] for column in columns]
+        parts.append(table(["", *(f"{size / MIB:.3g} MiB" for size in sizes)], rows))
         parts.append("alpha and beta of Eqs. 3-5, with their standard errors:\n")
         fits = [
             [
@@ -61,13 +64,27 @@ def _name(implementation: str, operation: str, codec: str) -> str:
     return f"{implementation}: {operation}" + ("" if codec == "none" else f", {codec}")
 
 
-def _cell(result: dict[str, Any], column: tuple[str, str, str], size: int) -> str:
+def _row(result: dict[str, Any], column: tuple[str, str, str], size: int) -> dict[str, Any] | None:
     for row in result["rows"]:
         if (row["implementation"], row["operation"], row["codec"]) == column and row["num_bytes"] == size:
-            median, _, _ = median_and_quartiles(row["seconds"])
-            share = f" ({row['limit'] / median:.0%})" if row["codec"] == "none" else ""
-            return f"{median * 1e3:.1f}{share}"
-    return ""
+            found: dict[str, Any] = row
+            return found
+    return None
+
+
+def _cell(result: dict[str, Any], column: tuple[str, str, str], size: int) -> str:
+    if (row := _row(result, column, size)) is None:
+        return ""
+    median, _, _ = median_and_quartiles(row["seconds"])
+    share = f" ({row['limit'] / median:.0%})" if row["codec"] == "none" else ""
+    return f"{median * 1e3:.1f}{share}"
+
+
+def _processor(result: dict[str, Any], column: tuple[str, str, str], size: int) -> str:
+    if (row := _row(result, column, size)) is None:
+        return ""
+    median, _, _ = median_and_quartiles(row["processor_seconds"])
+    return f"{median / size * 1024 * MIB:.2f}"
 
 
 def _curves(result: dict[str, Any]) -> dict[tuple[str, str, str], list[tuple[float, float]]]:

@@ -5,9 +5,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The measurements of one operation, round by round.
+
+    Attributes:
+        seconds: on the slowest rank.
+        processor_seconds: user and system time of all threads of a rank, the mean of all ranks.
+    """
+
+    seconds: list[float]
+    processor_seconds: list[float]
 
 
 def time_round_robin(
@@ -16,7 +30,7 @@ def time_round_robin(
     *,
     before: Callable[[str], object] = lambda name: None,
     after: Callable[[str], object] = lambda name: None,
-) -> dict[str, list[float]]:
+) -> dict[str, Timed]:
     """Runs A B C A B C ... on all ranks of the default process group; a collective call.
 
     Args:
@@ -26,19 +40,26 @@ def time_round_robin(
         after: called with the name after each operation, untimed.
 
     Returns:
-        The seconds of each operation, round by round, on the slowest rank.
+        The measurements of each operation.
     """
     seconds = torch.zeros(len(operations), rounds + 1, dtype=torch.float64)
+    processor_seconds = torch.zeros_like(seconds)
     for round_ in range(rounds + 1):
         for i, (name, operation) in enumerate(operations.items()):
             before(name)
             dist.barrier()
-            start = time.perf_counter()
+            start, processor_start = time.perf_counter(), time.process_time()
             operation()
             seconds[i, round_] = time.perf_counter() - start
+            processor_seconds[i, round_] = time.process_time() - processor_start
             after(name)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return {name: row[1:].tolist() for name, row in zip(operations, seconds, strict=True)}
+    dist.all_reduce(processor_seconds)
+    processor_seconds /= dist.get_world_size()
+    return {
+        name: Timed(wall[1:].tolist(), processor[1:].tolist())
+        for name, wall, processor in zip(operations, seconds, processor_seconds, strict=True)
+    }
 
 
 def median_and_quartiles(seconds: list[float]) -> tuple[float, float, float]:

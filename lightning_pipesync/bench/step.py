@@ -134,8 +134,8 @@ def measure_run(
 
     Returns:
         ``num_bytes`` of the gradient; ``cost``: the parts of a step, from which the limits follow; and for each
-        candidate its ``seconds`` per step, round by round, its ``limit``, for DDP and Pipe-SGD the time ``predicted``
-        by the cost model, and the result of its ``search``, if there is one.
+        candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, for DDP and Pipe-SGD
+        the time ``predicted`` by the cost model, and the result of its ``search``, if there is one.
     """
     torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
     alone = without_communication(build())
@@ -174,12 +174,13 @@ def measure_run(
         "candidates": [
             {
                 "name": name,
-                "seconds": [value / settings.steps for value in values],
+                "seconds": [value / settings.steps for value in measured.seconds],
+                "processor_seconds": [value / settings.steps for value in measured.processor_seconds],
                 "limit": getattr(cost.compressed(by_name[name].compression), by_name[name].limit),
                 "predicted": predicted.get(name),
                 "search": found[name],
             }
-            for name, values in timed.items()
+            for name, measured in timed.items()
         ],
     }
 
@@ -192,7 +193,7 @@ def measure_link(sizes_mib: Sequence[float] = (0.25, 1.0, 4.0), rounds: int = 5)
     """Returns alpha and beta of the backend's all-reduce, which DDP uses; a collective call."""
     buffers = {f"{size}": torch.zeros(round(size * MIB / 4)) for size in sizes_mib}
     timed = time_round_robin({name: partial(dist.all_reduce, buffer) for name, buffer in buffers.items()}, rounds)
-    points = [(buffers[name].numel() * 4, seconds) for name, values in timed.items() for seconds in values]
+    points = [(buffers[name].numel() * 4, value) for name, measured in timed.items() for value in measured.seconds]
     num_bytes, seconds = zip(*points, strict=True)
     return LinkCost.fit(num_bytes, seconds, dist.get_world_size())
 

@@ -23,6 +23,7 @@ class Row:
         over_ddp: the speed-up over DDP with its best bucket size.
         of_limit: the limit of this kind of method over its time.
         exposed: seconds of exposed communication.
+        processor: the median seconds of processor time of a step, all threads of a rank.
         prediction_error: the relative error of the cost model; None without a prediction.
     """
 
@@ -32,6 +33,7 @@ class Row:
     over_ddp: float
     of_limit: float
     exposed: float
+    processor: float
     prediction_error: float | None
 
 
@@ -52,6 +54,7 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
                 over_ddp=best_ddp / median,
                 of_limit=one["limit"] / median,
                 exposed=max(0.0, median - cost.compute),
+                processor=median_and_quartiles(one["processor_seconds"])[0],
                 prediction_error=error,
             )
         )
@@ -60,7 +63,7 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
 
 def as_markdown(results: list[dict[str, Any]]) -> str:
     """Returns a table for each number of hosts and each ratio."""
-    headings = ["", "ms a step", "quartiles", "over DDP", "of its limit", "exposed ms", "predicted"]
+    headings = ["", "ms a step", "quartiles", "over DDP", "of its limit", "exposed ms", "processor ms", "predicted"]
     parts = []
     for result in results:
         for run in result["runs"]:
@@ -102,6 +105,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.over_ddp:.2f}",
         f"{row.of_limit:.0%}",
         _ms(row.exposed),
+        _ms(row.processor),
         "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",
     ]
 
