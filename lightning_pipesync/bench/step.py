@@ -134,8 +134,8 @@ def measure_run(
 
     Returns:
         ``num_bytes`` of the gradient; ``cost``: the parts of a step, from which the limits follow; and for each
-        candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, for DDP and Pipe-SGD
-        the time ``predicted`` by the cost model, and the result of its ``search``, if there is one.
+        candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, for DDP and
+        Pipe-SGD the time ``predicted`` by the cost model, and the result of its ``search``, if there is one.
     """
     torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
     alone = without_communication(build())
