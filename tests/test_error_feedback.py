@@ -54,8 +54,8 @@ def train(method: str, codec: str, feedback: bool) -> tuple[list[str], list[Tens
         optimizer.zero_grad()
         loss(model, step, dist.get_rank()).backward()
         sync.step()
+        sync.synchronize()
         if kind is DeAR:
-            sync.synchronize()
             [bucket] = sync._fused.buckets
             names = [member.name for member in bucket.members]
         weights.append(fused(in_order(model, names)))

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -325,35 +324,3 @@ def test_own_gradients_may_be_left_out_of_checkpoints() -> None:
         assert small[0] == momentum[0] == [0, 0]
         assert not torch.equal(whole[1], small[1])
         assert torch.allclose(whole[1], small[1], atol=0.05), "it predicts with the averages"
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
-    ],
-    ids=["sgd", "adamw"],
-)
-def test_a_large_parameter_is_predicted_in_parts(
-    make: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By an optimizer whose values do not depend on each other: then the parts are those of the whole."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(300, 70), nn.Conv2d(3, 20, 7).to(memory_format=torch.channels_last))
-    optimizer = make(model.parameters())
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-    gradients = {id(parameter): parameter.grad for parameter in model.parameters()}
-    steps = [prediction.TrialStep(gradients, prediction.current(optimizer))] * 2
-    predicted = []
-    for block_mb in (1.0, 1 / 1024):  # 256 values
-        monkeypatch.setattr(prediction, "BLOCK_MB_ON_CPU", block_mb)
-        weights = prediction.PredictedWeights(optimizer)
-        weights.use(steps)
-        predicted.append(flat(model).clone())
-        weights.restore()
-    assert torch.equal(*predicted)
-    assert not torch.equal(flat(model), predicted[0])

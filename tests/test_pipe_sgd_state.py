@@ -36,6 +36,8 @@ class Delayed:
     def look_ahead(self) -> None:
         self.true = [p.detach().clone() for p in self.model.parameters()]
         trial, optimizer = copy.deepcopy((self.model, self.optimizer))
+        for group in optimizer.param_groups:
+            group["fused"] = True  # as trial steps on a CPU are
         for gradients in self.own if self.predicts else []:
             for name, p in trial.named_parameters():
                 p.grad = None if gradients[name] is None else gradients[name].clone()

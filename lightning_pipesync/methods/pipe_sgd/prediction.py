@@ -33,36 +33,11 @@ BLOCK_MB, BLOCK_MB_ON_CPU = 64.0, 1.0
 #: The most MiB of a copied tensor whose memory is kept for the next block.
 KEPT_MB = 16.0
 
-#: Optimizers that update each value by itself, and of which torch has fused steps on a CPU.
-ELEMENTWISE = (SGD, Adam, AdamW)
+#: Optimizers of which torch has fused steps on a CPU.
+FUSED_ON_CPU = (SGD, Adam, AdamW)
 
 #: Attributes that every optimizer has.
 _COMMON_ATTRIBUTES = frozenset(vars(Probe([torch.zeros(1)])))
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A part of a parameter that an element-wise optimizer may update by itself.
-
-    Attributes:
-        parameter: the parameter.
-        place: where its values are in the flat parameter; None: all of it.
-    """
-
-    parameter: Tensor
-    place: slice | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Returns this part of a tensor that belongs to the parameter; all of one that has another shape."""
-        if self.place is None or tensor.shape != self.parameter.shape:
-            return tensor
-        return tensor.detach().reshape(-1)[self.place]
-
-    @property
-    def mib(self) -> float:
-        """MiB of its values."""
-        numel = self.parameter.numel() if self.place is None else self.place.stop - self.place.start
-        return numel * self.parameter.element_size() / MIB
 
 
 @dataclass(frozen=True)
@@ -77,12 +52,12 @@ class TrialStep:
     gradients: Mapping[int, Tensor | None]
     hyperparameters: Hyperparameters
 
-    def gradient_for(self, part: Part, scratch: Scratch) -> Tensor | None:
+    def gradient_for(self, parameter: Tensor, scratch: Scratch) -> Tensor | None:
         """Returns a copy of the gradient, since optimizers may change it."""
-        if id(part.parameter) not in self.gradients:
+        if id(parameter) not in self.gradients:
             return None
-        gradient = self.gradients[id(part.parameter)]
-        return torch.zeros_like(part.of(part.parameter)) if gradient is None else scratch.copy(part.of(gradient))
+        gradient = self.gradients[id(parameter)]
+        return torch.zeros_like(parameter) if gradient is None else scratch.copy(gradient)
 
 
 class PredictedWeights:
@@ -170,61 +145,53 @@ class PredictedWeights:
             views = Bucket(parameters, strided=True).views
             self._views |= {id(p): (p, view) for p, view in zip(parameters, views, strict=True)}
 
-    def _blocks(self) -> Iterable[dict[int, list[Part]]]:
-        """Yields what each trial step updates at a time, by the index of the group."""
+    def _blocks(self) -> Iterable[dict[int, list[Tensor]]]:
+        """Yields the parameters of each trial step's blocks, by the index of their group."""
         moved = {id(parameter) for parameter in self._moved}
         groups = {
             index: [parameter for parameter in group["params"] if id(parameter) in moved]
             for index, group in enumerate(self._optimizer.param_groups)
         }
         if not self._is_torchs_own:
-            yield {index: [Part(parameter) for parameter in parameters] for index, parameters in groups.items()}
+            yield groups
             return
         for index, parameters in groups.items():
-            block: list[Part] = []
+            block: list[Tensor] = []
             room = 0.0
-            for part in (part for parameter in parameters for part in self._parts_of(parameter)):
-                if part.mib > room and block:
+            for parameter in parameters:
+                size = parameter.numel() * parameter.element_size() / MIB
+                if size > room and block:
                     yield {index: block}
                     block = []
                 if not block:
-                    room = BLOCK_MB if part.parameter.is_cuda else BLOCK_MB_ON_CPU
-                block.append(part)
-                room -= part.mib
+                    room = BLOCK_MB if parameter.is_cuda else BLOCK_MB_ON_CPU
+                block.append(parameter)
+                room -= size
             if block:
                 yield {index: block}
-
-    def _parts_of(self, parameter: Tensor) -> list[Part]:
-        """Returns a parameter, in parts of a block's size if they fit into a processor's cache one by one."""
-        size = int(BLOCK_MB_ON_CPU * MIB) // parameter.element_size()
-        numel = parameter.numel()
-        whole = type(self._optimizer) not in ELEMENTWISE or parameter.is_cuda or not parameter.is_contiguous()
-        if whole or numel <= size:
-            return [Part(parameter)]
-        return [Part(parameter, slice(start, min(start + size, numel))) for start in range(0, numel, size)]
 
     @torch.no_grad()
     def _predict(
         self,
-        block: dict[int, list[Part]],
+        block: dict[int, list[Tensor]],
         first: Hyperparameters,
         steps: Sequence[tuple[TrialStep, Hyperparameters]],
     ) -> None:
         """Takes the trial steps of a block.
 
         Args:
-            block: what is updated, by the index of its group.
+            block: parameters, by the index of their group.
             first: hyper-parameters before the first step.
             steps: with a copy of the hyper-parameters of each.
         """
-        parts = [part for of_group in block.values() for part in of_group]
-        views = {part: part.of(self._views[id(part.parameter)][1]) for part in parts}
-        foreach_copy_(list(views.values()), [part.of(part.parameter) for part in parts])
+        parameters = [parameter for of_group in block.values() for parameter in of_group]
+        views = {id(parameter): self._views[id(parameter)][1] for parameter in parameters}
+        foreach_copy_(list(views.values()), parameters)
         self._scratch.reset()
         try:
             twin = self._twin(block, views, first)
             before: list[dict[str, Any]] = [{} for _ in self._optimizer.param_groups]
-            fused = takes_fused_steps(self._optimizer, [part.parameter for part in parts])
+            fused = takes_fused_steps(self._optimizer, parameters)
             for step, copy in steps:
                 for index, group in zip(block, twin.param_groups, strict=True):
                     if index < len(step.hyperparameters):  # otherwise the group was added since
@@ -234,8 +201,8 @@ class PredictedWeights:
                         before[index] = now
                         if fused:
                             group["fused"] = True
-                for part, view in views.items():
-                    view.grad = step.gradient_for(part, self._scratch)
+                for parameter in parameters:
+                    views[id(parameter)].grad = step.gradient_for(parameter, self._scratch)
                 twin.step()
         except (AttributeError, KeyError, TypeError) as error:
             raise RuntimeError(
@@ -246,27 +213,28 @@ class PredictedWeights:
             view.grad = None
 
     def _twin(
-        self, block: dict[int, list[Part]], views: Mapping[Part, Tensor], hyperparameters: Hyperparameters
+        self, block: dict[int, list[Tensor]], views: Mapping[int, Tensor], hyperparameters: Hyperparameters
     ) -> Optimizer:
         """Returns an optimizer over the predicted weights that shares no tensor with the user's."""
         state = {
-            view: {name: self._copied(value, part) for name, value in self._optimizer.state[part.parameter].items()}
-            for part, view in views.items()
-            if part.parameter in self._optimizer.state
+            views[id(parameter)]: {n: self._copied(value) for n, value in self._optimizer.state[parameter].items()}
+            for of_group in block.values()
+            for parameter in of_group
+            if parameter in self._optimizer.state
         }
         groups = [
-            {**hyperparameters[index], "params": [views[part] for part in of_group]}
+            {**hyperparameters[index], "params": [views[id(parameter)] for parameter in of_group]}
             for index, of_group in block.items()
         ]
         twin = twin_optimizer(self._optimizer, groups, state)
         if not self._is_torchs_own:
-            memo: dict[int, Any] = {id(part.parameter): view for part, view in views.items()}  # it may refer to them
+            memo: dict[int, Any] = dict(views)  # it may refer to its parameters
             attributes = {n: v for n, v in vars(self._optimizer).items() if n not in _COMMON_ATTRIBUTES and n != "step"}
             vars(twin).update(deepcopy(attributes, memo))
         return twin
 
-    def _copied(self, value: Any, part: Part) -> Any:
-        return self._scratch.copy(part.of(value)) if isinstance(value, Tensor) else deepcopy(value)
+    def _copied(self, value: Any) -> Any:
+        return self._scratch.copy(value) if isinstance(value, Tensor) else deepcopy(value)
 
     @property
     def _is_torchs_own(self) -> bool:
@@ -280,7 +248,7 @@ def takes_fused_steps(optimizer: Optimizer, parameters: Iterable[Tensor]) -> boo
     """
     chosen = any(group.get(name) for group in optimizer.param_groups for name in ("differentiable", "foreach"))
     real = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in parameters)
-    return type(optimizer) in ELEMENTWISE and real and not chosen
+    return type(optimizer) in FUSED_ON_CPU and real and not chosen
 
 
 def _kind(tensor: Tensor) -> tuple[str, str]:
