@@ -72,7 +72,7 @@ def resumed_and_whole(
     module: dict[str, Any],
     world_size: int = 2,
     step: int | None = None,
-    epochs: int = 4,
+    epochs: int = 3,
     **kwargs: Any,
 ) -> None:
     """Runs some epochs at once, then again from the checkpoint, in new processes."""

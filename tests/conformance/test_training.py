@@ -52,7 +52,7 @@ def train_by_method(framework: str, name: str, directory: Path) -> dict[Any, Any
         run = partial(attempt, train, framework, method, settings, RESUMED)
         path = directory / f"{name} {index}"
         again = Checkpoint(directory / f"{name} {index}, again", SAVED_EVERY)
-        if not method.pipeline:
+        if saving_is_compared(method, index):
             outcomes["never saved", index] = run()
         outcomes["whole", index] = run(save=Checkpoint(path, SAVED_EVERY))
         outcomes["resumed", index] = run(save=again, resume=Checkpoint(Path(f"{path}-{SAVED_EVERY}"), SAVED_EVERY))
@@ -70,6 +70,11 @@ def replays(framework: str, method: Method, kind: str, options: Options) -> bool
     if method.pipeline:
         return True
     return framework != "plain" and kind == "typical" and options.precision != "16-mixed"
+
+
+def saving_is_compared(method: Method, index: int) -> bool:
+    """Returns whether a run that is never saved is compared with one that is: saving empties a pipeline."""
+    return index == 0 and not method.pipeline
 
 
 def exchanges(framework: str, method: Method) -> bool:
@@ -136,7 +141,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(framework: str, name: str, index
         assert resumed.seen == whole.seen[SAVED_EVERY:]
         assert_equal(resumed.weights, whole.weights)
         assert_equal(whole.weights, outcomes[0]["whole", index].weights)
-        if not METHODS[name].pipeline:
+        if saving_is_compared(METHODS[name], index):
             assert_equal(result_of(of_rank, ("never saved", index)).weights, whole.weights)
 
 
