@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipesync import SelSyncStrategy
 from lightning_pipesync.methods.selsync import SelSync
 from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
 from tests.harness import launch
+from tests.lightning_models import Classifier, train_loader, trainer
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp, state
 
 STEPS = 12
@@ -88,7 +91,7 @@ def order_of_events() -> list[str]:
     model = seeded_mlp()
     assert isinstance(model, nn.Sequential)
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = SelSync(model, optimizer, delta=0.0, bucket_mb=1e-4)
+    sync = SelSync(model, optimizer, delta=0.0, bucket_mb=1e-4, overlap="forward")
     loss(model, 0, dist.get_rank()).backward()
     events: list[str] = []
     first_has_run = threading.Event()
@@ -118,6 +121,59 @@ def test_a_module_waits_for_its_own_weights_only() -> None:
         assert events.index("step") < events.index("2.weight") < events.index("last layer")
 
 
+class Announcing(Classifier):
+    """Tells when its first layer runs after an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_has_run = threading.Event()
+        self.model[0][0].register_forward_hook(lambda *_: self.first_has_run.set())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.first_has_run.clear()
+
+
+def fit(directory: Path) -> int:
+    """Holds back the last layer's average, in three steps, until the first layer has run; returns how often."""
+    model = Announcing()
+    finish, num_held_back = ReplicatedTensors.finish, 0
+
+    def held_back(self: ReplicatedTensors, index: int, result: object = None) -> None:
+        nonlocal num_held_back
+        if num_held_back < 3 and any(tensor is model.model[2].weight for tensor in self.tensors[index]):
+            assert model.first_has_run.wait(60), "the step waits for its average"
+            num_held_back += 1
+        finish(self, index, result)
+
+    ReplicatedTensors.finish = held_back  # type: ignore[method-assign]
+    strategy = SelSyncStrategy(delta=0.0, overlap="forward", bucket_mb=1e-4)
+    trainer(strategy, 2, directory, max_epochs=1).fit(model, train_loader())
+    return num_held_back
+
+
+def test_a_trainer_hides_averages_under_its_next_step(tmp_path: Path) -> None:
+    """Its forward pass is within the call that steps."""
+    assert launch(fit, 2, tmp_path, init=False) == [3, 3]
+
+
+def load_at_once() -> dict[str, Tensor]:
+    model, other = seeded_mlp(), seeded_mlp(seed=7)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = SelSync(model, optimizer, delta=0.0, bucket_mb=1e-4, overlap="forward")
+    loss(model, 0, dist.get_rank()).backward()
+    sync.step()
+    model.load_state_dict(other.state_dict())
+    sync.synchronize()
+    sync.detach()
+    return state(model)
+
+
+def test_loaded_weights_are_not_overwritten() -> None:
+    for loaded in launch(load_at_once, 2):
+        for name, value in seeded_mlp(seed=7).state_dict().items():
+            assert torch.equal(loaded[name], value)
+
+
 class Compiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +184,7 @@ class Compiled(nn.Module):
 
 
 def train_compiled() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    compiled, _ = train(Compiled(), "sgd", delta=0.0)
+    compiled, _ = train(Compiled(), "sgd", delta=0.0, overlap="forward")
     plain, _ = train(seeded_mlp(), "sgd", delta=0.0)
     return compiled, plain
 
@@ -145,7 +201,7 @@ def follow() -> list[bool]:
     """Returns after each step whether all averages have arrived."""
     model, average = seeded_mlp(), seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = SelSync(model, optimizer, delta=0.0, bucket_mb=1e-4)
+    sync = SelSync(model, optimizer, delta=0.0, bucket_mb=1e-4, overlap="forward")
     sync.follow(average)
     arrived = []
     for i in range(3):

@@ -194,14 +194,19 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candi
     "pipe_sgd-int8": lambda _: [partial(WithPipeSGD, compression="int8")],
     "selsync": lambda sizes: [
         *(
-            partial(selsync, name=f"synchronized step, {size:g} MiB", limit="under_forward", delta=0.0, bucket_mb=size)
+            partial(
+                selsync,
+                name=f"synchronized step, {size:g} MiB",
+                limit="under_forward",
+                delta=0.0,
+                bucket_mb=size,
+                overlap="forward",
+            )
             for size in sizes
         ),
         partial(selsync, name="local step", limit="compute", delta=1e9),
     ],
-    "selsync-serial": lambda _: [
-        partial(selsync, name="synchronized step, serial", limit="serial", delta=0.0, overlap="none", bucket_mb=25.0)
-    ],
+    "selsync-serial": lambda _: [partial(selsync, name="synchronized step, serial", limit="serial", delta=0.0)],
 }
 
 

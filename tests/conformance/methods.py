@@ -59,7 +59,7 @@ METHODS = {
             exact_in_trainer={"partition": "defdp"},
             typical=(
                 {"delta": 0.2, "smoothing": 0.5, "aggregation": "gradients", "compression": "int8"},
-                {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3},
+                {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3, "overlap": "forward", "bucket_mb": 1e-4},
             ),
             wrong=("delta", -0.1),
         ),

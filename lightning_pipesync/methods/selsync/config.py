@@ -38,10 +38,11 @@ class SelSyncConfig(Settings):
     aggregation: Aggregation = "parameters"
     """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
 
-    overlap: Overlap = "forward"
-    """With ``aggregation="parameters"``: under what a synchronized step's average runs. ``forward``: the next forward
-    pass, in which a module waits for its own weights only; ``none``: nothing, the step waits for it. A model that is
-    compiled before the method is attached has no modules that could wait, and gets ``none``."""
+    overlap: Overlap = "none"
+    """With ``aggregation="parameters"``: under what a synchronized step's average runs. ``none``: nothing, the step
+    waits for it; ``forward``: the next forward pass, in which a module waits for its own weights only. Then set a
+    smaller ``bucket_mb``, and let nothing else read or write weights right after a step. A model with compiled modules
+    gets ``none``."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -76,7 +77,7 @@ class SelSyncConfig(Settings):
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
-    bucket_mb: float = 5.0
+    bucket_mb: float = 25.0
     """The most MiB of a bucket, which is exchanged in one collective, and awaited as a whole."""
 
     timeout_s: float = 1800.0

@@ -71,8 +71,9 @@ class ForwardOverlap:
         self.buckets = [bucket for buckets in self._of_optimizer for bucket in buckets]
         self.awaited = {child: self._buckets_of(child.parameters(recurse=False)) for child in order.modules}
         self._feedpipe = FeedPipe(self, order, self._queue)
-        before_saving = ModuleHook(self._before_saving)
-        self._hooks = [child.register_state_dict_pre_hook(before_saving) for child in module.modules()]
+        arrived = ModuleHook(self._before_state_dict)
+        self._hooks = [child.register_state_dict_pre_hook(arrived) for child in module.modules()]
+        self._hooks += [child.register_load_state_dict_pre_hook(arrived) for child in module.modules()]
         self._hooks += [
             hook_gradient(tensor, order.gradient_is_ready) for r in replicas for ts in r.tensors for tensor in ts
         ]
@@ -100,8 +101,8 @@ class ForwardOverlap:
         self._feedpipe.remove_hooks()
         self._queue.close(timeout_s)
 
-    def _before_saving(self, *_: Any) -> None:
-        """Waits for the weights of the last step, which a state_dict holds."""
+    def _before_state_dict(self, *_: Any) -> None:
+        """Waits for the weights of the last step, which a state_dict holds, or is about to replace."""
         self.wait()
 
     def _buckets_of(self, parameters: Iterable[Tensor]) -> list[AveragedBucket]:

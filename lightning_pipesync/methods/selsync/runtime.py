@@ -44,7 +44,7 @@ class SelSync(SyncMethod):
         sync.flush()
         sync.detach()
 
-    The average of a synchronized step runs under the next forward pass (``overlap="forward"``). Call
+    With ``overlap="forward"`` the average of a synchronized step runs under the next forward pass. Then call
     ``sync.synchronize()`` before anything but that, a ``state_dict`` or :meth:`flush` reads or changes this rank's own
     weights.
 
@@ -108,6 +108,7 @@ class SelSync(SyncMethod):
         Raises:
             RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
         """
+        self.synchronize()  # before the update, also of weights that the last forward pass did not need
         sync = self._optimizer_syncs[index]
         sync.measure()
         # On CUDA the host would wait for the backward pass here, so that it enqueues the update first.
@@ -129,7 +130,6 @@ class SelSync(SyncMethod):
                 some rank has skipped a step that another one has taken; or a peer is lost.
         """
         sync = self._optimizer_syncs[index]
-        self.synchronize()  # also weights that the last forward pass did not need
         if update is None:
             self.after_backward(sync.optimizer)
         with self._guards[index].stepping():
@@ -143,6 +143,7 @@ class SelSync(SyncMethod):
             sync.send_flag()
         decision = sync.decide()
         if decision.synchronized:
+            self.synchronize()  # another optimizer's averages: one thread at a time issues collectives
             self._non_trainable.average()
             if sync.gradients is None:
                 self._average(index)  # Algorithm 1, lines 16 and 17
@@ -245,6 +246,10 @@ class SelSync(SyncMethod):
         self.transport.traffic.load_state_dict(state["traffic"])
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
+
+    def return_optimizer_states(self) -> None:
+        """Waits for the average of the last step: the optimizers have had their states all along."""
+        self.synchronize()
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups. The weights stay as they are."""
