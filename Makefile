@@ -17,6 +17,9 @@ CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/tes
     tests/test_dear.py tests/test_selsync.py tests/test_pipe_sgd.py tests/test_dear_search.py \
     tests/test_bench_stages.py tests/test_netlab.py
 
+# Byte code is kept: the tests start many processes, which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-kernels test-core test-oldest lint clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.

@@ -163,7 +163,7 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
-    settings = ["--hosts", "2", "--scale", "0.03", "--steps", "1", "--rounds", "1", "--bucket_mb", "1"]
+    settings = ["--hosts", "2", "--scale", "0.02", "--steps", "1", "--rounds", "1", "--bucket_mb", "1"]
     methods = ["--methods", "ddp", "dear-random", "mg-wfbp", "pipe_sgd-level2", "pipe_sgd-int8", "--ratio", "4"]
     assert main(["bench", "step", *settings, *methods, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]

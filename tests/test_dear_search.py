@@ -48,10 +48,9 @@ def seconds_of_step(parameters: list[NamedParameter], fusion: Fusion, backward: 
     return max(backward, reduced) + moment
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(
-    "widths",
-    [[512] * 96, [1024] * 4 + [64] * 400, [256] * 40 + [1800] * 6],
+    ("widths", "ratio"),
+    [([512] * 96, 1.0), ([1024] * 4 + [64] * 400, 0.5), ([256] * 40 + [1800] * 6, 2.0)],
     ids=["alike", "many small", "some large"],
 )
 def test_bayesian_search_finds_what_a_fine_grid_finds(widths: list[int], ratio: float) -> None:
@@ -246,19 +245,14 @@ def train_mixed(with_dear: bool) -> dict[str, Any]:
     return {"weights": state(model), "kept": kept}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_types_groups_optimizers_and_thawed_layers_during_a_search(world_size: int) -> None:
-    outcomes = zip(launch(train_mixed, world_size, True), launch(train_mixed, world_size, False), strict=True)
-    for outcome, plain in outcomes:
-        exact = world_size == 2
-        if exact:
-            assert_same_state(outcome["weights"], plain["weights"])
+def test_types_groups_optimizers_and_thawed_layers_during_a_search() -> None:
+    for outcome, plain in zip(launch(train_mixed, 2, True), launch(train_mixed, 2, False), strict=True):
+        assert_same_state(outcome["weights"], plain["weights"])
         for states, expected in zip(outcome["kept"], plain["kept"], strict=True):
             assert states.keys() == expected.keys()
             for index, kept in expected.items():
                 assert {kind: v.dtype for kind, v in states[index].items()} == {k: v.dtype for k, v in kept.items()}
-                if exact:
-                    assert_same_state(states[index], kept)
+                assert_same_state(states[index], kept)
 
 
 # --- what is kept of a search ----------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def run_forked(num_ranks: int, script: str, *options: object) -> list[subprocess
 
 def test_digits(tmp_path: Path) -> None:
     output = tmp_path / "new" / "folder"
-    options = ["--epochs", 1, "--seeds", 0, 1, "--deltas", 0, 0.5]
+    options = ["--epochs", 1, "--seeds", 0, "--deltas", 0, 0.5]
     [result] = run_forked(1, "digits.py", *options, "--output", output)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
@@ -77,9 +77,7 @@ def test_digits(tmp_path: Path) -> None:
         num_models = 38 * (1 - row["lssr"]) + 1  # the initial weights; flags weigh nothing
         assert sent_to_train == pytest.approx(num_models * ddp["mib_sent"] / 38, rel=0.01)
 
-    assert [(one["name"], one["seed"]) for one in results["runs"]] == [
-        (row["name"], seed) for seed in (0, 1) for row in results["table"]
-    ]
+    assert [(one["name"], one["seed"]) for one in results["runs"]] == [(row["name"], 0) for row in results["table"]]
     last = results["runs"][-1]
     assert len(last["accuracies"]) == len(last["seconds"]) == len(last["mib_sent"]) == 1
     assert len(last["relative_changes"]) == len(last["synchronized"]) == 38

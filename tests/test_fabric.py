@@ -26,7 +26,7 @@ from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import LOCAL, dataset
 from tests.models import batch, seeded_mlp, state
 
-STEPS = 20
+STEPS = 8
 NAMES = ["dear", "pipe_sgd", "selsync"]
 METHODS: dict[str, Any] = {"dear": DeAR, "pipe_sgd": PipeSGD, "selsync": SelSync}
 STRATEGIES: dict[str, Any] = {

@@ -105,7 +105,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(moment: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"compression": "int8"},
         {"full_pass": True},
         {"partition": "seldp", "injection": (0.5, 0.5)},
     ],

@@ -182,7 +182,7 @@ def train_randomly(strategy: Any, directory: Path, path: Path | None) -> tuple[T
     return model.weights(), model.seen
 
 
-@pytest.mark.parametrize("name", ["dear", "pipe_sgd", "selsync"])
+@pytest.mark.parametrize("name", ["dear", "selsync"])
 def test_random_numbers_go_on(name: str, tmp_path: Path) -> None:
     """In mid-epoch, and at the end of one, after its validation."""
     whole = launch(train_randomly, 2, {"name": name}, tmp_path, None, init=False)

@@ -259,10 +259,9 @@ def fit_in_two(directory: Path, resume: bool, algorithm: str) -> dict[str, Any]:
     return {"weights": model.weights(), "seen": model.seen, "steps": run.global_step}
 
 
-@pytest.mark.parametrize("algorithm", ["ea_pipe", "weight_stashing", "spectrain"])
-def test_resumed_run_is_the_uninterrupted_one(algorithm: str, tmp_path: Path) -> None:
-    whole = launch(fit_in_two, 2, tmp_path, False, algorithm, init=False)
-    rest = launch(fit_in_two, 2, tmp_path, True, algorithm, init=False)
+def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = launch(fit_in_two, 2, tmp_path, False, "spectrain", init=False)
+    rest = launch(fit_in_two, 2, tmp_path, True, "spectrain", init=False)
     for one, other in zip(whole, rest, strict=True):
         assert one["steps"] == other["steps"] == 48
         assert torch.equal(one["weights"], other["weights"])

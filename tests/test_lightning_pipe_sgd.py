@@ -64,13 +64,10 @@ class Delay(pl.Callback):
     ("settings", "module", "arguments"),
     [
         ({"staleness": 2}, {"optimizer": "adamw", "dropout": 0.2}, {"val_check_interval": 0.5}),
-        ({}, {"optimizer": "adamw"}, {"accumulate_grad_batches": 3}),
         ({"pipeline_level": 2}, {"optimizer": "sgd"}, {"accumulate_grad_batches": 3}),
-        ({}, {"optimizer": "sgd"}, {"gradient_clip_val": 0.1}),
-        ({}, {"optimizer": "adamw"}, {"precision": "bf16-mixed"}),
         ({"staleness": 3, "drain": True}, {"optimizer": "adamw"}, {"gradient_clip_val": 0.1}),
     ],
-    ids=["k=2", "accumulation", "level 2", "clip norm", "bf16-mixed", "drained"],
+    ids=["k=2", "level 2", "drained"],
 )
 def test_is_ddp_delayed(settings: dict[str, Any], module: dict[str, Any], arguments: dict[str, Any], tmp_path: Path):
     delay = Delay(settings.get("staleness", 1), settings.get("drain", False))
@@ -257,11 +254,10 @@ def run_on(strategy: Any, directory: Path, path: Path | None, steps: int, scaled
     return {"weights": model.weights(), "steps": run.global_step, "updates": updates, "lost": list(filter(None, lost))}
 
 
-@pytest.mark.parametrize("at", [3, 8])
 @pytest.mark.parametrize(
-    ("settings", "scaled"),
-    [({}, False), ({"staleness": 2, "compression": "int8"}, False), ({}, True)],
-    ids=["k=1", "k=2, int8", "16-mixed"],
+    ("settings", "scaled", "at"),
+    [({"staleness": 2, "compression": "int8"}, False, 8), ({}, True, 3)],
+    ids=["k=2, int8", "16-mixed"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any], scaled: bool, at: int, tmp_path: Path):
     """In mid-epoch and at the end of one."""

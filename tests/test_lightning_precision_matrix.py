@@ -1,4 +1,7 @@
-"""Every method under every precision of the Trainer, clipped and not, with and without accumulation."""
+"""Every method in all of a precision's types, and what is applied to the weights, clipped and not.
+
+The conformance suite has 32-true and bf16-mixed.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,9 @@ from tests.lightning_models import Classifier, scaling, train_loader, trainer
 
 #: By precision, the types of the weights and of what is computed with them.
 PRECISIONS = {
-    "32-true": (torch.float32, torch.float32),
     "64-true": (torch.float64, torch.float64),
     "bf16-true": (torch.bfloat16, torch.bfloat16),
     "16-true": (torch.float16, torch.float16),
-    "bf16-mixed": (torch.float32, torch.bfloat16),
     "16-mixed": (torch.float32, torch.float16),
 }
 CLIP = 0.01
@@ -29,8 +30,8 @@ CLIPPING: dict[str, dict[str, Any]] = {
     "norm": {"gradient_clip_val": CLIP},
     "value": {"gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"},
 }
-#: Batches whose gradients make a step; both for the precision with a loss scaler, and for the usual one.
-ACCUMULATION = {precision: (1, 2) if precision in ("32-true", "16-mixed") else (2,) for precision in PRECISIONS}
+#: Batches whose gradients make a step; both with a loss scaler.
+ACCUMULATION = {precision: (1, 2) if precision == "16-mixed" else (2,) for precision in PRECISIONS}
 NUM_STEPS = 3
 
 

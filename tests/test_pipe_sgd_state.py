@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -149,11 +148,10 @@ def alternate(pipelined: bool, predicts: bool) -> list[Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_two_optimizers(world_size: int) -> None:
+def test_two_optimizers() -> None:
     for predicts in (False, True):
-        expected = launch(alternate, world_size, False, predicts)
-        for outcome in launch(alternate, world_size, True, predicts):
+        expected = launch(alternate, 2, False, predicts)
+        for outcome in launch(alternate, 2, True, predicts):
             assert all(map(torch.equal, outcome, expected[0]))
 
 
@@ -250,9 +248,8 @@ def interrupted_in_all_ways() -> list[list[tuple[list[Tensor], dict[str, float]]
     return [[interrupted(settings, at) for at in (None, 4, 6)] for settings in cases]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_resumed_run_is_the_uninterrupted_one(world_size: int) -> None:
-    for cases in launch(interrupted_in_all_ways, world_size):
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    for cases in launch(interrupted_in_all_ways, 3):
         for (whole, metrics), *resumed in cases:
             for weights, of_resumed in resumed:
                 assert all(map(torch.equal, weights, whole))

@@ -16,7 +16,7 @@ from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_selsync import mean, simulate
 
-STEPS = 24
+RANKS, STEPS = 4, 16
 BASE: dict[str, Any] = {"delta": 0.2, "smoothing": 0.3, "bucket_mb": 1e-4}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"outer_lr": 0.7, "outer_momentum": 0.5}),
@@ -82,16 +82,15 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: o
         assert torch.equal(actual[name], value), f"{what}, {name}: off by {(actual[name] - value).abs().max()}"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_follows_diloco_at_the_steps_that_selsync_chooses(world_size: int) -> None:
+def test_follows_diloco_at_the_steps_that_selsync_chooses() -> None:
     """Bit for bit, resumed in the middle. The consolidated weights are the average, which then are the outer ones."""
-    outcomes = launch(train_all, world_size, CASES)
+    outcomes = launch(train_all, RANKS, CASES)
     for index, (optimizer, outer) in enumerate(CASES):
         replicas, synchronized, _ = simulate(
             seeded_mlp(batch_norm=True),
             OPTIMIZERS[optimizer],
             loss,
-            world_size=world_size,
+            world_size=RANKS,
             num_steps=STEPS,
             delta=BASE["delta"],
             smoothing=BASE["smoothing"],
@@ -112,7 +111,7 @@ def test_follows_diloco_at_the_steps_that_selsync_chooses(world_size: int) -> No
 
 COMPRESSED = [
     ("sgd", {"compression": codec, "outer_momentum": 0.3}, interrupted)
-    for codec in ("bf16", "int8", "topk")
+    for codec in ("int8", "topk")
     for interrupted in (True, False)
 ]
 
