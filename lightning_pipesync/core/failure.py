@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch.distributed as dist
 
@@ -24,6 +25,9 @@ INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
 
 #: The number of beats that a rank may miss before it counts as silent.
 PATIENCE = 3
+
+#: The fields of a :class:`Wait`, which is made for each message, and seldom published.
+Waited: TypeAlias = "tuple[str, int | None, float]"
 
 UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
 
@@ -56,7 +60,7 @@ class PeerWatch:
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self._waits: dict[int, Wait] = {}  # by thread
+        self._waits: dict[int, Waited] = {}  # by thread
         self._error: BaseException | None = None
         self._left = False
         self._diagnosing = threading.Lock()
@@ -80,9 +84,8 @@ class PeerWatch:
             self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe)
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
 
-    @contextmanager
-    def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Iterator[None]:
-        """Context in which this rank waits for ``peer``; a connection error becomes one that names the rank at fault.
+    def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Waiting:
+        """Returns a context in which this rank waits; a connection error becomes one that names the rank at fault.
 
         Args:
             what: a description of what it waits for.
@@ -92,21 +95,26 @@ class PeerWatch:
         Raises:
             RuntimeError: a peer is lost.
         """
+        return Waiting(self, what, peer, ahead)
+
+    def begin_wait(self, what: str, peer: int | None) -> Waited | None:
+        """Publishes that the calling thread waits; returns what it has waited for until now."""
         thread = threading.get_ident()
         outer = self._waits.get(thread)
-        if not ahead:
-            self._waits[thread] = Wait(what, peer, self._now())
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_connection_error(error):
-                raise
-            self._waits.setdefault(thread, Wait(what, peer, self._now()))
-            raise RuntimeError(self._accusation(what, error)) from error
-        finally:
-            self._waits.pop(thread, None)
-            if outer is not None:
-                self._waits[thread] = outer
+        self._waits[thread] = (what, peer, self._now())
+        return outer
+
+    def end_wait(self, outer: Waited | None) -> None:
+        """Publishes that the calling thread waits for ``outer`` again; None: for nothing."""
+        thread = threading.get_ident()
+        self._waits.pop(thread, None)
+        if outer is not None:
+            self._waits[thread] = outer
+
+    def accuse(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
+        """Returns the error that names the rank at fault for the failed wait of the calling thread."""
+        self._waits.setdefault(threading.get_ident(), (what, peer, self._now()))
+        return RuntimeError(self._accusation(what, error))
 
     def leave(self, error: BaseException) -> None:
         """Publishes that this rank ends with an exception.
@@ -115,7 +123,7 @@ class PeerWatch:
         """
         if self._heartbeat is not None and is_connection_error(error):
             what = "an operation of the default process group"
-            self._waits[threading.get_ident()] = Wait(what, None, self._now())
+            self._waits[threading.get_ident()] = (what, None, self._now())
             error.args = (f"{error}\n{self._accusation(what, error)}",)
         self.close(error)
 
@@ -230,7 +238,7 @@ class PeerWatch:
             self._host,
             self._pid,
             self._exchanges(),
-            list(self._waits.values()),
+            [Wait(*waited) for waited in list(self._waits.values())],
             None if self._fault is None else self._fault.rank,
             left,
             lost_peer=error is not None and (is_connection_error(error) or is_connection_error(error.__cause__)),
@@ -243,6 +251,27 @@ class PeerWatch:
 
     def _now(self) -> float:
         return time.monotonic() - self._begin
+
+
+class Waiting:
+    """A context in which a thread waits, see :meth:`PeerWatch.waiting`. A class, as each message is in some of them."""
+
+    __slots__ = ("_ahead", "_outer", "_peer", "_watch", "_what")
+
+    def __init__(self, watch: PeerWatch, what: str, peer: int | None, ahead: bool) -> None:
+        self._watch, self._what, self._peer, self._ahead = watch, what, peer, ahead
+        self._outer: Waited | None = None
+
+    def __enter__(self) -> None:
+        if not self._ahead:
+            self._outer = self._watch.begin_wait(self._what, self._peer)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if isinstance(error, RuntimeError) and is_connection_error(error):
+                raise self._watch.accuse(self._what, self._peer, error) from error
+        finally:
+            self._watch.end_wait(self._outer)
 
 
 def is_connection_error(error: BaseException | None) -> bool:

@@ -35,8 +35,8 @@ class GlooExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: PeerWatch) -> None:
-        self._group, self._watch = group, watch
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._messages = Messages(group, 0, watch)
+        self._rank, self._world_size = self._messages.rank, self._messages.world_size
         self._pool = BufferPool()
         self._tag = self._small_tag = 0
         self._reducing = Worker("pipesync-reduce")
@@ -48,7 +48,8 @@ class GlooExchange:
         These have a series of tags of their own: a thread other than that of the collectives may send them at any time.
         """
         self._small_tag = (self._small_tag + 1) % NUM_TAGS
-        return AllToAllExchange(self._messages(NUM_TAGS + self._small_tag), outgoing, incoming, window=self._world_size)
+        messages = self._messages.tagged(NUM_TAGS + self._small_tag)
+        return AllToAllExchange(messages, outgoing, incoming, window=self._world_size)
 
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
@@ -129,7 +130,7 @@ class GlooExchange:
 
     def _start_ring_reduce_scatter(self, tag: int, slices: list[Tensor], mean: bool) -> Callable[[], Tensor]:
         own, first = slices[self._rank], (self._rank - 1) % self._world_size
-        exchange = RingExchange(self._messages(tag), slices, first, adding=self._pool)
+        exchange = RingExchange(self._messages.tagged(tag), slices, first, adding=self._pool)
 
         def reduce() -> Tensor:
             exchange.finish()
@@ -214,7 +215,7 @@ class GlooExchange:
     def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
         """Starts sending this rank's slice to all others, and receiving theirs."""
         if worthwhile(slices[0].nbytes, self._world_size):
-            return RingExchange(self._messages(tag), slices, first=self._rank)
+            return RingExchange(self._messages.tagged(tag), slices, first=self._rank)
         own = slices[self._rank]
         return self._all_to_all(
             tag, dict.fromkeys(self._peers, own), {p: slices[p] for p in self._peers if slices[p].numel()}
@@ -222,10 +223,7 @@ class GlooExchange:
 
     def _all_to_all(self, tag: int, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
         filled = {peer: message for peer, message in outgoing.items() if message.numel()}
-        return AllToAllExchange(self._messages(tag), filled, incoming)
-
-    def _messages(self, tag: int) -> Messages:
-        return Messages(self._group, tag, self._watch)
+        return AllToAllExchange(self._messages.tagged(tag), filled, incoming)
 
     @property
     def _peers(self) -> list[int]:

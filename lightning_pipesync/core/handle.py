@@ -34,17 +34,18 @@ class Handle(Generic[T]):
 
 
 class Promise(Generic[T]):
-    """A result that another thread will supply."""
+    """A result that another thread will supply.
+
+    Attributes:
+        done: whether there is a result or an error.
+    """
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self.done = False
+        self._undone = threading.Lock()  # an Event would make two locks and a queue
+        self._undone.acquire()
         self._error: BaseException | None = None
         self._result: T
-
-    @property
-    def done(self) -> bool:
-        """Whether there is a result or an error."""
-        return self._done.is_set()
 
     def run(self, function: Callable[[], T]) -> None:
         """Runs ``function`` and keeps its result, or the exception that it raises."""
@@ -52,11 +53,14 @@ class Promise(Generic[T]):
             self._result = function()
         except BaseException as error:
             self._error = error
-        self._done.set()
+        self.done = True
+        self._undone.release()
 
     def wait(self) -> T:
         """Blocks until :attr:`done`; returns the result or raises the error."""
-        self._done.wait()
+        if not self.done:
+            with self._undone:
+                pass
         if self._error is not None:
             raise self._error
         return self._result

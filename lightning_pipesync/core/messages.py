@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import cast
+from copy import copy
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.failure import PeerWatch
+from lightning_pipesync.core.failure import PeerWatch, Waiting
 
 
 class Messages:
@@ -30,16 +30,25 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup, tag: int, watch: PeerWatch, *, ahead: bool = False) -> None:
         self._group, self._tag, self._watch, self._ahead = group, tag, watch, ahead
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = [dist.get_global_rank(group, peer) for peer in range(self.world_size)]
+        self._arrivals = [f"a message from rank {rank}" for rank in self._ranks]
+        self._deliveries = [f"the delivery of a message to rank {rank}" for rank in self._ranks]
+
+    def tagged(self, tag: int) -> Messages:
+        """Returns messages among the same ranks with another tag."""
+        messages = copy(self)
+        messages._tag = tag
+        return messages
 
     def start_receiving(self, tensor: Tensor, peer: int) -> dist.Work:
         """Posts a receive into the contiguous ``tensor``."""
         with self._receiving(peer):
-            return cast(dist.Work, dist.irecv(tensor, self._global(peer), self._group, self._tag))
+            return self._group.recv([tensor], peer, self._tag)  # irecv takes ten calls to come here
 
     def start_sending(self, tensor: Tensor, peer: int) -> dist.Work:
         """Posts a send of the contiguous ``tensor``, which must not change until it has been delivered."""
         with self._sending(peer):
-            return cast(dist.Work, dist.isend(tensor, self._global(peer), self._group, self._tag))
+            return self._group.send([tensor], peer, self._tag)
 
     def wait_received(self, work: dist.Work, peer: int) -> None:
         """Blocks until a receive of :meth:`start_receiving` is complete."""
@@ -53,16 +62,10 @@ class Messages:
 
     def awaiting(self, peer: int) -> AbstractContextManager[None]:
         """Context in which this rank waits for a message that a thread receives from ``peer``."""
-        rank = self._global(peer)
-        return self._watch.waiting(f"a message from rank {rank}", rank)
+        return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], ahead=False)
 
-    def _receiving(self, peer: int) -> AbstractContextManager[None]:
-        rank = self._global(peer)
-        return self._watch.waiting(f"a message from rank {rank}", rank, ahead=self._ahead)
+    def _receiving(self, peer: int) -> Waiting:
+        return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], self._ahead)
 
-    def _sending(self, peer: int) -> AbstractContextManager[None]:
-        rank = self._global(peer)
-        return self._watch.waiting(f"the delivery of a message to rank {rank}", rank)
-
-    def _global(self, peer: int) -> int:
-        return dist.get_global_rank(self._group, peer)
+    def _sending(self, peer: int) -> Waiting:
+        return Waiting(self._watch, self._deliveries[peer], self._ranks[peer], ahead=False)

@@ -29,11 +29,12 @@ from lightning_pipesync.core.pool import BufferPool
 #: Slices of fewer bytes are faster all-to-all, and with 2 ranks there is nothing to gain.
 MIN_SLICE_BYTES, MIN_RANKS = 128 * 1024, 3
 
-#: Bytes of a piece. While a piece of a slice is added and forwarded, the next one arrives.
-PIECE_BYTES = 512 * 1024
+#: Bytes of a piece. While one of a slice is added and forwarded, the next one arrives. Each costs about 0.3 ms of
+#: processor time, whatever its size: with 512 KiB, 16 MiB among 4 ranks took 1.6 times as much, and not less time.
+PIECE_BYTES = 2 * 1024 * 1024
 
 #: Receives posted ahead.
-WINDOW = 16
+WINDOW = 4
 
 
 class RingExchange:
@@ -115,7 +116,10 @@ class RingExchange:
 
 def in_pieces(values: Tensor) -> list[Tensor]:
     """Splits a slice into pieces; none if it is empty."""
-    return [piece for piece in values.split(PIECE_BYTES // values.element_size()) if piece.numel()]
+    numel, largest = values.numel(), PIECE_BYTES // values.element_size()
+    if numel <= largest:
+        return [values] if numel else []
+    return list(values.split(largest))
 
 
 def worthwhile(slice_bytes: int, world_size: int) -> bool:

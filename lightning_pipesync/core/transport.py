@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
 
-from lightning_pipesync.core.buckets import shard_of, shard_slice
+from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.failure import PeerWatch
@@ -327,12 +327,14 @@ class Transport:
 
     def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
         """Returns the bytes that a rank sends in a reduce-scatter: to each other rank its slice."""
-        peers = (rank for rank in range(self.world_size) if rank != self.rank)
-        return sum(codec.wire_bytes(shard_of(flat, rank, self.world_size).numel(), flat.dtype) for rank in peers)
+        numel, world_size = flat.numel(), self.world_size
+        slices = (shard_slice(numel, rank, world_size) for rank in range(world_size) if rank != self.rank)
+        return sum(codec.wire_bytes(each.stop - each.start, flat.dtype) for each in slices)
 
     def _gather_bytes(self, flat: Tensor, codec: Codec) -> int:
         """Returns the bytes that a rank sends in an all-gather: as many slices as there are other ranks."""
-        return codec.wire_bytes(self.shard(flat).numel(), flat.dtype) * (self.world_size - 1)
+        own = self.shard_slice(flat.numel(), self.rank)
+        return codec.wire_bytes(own.stop - own.start, flat.dtype) * (self.world_size - 1)
 
     def _staged(self, flat: Tensor) -> bool:
         return flat.is_cuda and self._nccl is None
