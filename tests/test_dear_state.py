@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import launch, raised
-from tests.models import state
+from tests.models import seeded_mlp, state
 from tests.test_dear_models import SMALL, STEPS, Backwards, check, one_step
 
 
@@ -182,3 +183,29 @@ def test_optimizer_state_is_divided_by_the_number_of_ranks() -> None:
     [whole, *_] = launch(bytes_of_state, 4, False)
     for own in launch(bytes_of_state, 4, True):
         assert own == pytest.approx(whole / 4, rel=0.01)
+
+
+def load_at_once(update: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Loads weights while those of the last step are being gathered, slowly."""
+    model, expected = seeded_mlp(), state(seeded_mlp(seed=7))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = DeAR(model, optimizer, **SMALL, update=update)
+    for step in range(3):  # until the order of the modules is known
+        one_step(model, optimizer, sync, step)
+    gather = sync.transport.all_gather
+
+    def gather_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return gather(*args, **kwargs)
+
+    sync.transport.all_gather = gather_slowly  # type: ignore[method-assign]
+    one_step(model, optimizer, sync, 3)
+    model.load_state_dict(expected)
+    sync.flush()
+    sync.detach()
+    return expected, state(model)
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_loaded_weights_are_not_overwritten(update: str) -> None:
+    check(launch(load_at_once, 2, update))

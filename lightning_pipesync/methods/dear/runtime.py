@@ -85,8 +85,9 @@ class DeAR(SyncMethod):
         self._feedpipe = FeedPipe(self._fused, order, self._queue)
         self._waits = False
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
-        before_saving = ModuleHook(self._before_saving)
-        self._hooks = [child.register_state_dict_pre_hook(before_saving) for child in self._module.modules()]
+        arrived = ModuleHook(self._before_state_dict)
+        self._hooks = [child.register_state_dict_pre_hook(arrived) for child in self._module.modules()]
+        self._hooks += [child.register_load_state_dict_pre_hook(arrived) for child in self._module.modules()]
         self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self.optimizers]
         self._set_parameters(parameters)
 
@@ -260,8 +261,8 @@ class DeAR(SyncMethod):
         self._fused.release()
         super().detach(timeout_s)
 
-    def _before_saving(self, *_: Any) -> None:
-        """Waits for the weights of the last step, which a state_dict holds."""
+    def _before_state_dict(self, *_: Any) -> None:
+        """Waits for the weights of the last step, which a state_dict holds, or is about to replace."""
         self.synchronize()
 
     def _after_loading(self, optimizer: Optimizer) -> None:
