@@ -107,6 +107,17 @@ def test_the_schedule_is_near_the_best(seed: int) -> None:
     assert found <= best * 1.06
 
 
+@pytest.mark.parametrize("network", [0.8, 1.0, 1.25])
+@pytest.mark.parametrize("ratio", [0.67, 0.8, 1.0, 1.25, 1.33])
+def test_nothing_is_lost_on_another_network_than_was_measured(ratio: float, network: float) -> None:
+    for num_buckets in (3, 5, 8, 13):
+        for sizes in (None, [*range(1, num_buckets + 1)], [*range(num_buckets, 0, -1)]):
+            measured = chain(num_buckets, ratio, sizes)
+            actual = [bucket.on(network) for bucket in measured]
+            with_early = simulate_step(actual, 1.0, 2.0, plan_early_gathers(measured)).seconds
+            assert with_early <= simulate_step(actual, 1.0, 2.0).seconds
+
+
 def every_bucket_at_once(buckets: Sequence[BucketTimes]) -> list[list[int]]:
     """The most eager schedule: each all-gather follows its reduce-scatter."""
     return [[index] for index in range(len(buckets) - 1)] + [[]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class BucketTimes:
     needed: float
     reduce_scatter: float
     all_gather: float
+
+    def on(self, network: float) -> BucketTimes:
+        """Returns the times on a network that is ``network`` times as slow."""
+        return replace(self, reduce_scatter=network * self.reduce_scatter, all_gather=network * self.all_gather)
 
 
 @dataclass(frozen=True)
