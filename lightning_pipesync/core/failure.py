@@ -97,11 +97,12 @@ class PeerWatch:
         """
         return Waiting(self, what, peer, ahead)
 
-    def begin_wait(self, what: str, peer: int | None) -> Waited | None:
-        """Publishes that the calling thread waits; returns what it has waited for until now."""
+    def begin_wait(self, what: str, peer: int | None, ahead: bool) -> Waited | None:
+        """Publishes that the calling thread waits, unless ``ahead``; returns what it has waited for until now."""
         thread = threading.get_ident()
         outer = self._waits.get(thread)
-        self._waits[thread] = (what, peer, self._now())
+        if not ahead:
+            self._waits[thread] = (what, peer, self._now())
         return outer
 
     def end_wait(self, outer: Waited | None) -> None:
@@ -263,8 +264,7 @@ class Waiting:
         self._outer: Waited | None = None
 
     def __enter__(self) -> None:
-        if not self._ahead:
-            self._outer = self._watch.begin_wait(self._what, self._peer)
+        self._outer = self._watch.begin_wait(self._what, self._peer, self._ahead)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
