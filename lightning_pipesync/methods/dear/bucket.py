@@ -64,7 +64,9 @@ class FusedBucket:
         own = transport.shard(self.values.flat)
         self._own, self._updated = own, own if self._difference is None else own.clone()
         self._dropped = torch.zeros_like(own) if config.uses_error_feedback and self.sharded else None
-        self.update = BucketUpdate(optimizer, self.group[1], self._pieces())
+        # A step on the whole buffer also updates the gaps between parameters, which a lossy codec must not see.
+        whole = self._whole() if config.is_elementwise(optimizer) and codec.lossless else (None, None)
+        self.update = BucketUpdate(optimizer, self.group[1], self._pieces(), *whole)
         for tensor in self._tensors:
             optimizer.state.pop(tensor, None)
         self.present = [True] * len(self._tensors)
@@ -197,6 +199,10 @@ class FusedBucket:
             for i, (name, tensor) in enumerate(zip(names, tensors, strict=True))
             if name in slices
         ]
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Returns the buffers that hold what this rank updates: values and gradients."""
+        return (self._updated, self.own_gradient) if self.sharded else (self.values.flat, self.gradients.flat)
 
     def _start_reduce_scatter(self) -> Handle[Tensor]:
         return self._transport.reduce_scatter(

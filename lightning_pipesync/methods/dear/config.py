@@ -37,7 +37,7 @@ class DeARConfig(Settings):
     with ``overlap="paper"``, compression or several optimizers; otherwise ``replicated``."""
 
     elementwise: tuple[type[Optimizer], ...] = ()
-    """Classes of further element-wise optimizers, which can be sharded."""
+    """Classes of further element-wise optimizers, which step on whole buckets, and can be sharded."""
 
     overlap: Overlap = "eager"
     """``eager``: averaged gradients are gathered under backward already where the network would idle, unless
@@ -160,8 +160,8 @@ class DeARConfig(Settings):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
         if self.update == "sharded" or not get_codec(self.compression).lossless:
             ignored["overlap"] = "with update='sharded' or compression, which gather nothing before the step"
-        if self.usual_update == "replicated":
-            ignored["elementwise"] = "where every rank updates all weights: set update='sharded'"
+        if not get_codec(self.compression).lossless and self.usual_update == "replicated":
+            ignored["elementwise"] = "where every rank updates all weights, with compression: set update='sharded'"
         return ignored
 
     def shards(self, optimizer: Optimizer) -> bool:
@@ -170,8 +170,7 @@ class DeARConfig(Settings):
         Raises:
             ValueError: ``update="sharded"``, and the optimizer is not known to be element-wise.
         """
-        # A subclass of an element-wise optimizer may not be one.
-        known = type(optimizer) in (*ELEMENTWISE, *self.elementwise)
+        known = self.is_elementwise(optimizer)
         if self.update == "sharded" and not known:
             names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
             raise ValueError(
@@ -180,6 +179,11 @@ class DeARConfig(Settings):
                 "elementwise= if it does."
             )
         return known and self.usual_update == "sharded"
+
+    def is_elementwise(self, optimizer: Optimizer) -> bool:
+        """Returns whether this optimizer is known to treat every value by itself."""
+        # A subclass of an element-wise optimizer may not be one.
+        return type(optimizer) in (*ELEMENTWISE, *self.elementwise)
 
     def on_hosts_of(self, num_processes: int, world_size: int) -> DeARConfig:
         """Returns these settings with rows of ``num_processes`` ranks for a torus, unless they are set."""
