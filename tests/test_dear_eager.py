@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_pipesync.core.cost import StepCost
-from lightning_pipesync.core.schedule import BucketTimes, simulate_step
+from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.methods.dear import DeAR, eager
 from lightning_pipesync.methods.dear.eager import gathers_in_gaps, plan_early_gathers
 from lightning_pipesync.methods.step_times import StepTimes
@@ -25,6 +25,11 @@ from tests.harness import launch
 from tests.models import OPTIMIZERS, batch, seeded_mlp, state
 
 STEPS = 10
+
+
+def whole(after: Sequence[Sequence[int]]) -> EarlyGathers:
+    """All-gathers of whole buckets."""
+    return EarlyGathers([1] * len(after), after)
 
 
 def chain(num_buckets: int, ratio: float, sizes: Sequence[float] | None = None) -> list[BucketTimes]:
@@ -66,7 +71,7 @@ def test_a_step_by_hand() -> None:
         ("all_gather", 0, 8.0),
     ]
     assert paper.seconds == 6.0 + 1.0 + 3.0, "the first layer waits for its weights, and no other"
-    early = simulate_step(buckets, forward=3.0, backward=5.0, early=[[0], [1], []])
+    early = simulate_step(buckets, forward=3.0, backward=5.0, early=whole([[0], [1], []]))
     assert [(o.kind, o.bucket, o.start) for o in early.operations] == [
         ("reduce_scatter", 0, 1.0),
         ("all_gather", 0, 2.0),
@@ -76,7 +81,39 @@ def test_a_step_by_hand() -> None:
         ("all_gather", 2, 7.0),
     ]
     assert early.seconds == 7.0 + 1.0 + 3.0, "the last reduce-scatter had to wait for an all-gather"
-    assert gathers_in_gaps(buckets, share=1.0) == [[0], [], []]
+    assert gathers_in_gaps(buckets, share=1.0, pieces=[1, 1, 1]).after == [[0], [], []]
+
+
+def test_a_step_in_pieces_by_hand() -> None:
+    """The all-gather of the first bucket takes 4 s of which 1 is latency; two of its three pieces fit into the gap."""
+    buckets = [BucketTimes(1.0, 1.0, 1.0, 4.0, latency=1.0), BucketTimes(6.0, 0.0, 1.0, 1.0, latency=1.0)]
+    early = EarlyGathers([3, 1], [[0, 0], []])
+    assert gathers_in_gaps(buckets, share=1.0, pieces=[3, 1]) == early
+    assert gathers_in_gaps(buckets, share=0.1, pieces=[1, 1]).after == [[0], []]
+    assert gathers_in_gaps(buckets, share=1.0, pieces=[1, 1]).after == [[0], []]
+    step = simulate_step(buckets, forward=2.0, backward=6.0, early=early)
+    assert [(o.kind, o.bucket, o.start, o.end) for o in step.operations] == [
+        ("reduce_scatter", 0, 1.0, 2.0),
+        ("all_gather", 0, 2.0, 4.0),
+        ("all_gather", 0, 4.0, 6.0),
+        ("reduce_scatter", 1, 6.0, 7.0),
+        ("all_gather", 1, 7.0, 8.0),
+        ("all_gather", 0, 8.0, 10.0),
+    ]
+    assert step.seconds == 7.0 + 2.0 + 2.0, "the second layer, needed at 8, has its weights at 10"
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.0, 1.1])
+def test_a_large_bucket_is_gathered_in_pieces(ratio: float) -> None:
+    """As of AlexNet: most values belong to three layers that take little time, and are the first to be reduced."""
+    sizes, moments = [4, 17, 38, 1, 1, 0.6, 0.3, 0.1], [0.05, 0.1, 0.15, 0.6, 1.0, 1.4, 1.8, 2.0]
+    halves = [1.5 * ratio * size / sum(sizes) for size in sizes]
+    buckets = [BucketTimes(ready, 1 - ready / 2, half, half) for ready, half in zip(moments, halves, strict=True)]
+    in_pieces, as_a_whole = plan_early_gathers(buckets), plan_early_gathers(buckets, divisible=False)
+    assert in_pieces.pieces[2] > 1
+    assert set(as_a_whole.pieces) == {1}
+    seconds = [simulate_step(buckets, 1.0, 2.0, early).seconds for early in (in_pieces, as_a_whole)]
+    assert seconds[0] < 0.95 * seconds[1]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -93,7 +130,7 @@ def test_the_schedule_is_near_the_best(seed: int) -> None:
     ]
     forward, backward = buckets[0].needed, buckets[-1].ready
 
-    def seconds(early: list[list[int]] | None) -> float:
+    def seconds(early: EarlyGathers | None) -> float:
         return simulate_step(buckets, forward, backward, early).seconds
 
     best = seconds(None)
@@ -101,7 +138,7 @@ def test_the_schedule_is_near_the_best(seed: int) -> None:
         if all(place is None or place >= i for i, place in enumerate(places)):
             for order in (1, -1):
                 early = [[i for i, place in enumerate(places) if place == after][::order] for after in range(4)]
-                best = min(best, seconds(early))
+                best = min(best, seconds(whole(early)))
     found = seconds(plan_early_gathers(buckets))
     assert found <= seconds(None)
     assert found <= best * 1.06
@@ -118,18 +155,26 @@ def test_nothing_is_lost_on_another_network_than_was_measured(ratio: float, netw
             assert with_early <= simulate_step(actual, 1.0, 2.0).seconds
 
 
-def every_bucket_at_once(buckets: Sequence[BucketTimes]) -> list[list[int]]:
+def every_bucket_at_once(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
     """The most eager schedule: each all-gather follows its reduce-scatter."""
-    return [[index] for index in range(len(buckets) - 1)] + [[]]
+    return whole([[index] for index in range(len(buckets) - 1)] + [[]])
 
 
-def late_and_in_reverse(buckets: Sequence[BucketTimes]) -> list[list[int]]:
+def late_and_in_reverse(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
     """A schedule in which all-gathers wait for another bucket's reduce-scatter."""
     last = len(buckets) - 2
-    return [list(range(last, -1, -1)) if index == last else [] for index in range(len(buckets))]
+    return whole([list(range(last, -1, -1)) if index == last else [] for index in range(len(buckets))])
 
 
-Schedule = Callable[[Sequence[BucketTimes]], list[list[int]]]
+def in_pieces(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
+    """A schedule of pieces: of the first bucket all, of others some, of the last bucket's even shards none."""
+    assert divisible
+    last = len(buckets) - 1
+    after = [[0], [0, 1, 1, 1], [0, 2, 0], *([index, index] for index in range(3, last)), []]
+    return EarlyGathers([4, 7, 2, *[3] * (last - 3), 5], after)
+
+
+Schedule = Callable[[Sequence[BucketTimes], bool], EarlyGathers]
 Loop = Callable[[nn.Module, DeAR | None], None]
 
 
@@ -174,7 +219,7 @@ def train(schedule: Schedule | None, settings: dict[str, Any], between: Loop, ki
     return {"state": state(model), "early": early}
 
 
-@pytest.mark.parametrize("schedule", [every_bucket_at_once, late_and_in_reverse])
+@pytest.mark.parametrize("schedule", [every_bucket_at_once, late_and_in_reverse, in_pieces])
 @pytest.mark.parametrize(
     ("between", "kind"),
     [
@@ -198,10 +243,13 @@ def test_is_ddp_with_any_schedule(schedule: Schedule, between: Loop, kind: str) 
                 assert torch.equal(outcome["state"][name], value), name
 
 
-@pytest.mark.parametrize(("world_size", "topology"), [(3, "flat"), (4, "torus2d")])
-def test_ranks_stay_together(world_size: int, topology: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "topology", "schedule"),
+    [(3, "flat", every_bucket_at_once), (3, "flat", in_pieces), (4, "torus2d", every_bucket_at_once)],
+)
+def test_ranks_stay_together(world_size: int, topology: str, schedule: Schedule) -> None:
     settings = {"topology": topology}
-    outcomes = launch(train, world_size, every_bucket_at_once, settings, as_it_is, "plain")
+    outcomes = launch(train, world_size, schedule, settings, as_it_is, "plain")
     [paper, *_] = launch(train, world_size, every_bucket_at_once, {**settings, "overlap": "paper"}, as_it_is, "plain")
     assert paper["early"] == 0
     for outcome in outcomes:
@@ -244,7 +292,7 @@ def test_a_skipped_step_drops_what_was_gathered() -> None:
 
 def order_of_operations() -> list[str]:
     """Four layers of one bucket each; rank 1's operations are slow to start."""
-    eager.plan_early_gathers = lambda buckets: [[], [0], [], []]
+    eager.plan_early_gathers = lambda buckets, divisible: whole([[], [0], [], []])
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = DeAR(model, optimizer, update="replicated", fusion="none")

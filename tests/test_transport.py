@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.core import all_to_all
-from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.transport import Transport
 from tests.harness import DIED, kill_stopped_siblings, launch, raised
@@ -86,6 +86,53 @@ def test_the_two_halves_make_an_all_reduce(world_size: int) -> None:
     for rank, (reduced, flat) in enumerate(launch(halves, world_size)):
         assert torch.equal(reduced, shard_of(expected, rank, world_size))
         assert torch.equal(flat, expected)
+
+
+def gather_in_parts(numel: int) -> tuple[torch.Tensor, list[int]]:
+    """All-gathers two parts of the shards, both in flight at once, and not the third."""
+    transport = Transport(timeout_s=30)
+    size = shard_numel(numel, transport.world_size)
+    flat = torch.full((numel,), -1.0)
+    transport.shard(flat).fill_(transport.rank)
+    parts = slice(0, size // 3), slice(size // 3, size // 2)
+    handles = [transport.all_gather(flat, part=part) for part in parts]
+    for handle in handles:
+        handle.wait()
+    sent = transport.traffic.bytes_sent["all_gather"]
+    transport.close()
+    return flat, [sent, size]
+
+
+@pytest.mark.parametrize("numel", [3, 1001, 2**20 + 3], ids=["tiny", "small", "in a ring"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_parts_of_shards_are_gathered(world_size: int, numel: int) -> None:
+    for rank, (flat, [sent, size]) in enumerate(launch(gather_in_parts, world_size, numel)):
+        for owner in range(world_size):
+            shard = shard_of(flat, owner, world_size)
+            assert (shard[: size // 2] == owner).all()
+            assert (shard[size // 2 :] == (owner if owner == rank else -1)).all()
+        own = shard_of(flat, rank, world_size)[: size // 2]
+        assert sent == own.nbytes * (world_size - 1)
+
+
+def gather_parts_that_do_not_exist() -> list[tuple[str, str] | None]:
+    transport, torus = Transport(timeout_s=30), Transport(timeout_s=30, topology="torus2d")
+    flat = torch.zeros(8)
+    outcomes = [
+        raised(lambda: transport.all_gather(flat, codec="int8", part=slice(1))),
+        raised(lambda: torus.all_gather(flat, part=slice(1))),
+    ]
+    transport.close()
+    torus.close()
+    return outcomes
+
+
+def test_parts_are_refused_where_there_are_none() -> None:
+    for outcomes in launch(gather_parts_that_do_not_exist, 4):
+        for outcome in outcomes:
+            assert outcome is not None
+            assert outcome[0] == "ValueError"
+            assert "part of a shard" in outcome[1]
 
 
 def compressed(name: str) -> list[torch.Tensor]:

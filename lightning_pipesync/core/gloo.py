@@ -60,10 +60,16 @@ class GlooExchange:
         self._reducing.submit(lambda: promise.run(reduce))
         return promise.wait
 
-    def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others."""
+    def all_gather(
+        self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+    ) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others.
+
+        Args:
+            part: the part of each slice that is sent, without a codec; None: all.
+        """
         promise: Promise[Tensor] = Promise()
-        gather = self._start_all_gather(self._next_tag(), flat, codec, feedback)
+        gather = self._start_all_gather(self._next_tag(), flat, codec, feedback, part)
         self._gathering.submit(lambda: promise.run(gather))
         return promise.wait
 
@@ -183,9 +189,9 @@ class GlooExchange:
             own.copy_(total)
 
     def _start_all_gather(
-        self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None
+        self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
     ) -> Callable[[], Tensor]:
-        slices = self._slices(flat)
+        slices = self._slices(flat) if part is None else [values[part] for values in self._slices(flat)]
         if codec.lossless:
             exchange = self._gather_slices(tag, slices)
 

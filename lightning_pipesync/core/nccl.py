@@ -12,6 +12,7 @@ from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
+from lightning_pipesync.core.torch_private import foreach_copy_
 
 
 class NcclExchange:
@@ -36,8 +37,16 @@ class NcclExchange:
         """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
         return self._enqueue(flat, lambda: self._reduce_scatter(flat, codec, mean, feedback), feedback)
 
-    def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others."""
+    def all_gather(
+        self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+    ) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others.
+
+        Args:
+            part: the part of each slice that is sent, without a codec; None: all.
+        """
+        if part is not None:
+            return self._enqueue(flat, lambda: self._gather_parts(flat, part))
         return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback), feedback)
 
     def all_reduce(
@@ -131,6 +140,15 @@ class NcclExchange:
         for encoded, target in zip(wires, decoded, strict=True):
             codec.decode(encoded[:num_bytes], target, flat.dtype)
         return flat.copy_(decoded.view(-1)[: flat.numel()])
+
+    def _gather_parts(self, flat: Tensor, part: slice) -> Tensor:
+        parts = [shard_of(flat, rank, self._world_size)[part] for rank in range(self._world_size)]
+        size = parts[0].numel()  # the last ranks' parts may be shorter
+        own = torch.nn.functional.pad(parts[self._rank], (0, size - parts[self._rank].numel()))
+        gathered = torch.empty(self._world_size, size, dtype=flat.dtype, device=flat.device)
+        dist.all_gather_into_tensor(gathered.view(-1), own, group=self._group)
+        foreach_copy_(parts, [row[: values.numel()] for row, values in zip(gathered, parts, strict=True)])
+        return flat
 
     def _wires(self, num_bytes: int) -> Tensor:
         """Returns a buffer with a row per rank, each aligned for any dtype."""

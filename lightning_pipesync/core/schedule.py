@@ -15,16 +15,45 @@ class BucketTimes:
         needed: after how much computation of the forward pass its weights are needed.
         reduce_scatter: the duration of its reduce-scatter.
         all_gather: the duration of its all-gather.
+        latency: the part of that duration that does not depend on its size.
     """
 
     ready: float
     needed: float
     reduce_scatter: float
     all_gather: float
+    latency: float = 0.0
 
     def on(self, network: float) -> BucketTimes:
         """Returns the times on a network that is ``network`` times as slow."""
-        return replace(self, reduce_scatter=network * self.reduce_scatter, all_gather=network * self.all_gather)
+        return replace(
+            self,
+            reduce_scatter=network * self.reduce_scatter,
+            all_gather=network * self.all_gather,
+            latency=network * self.latency,
+        )
+
+    def gather(self, share: float) -> float:
+        """Returns the duration of the all-gather of a share of the bucket."""
+        return self.latency + share * (self.all_gather - self.latency)
+
+
+@dataclass(frozen=True)
+class EarlyGathers:
+    """All-gathers that run under backward; what they leave is gathered under the next forward pass.
+
+    Attributes:
+        pieces: the number of equal pieces of each bucket.
+        after: for each bucket those of which one more piece is gathered after its reduce-scatter.
+    """
+
+    pieces: Sequence[int]
+    after: Sequence[Sequence[int]]
+
+    @classmethod
+    def none(cls, num_buckets: int) -> EarlyGathers:
+        """Returns that nothing is gathered under backward, as in the paper."""
+        return cls([1] * num_buckets, [[]] * num_buckets)
 
 
 @dataclass(frozen=True)
@@ -51,7 +80,7 @@ class SimulatedStep:
 
 
 def simulate_step(
-    buckets: Sequence[BucketTimes], forward: float, backward: float, early: Sequence[Sequence[int]] | None = None
+    buckets: Sequence[BucketTimes], forward: float, backward: float, early: EarlyGathers | None = None
 ) -> SimulatedStep:
     """Simulates a step whose operations run one after the other, all ranks alike.
 
@@ -63,11 +92,12 @@ def simulate_step(
         buckets: in the order of their reduce-scatters.
         forward: seconds of the forward pass without waiting.
         backward: seconds of the backward pass.
-        early: for each bucket those whose all-gathers follow its reduce-scatter at once, under backward; None: there
-            are none, as in the paper.
+        early: the all-gathers under backward; None: there are none, as in the paper.
     """
+    early = early or EarlyGathers.none(len(buckets))
     operations: list[Operation] = []
-    gathered: dict[int, float] = {}
+    gathered = [0.0] * len(buckets)  # when the weights of a bucket, or of its first pieces, are there
+    left = list(early.pieces)
     free = 0.0  # when the network is
 
     def run(kind: str, bucket: int, earliest: float, duration: float) -> float:
@@ -79,13 +109,15 @@ def simulate_step(
 
     for index, bucket in enumerate(buckets):
         run("reduce_scatter", index, bucket.ready, bucket.reduce_scatter)
-        for other in early[index] if early else ():
-            gathered[other] = run("all_gather", other, 0.0, buckets[other].all_gather)
+        for other in early.after[index]:
+            gathered[other] = run("all_gather", other, 0.0, buckets[other].gather(1 / early.pieces[other]))
+            left[other] -= 1
     forward_begins = max(backward, free)
     in_order = sorted(range(len(buckets)), key=lambda index: buckets[index].needed)
     waited = 0.0
     for index in in_order:
-        if index not in gathered:
-            gathered[index] = run("all_gather", index, forward_begins, buckets[index].all_gather)
+        if left[index]:
+            rest = buckets[index].gather(left[index] / early.pieces[index])
+            gathered[index] = run("all_gather", index, forward_begins, rest)
         waited = max(waited, gathered[index] - forward_begins - buckets[index].needed)
     return SimulatedStep(operations, forward_begins + waited + forward)

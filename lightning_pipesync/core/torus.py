@@ -87,8 +87,14 @@ class TorusExchange:
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
         return lambda: self._column.reduce_scatter(summed_in_row(), codec, mean, feedback)()
 
-    def all_gather(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others."""
+    def all_gather(
+        self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+    ) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others.
+
+        A slice has no parts here: its ranks' rows and columns differ.
+        """
+        assert part is None
         gathered_in_column = self._column.all_gather(self._row_slice(flat), codec, feedback)
 
         def gather_in_row() -> Tensor:

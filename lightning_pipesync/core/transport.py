@@ -27,6 +27,7 @@ from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.nccl import NcclExchange
 from lightning_pipesync.core.shutdown import destroy_process_groups_at_shutdown
+from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.core.torus import Torus, TorusExchange
 from lightning_pipesync.core.traffic import Traffic
 
@@ -126,15 +127,25 @@ class Transport:
         return self._launch("reduce_scatter", flat, lambda t: self._exchange.reduce_scatter(t, codec, mean, feedback))
 
     def all_gather(
-        self, flat: Tensor, *, codec: str | Codec = "none", feedback: ErrorFeedback | None = None
+        self,
+        flat: Tensor,
+        *,
+        codec: str | Codec = "none",
+        feedback: ErrorFeedback | None = None,
+        part: slice | None = None,
     ) -> Handle[Tensor]:
         """Fills ``flat`` with every rank's :meth:`shard` of it; arguments as in :meth:`reduce_scatter`.
 
         With a lossy codec this rank's own slice is decoded, too, so that all ranks hold the same values.
+
+        Args:
+            part: fills only this slice of every rank's shard; where :attr:`gathers_parts`, and without compression.
         """
         codec = self._check(flat, codec)
-        self._issue("all_gather", self._gather_bytes(flat, codec))
-        return self._launch("all_gather", flat, lambda t: self._exchange.all_gather(t, codec, feedback))
+        if part is not None and not (self.gathers_parts and codec.lossless):
+            raise ValueError(f"A part of a shard cannot be gathered with {codec}, or on a 2-D torus.")
+        self._issue("all_gather", self._gather_bytes(flat, codec, part))
+        return self._launch("all_gather", flat, lambda t: self._exchange.all_gather(t, codec, feedback, part), part)
 
     def all_reduce(
         self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
@@ -234,6 +245,15 @@ class Transport:
         """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
         return self._new_group("gloo" if self._nccl is None else "nccl")
 
+    @property
+    def gathers_parts(self) -> bool:
+        """Whether :meth:`all_gather` can fill a part of each shard."""
+        return self._torus is None
+
+    def parts(self, flat: Tensor, part: slice) -> list[Tensor]:
+        """Returns a slice of every rank's :meth:`shard`, by rank: views."""
+        return [flat[self.shard_slice(flat.numel(), rank)][part] for rank in range(self.world_size)]
+
     def shard(self, flat: Tensor) -> Tensor:
         """Returns the slice of ``flat`` that this rank owns: a view."""
         return flat[self.shard_slice(flat.numel(), self.rank)]
@@ -331,15 +351,20 @@ class Transport:
         slices = (shard_slice(numel, rank, world_size) for rank in range(world_size) if rank != self.rank)
         return sum(codec.wire_bytes(each.stop - each.start, flat.dtype) for each in slices)
 
-    def _gather_bytes(self, flat: Tensor, codec: Codec) -> int:
+    def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None) -> int:
         """Returns the bytes that a rank sends in an all-gather: as many slices as there are other ranks."""
         own = self.shard_slice(flat.numel(), self.rank)
-        return codec.wire_bytes(own.stop - own.start, flat.dtype) * (self.world_size - 1)
+        numel = own.stop - own.start
+        if part is not None:
+            numel = len(range(*part.indices(numel)))
+        return codec.wire_bytes(numel, flat.dtype) * (self.world_size - 1)
 
     def _staged(self, flat: Tensor) -> bool:
         return flat.is_cuda and self._nccl is None
 
-    def _launch(self, kind: str, flat: Tensor, start: Callable[[Tensor], Callable[[], Tensor]]) -> Handle[Tensor]:
+    def _launch(
+        self, kind: str, flat: Tensor, start: Callable[[Tensor], Callable[[], Tensor]], part: slice | None = None
+    ) -> Handle[Tensor]:
         if self.world_size == 1:
             return self._handle(kind, lambda: flat)
         if not self._staged(flat):
@@ -349,7 +374,10 @@ class Transport:
 
         def wait_and_copy() -> Tensor:
             result = wait()
-            flat.copy_(host)
+            if part is None:
+                flat.copy_(host)
+            else:  # other parts may have arrived since ``host`` was copied
+                foreach_copy_(self.parts(flat, part), self.parts(host, part))
             return flat if result is host else self.shard(flat)
 
         return self._handle(kind, wait_and_copy)

@@ -122,8 +122,8 @@ class BackPipe:
     def _start(self, indices: range) -> None:
         for index in indices:
             self._fused.buckets[index].reduce_scatter(self._queue)
-            for bucket in self._eager.after(index):
-                bucket.gather_early(self._queue)
+            for bucket, pieces in self._eager.after(index):
+                bucket.gather_early(self._queue, pieces)
 
     def _find_present(self) -> None:
         """Finds the parameters that have a gradient on some rank; the others are not updated, as in DDP."""

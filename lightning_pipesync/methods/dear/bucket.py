@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.buckets import Bucket, shard_numel
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.handle import Handle
@@ -72,12 +72,15 @@ class FusedBucket:
         self.present = [True] * len(self._tensors)
         self._reduced: Queued[Tensor] | None = None
         self._gathered: Handle[Tensor] | None = None
-        self._gathered_early = False
+        self._num_early = 0  # values of each rank's shard that are gathered under backward
 
     @property
-    def averaged(self) -> Tensor:
-        """What this rank has of the averaged gradient after backward: its shard; all, if it was gathered early."""
-        return self.gradients.flat if self._gathered_early else self.own_gradient
+    def averaged(self) -> list[Tensor]:
+        """What this rank has of the averaged gradient after backward: its shard, and what was gathered early."""
+        if self._all_early:
+            return [self.gradients.flat]
+        early = self._transport.parts(self.gradients.flat, slice(self._num_early))
+        return [*early, self.own_gradient[self._num_early :]]
 
     @property
     def num_gradients(self) -> int:
@@ -93,18 +96,23 @@ class FusedBucket:
                 tensor.data = view
         self.present = self.gradients.pack_gradients(self._tensors)
         self._reduced = queue.submit("reduce_scatter", self._start_reduce_scatter)
-        self._gathered_early = False
+        self._num_early = 0
 
-    def gather_early(self, queue: CommQueue) -> None:
-        """Starts the all-gather of the averaged gradient, of a bucket that is not sharded, after the reduce-scatter."""
+    def gather_early(self, queue: CommQueue, pieces: int) -> None:
+        """Starts the all-gather of the next of ``pieces`` equal pieces of each rank's shard, after the reduce-scatter.
+
+        This is for a bucket that is not sharded.
+        """
         assert self._reduced is not None
-        queue.submit("all_gather", self._start_all_gather, requires=self._reduced)
-        self._gathered_early = True
+        begin, largest = self._num_early, self._largest_shard
+        self._num_early = min(largest, begin + -(-largest // pieces))
+        part = None if pieces == 1 else slice(begin, self._num_early)
+        queue.submit("all_gather", lambda: self._gather_gradient(part), requires=self._reduced)
 
     def start_update(self, queue: CommQueue) -> None:
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
-        start = self._already_gathered if self._gathered_early else self._start_all_gather
+        start = self._already_gathered if self._all_early else self._start_all_gather
         self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather())
 
     def wait(self) -> None:
@@ -213,7 +221,7 @@ class FusedBucket:
     def _start_all_gather(self) -> Handle[Tensor]:
         """Starts the all-gather: of the weights, after this rank has updated its shard, or of the gradients."""
         if not self.sharded:
-            return self._transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback)
+            return self._gather_gradient(slice(self._num_early, None) if self._num_early else None)
         if self._difference is None:
             self.update.apply(self.present)
             return self._transport.all_gather(self.values.flat, codec=self._codec)
@@ -223,6 +231,17 @@ class FusedBucket:
         self.update.apply(self.present)
         torch.sub(self._updated, self._own, out=self._transport.shard(self._difference))
         return self._transport.all_gather(self._difference, codec=self._codec)
+
+    def _gather_gradient(self, part: slice | None) -> Handle[Tensor]:
+        return self._transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback, part=part)
+
+    @property
+    def _largest_shard(self) -> int:
+        return shard_numel(self.gradients.flat.numel(), self._transport.world_size)
+
+    @property
+    def _all_early(self) -> bool:
+        return self._num_early == self._largest_shard
 
     def _already_gathered(self) -> Handle[Tensor]:
         return Handle(lambda: self.gradients.flat)

@@ -3,7 +3,8 @@
 In the paper no all-gather starts before the last reduce-scatter has ended: a step takes ``max(t_ff, t_ag) + max(t_bp,
 t_rs)`` (DeAR, Eq. 7). Where reduce-scatters take less time than backward, the network idles under backward, and forward
 may wait for all-gathers that could have run then. An averaged gradient can be gathered as soon as it is reduced; what
-is not gathered by the end of backward is gathered under the next forward.
+is not gathered by the end of backward is gathered under the next forward. A large bucket is gathered in pieces, so that
+a reduce-scatter that becomes ready waits for one piece at most.
 
 [Note: one schedule on all ranks]
 Whether a reduce-scatter is ready differs from rank to rank and from step to step, and all ranks must issue the same
@@ -13,6 +14,7 @@ network, which all-gathers follow which reduce-scatter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import mean
 
@@ -21,14 +23,17 @@ import torch
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.schedule import BucketTimes, simulate_step
+from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.execution_order import ExecutionOrder
 
-#: Candidates: the least share of an all-gather that runs before the next reduce-scatter is ready.
+#: Candidates: the least share of a piece that is gathered before the next reduce-scatter is ready.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+
+#: Candidates: the longest that a piece takes, as a share of backward; and the most pieces of a bucket.
+LONGEST, MOST_PIECES = (math.inf, 0.2, 0.05), 16
 
 #: The least gain, as a share of a step, for which all-gathers start early.
 LEAST_GAIN = 0.005
@@ -40,52 +45,68 @@ NETWORKS = (0.8, 1.0, 1.25)
 SIZES, ROUNDS = (2**17, 2**20), 4
 
 
-def plan_early_gathers(buckets: Sequence[BucketTimes]) -> list[list[int]]:
-    """Returns for each bucket those whose all-gathers follow its reduce-scatter.
+def plan_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
+    """Returns the all-gathers that run under backward.
 
     Of the candidates that make no simulated step longer, whichever of ``NETWORKS`` it is on, the one that gains most on
     average.
 
     Args:
         buckets: in the order of their reduce-scatters.
+        divisible: whether buckets can be gathered in pieces.
     """
-    best: list[list[int]] = [[] for _ in buckets]
+    best = EarlyGathers.none(len(buckets))
     without, largest = _simulated_seconds(buckets, best), LEAST_GAIN
-    for share in SHARES:
-        early = gathers_in_gaps(buckets, share)
+    backward = max(bucket.ready for bucket in buckets)
+    longest = [share * backward for share in LONGEST] if divisible else [math.inf]
+    divisions = dict.fromkeys(tuple(_num_pieces(bucket, seconds) for bucket in buckets) for seconds in longest)
+    for early in (gathers_in_gaps(buckets, share, pieces) for pieces in divisions for share in SHARES):
         gains = [1 - t / before for t, before in zip(_simulated_seconds(buckets, early), without, strict=True)]
         if min(gains) >= 0 and mean(gains) > largest:
             best, largest = early, mean(gains)
     return best
 
 
-def _simulated_seconds(buckets: Sequence[BucketTimes], early: Sequence[Sequence[int]]) -> list[float]:
+def _num_pieces(bucket: BucketTimes, longest: float) -> int:
+    """Returns the number of pieces of a bucket, each of which takes ``longest`` seconds at most if that is possible."""
+    return min(MOST_PIECES, max(1, math.ceil((bucket.all_gather - bucket.latency) / longest)))
+
+
+def _simulated_seconds(buckets: Sequence[BucketTimes], early: EarlyGathers) -> list[float]:
     """Returns the seconds of a simulated step on each of ``NETWORKS``."""
     backward, forward = max(b.ready for b in buckets), max(b.needed for b in buckets)
     return [simulate_step([b.on(network) for b in buckets], forward, backward, early).seconds for network in NETWORKS]
 
 
-def gathers_in_gaps(buckets: Sequence[BucketTimes], share: float) -> list[list[int]]:
-    """Returns for each bucket those whose all-gathers follow its reduce-scatter.
+def gathers_in_gaps(buckets: Sequence[BucketTimes], share: float, pieces: Sequence[int]) -> EarlyGathers:
+    """Returns all-gathers in the gaps between reduce-scatters.
 
-    When no reduce-scatter is ready, the reduced bucket is gathered that forward needs first, if at least ``share`` of
-    its all-gather runs before the next reduce-scatter is ready.
+    When no reduce-scatter is ready, a piece of the reduced bucket is gathered that forward needs first, if at least
+    ``share`` of it is gathered before the next reduce-scatter is ready.
+
+    Args:
+        buckets: in the order of their reduce-scatters.
+        share: from 0 to 1.
+        pieces: the number of pieces of each bucket.
     """
-    early: list[list[int]] = [[] for _ in buckets]
-    reduced: list[int] = []
+    after: list[list[int]] = [[] for _ in buckets]
+    left: dict[int, int] = {}  # pieces of the reduced buckets
     free = 0.0  # when the network is
     for index, bucket in enumerate(buckets[:-1]):
         free = max(free, bucket.ready) + bucket.reduce_scatter
-        reduced.append(index)
+        left[index] = pieces[index]
         next_is_ready = buckets[index + 1].ready
-        while reduced and free < next_is_ready:
-            first = min(reduced, key=lambda other: buckets[other].needed)
-            if next_is_ready - free < share * buckets[first].all_gather:
+        while left and free < next_is_ready:
+            first = min(left, key=lambda other: buckets[other].needed)
+            seconds = buckets[first].gather(1 / pieces[first])
+            if next_is_ready - free < share * seconds:
                 break
-            free += buckets[first].all_gather
-            early[index].append(first)
-            reduced.remove(first)
-    return early
+            free += seconds
+            after[index].append(first)
+            left[first] -= 1
+            if not left[first]:
+                del left[first]
+    return EarlyGathers(pieces, after)
 
 
 class EagerGathers:
@@ -103,7 +124,7 @@ class EagerGathers:
         self._enabled = enabled and transport.world_size > 1
         self._trained: set[int] = set()  # ids of the parameters whose times are measured
         self._version = -1  # of the buckets of the schedule; there is none
-        self._after: list[list[int]] = []
+        self._early = EarlyGathers.none(0)
 
     @property
     def due(self) -> bool:
@@ -122,14 +143,19 @@ class EagerGathers:
             self._trained = trained
             self._times.begin()
 
-    def after(self, index: int) -> Sequence[FusedBucket]:
-        """Returns the buckets whose all-gathers follow the reduce-scatter of the bucket ``index``."""
-        return [self._fused.buckets[other] for other in self._after[index]] if self._is_current else []
+    def after(self, index: int) -> list[tuple[FusedBucket, int]]:
+        """Returns the buckets of which a piece is gathered after the reduce-scatter of the bucket ``index``.
+
+        Each comes with its number of pieces.
+        """
+        if not self._is_current:
+            return []
+        return [(self._fused.buckets[other], self._early.pieces[other]) for other in self._early.after[index]]
 
     @property
     def num_early(self) -> int:
         """Number of all-gathers that start under backward."""
-        return sum(map(len, self._after)) if self._is_current else 0
+        return sum(map(len, self._early.after)) if self._is_current else 0
 
     def plan(self) -> None:
         """Makes the schedule that all ranks follow from the next backward pass on; a collective call.
@@ -137,8 +163,10 @@ class EagerGathers:
         No operation may be in flight.
         """
         link = measure_link(self._transport)
-        after = plan_early_gathers(self._bucket_times(link)) if self._transport.rank == 0 else []
-        self._after = self._transport.gather_objects(after)[0]
+        planned = None
+        if self._transport.rank == 0:
+            planned = plan_early_gathers(self._bucket_times(link), divisible=self._transport.gathers_parts)
+        self._early = self._transport.gather_objects(planned)[0]
         self._version = self._fused.version
 
     @property
@@ -158,6 +186,7 @@ class EagerGathers:
                 needed=min(needed.get(id(member.tensor), 0.0) for member in bucket.members),
                 reduce_scatter=link.reduce_scatter(bucket.gradients.flat.nbytes, world_size),
                 all_gather=link.all_gather(bucket.gradients.flat.nbytes, world_size),
+                latency=link.all_gather(0, world_size),
             )
             for bucket in self._fused.buckets
         ]

@@ -304,7 +304,7 @@ class DeAR(SyncMethod):
 
     def _averaged_gradients(self, index: int) -> list[Tensor]:
         """Returns what this rank has of an optimizer's averaged gradient: its shards, and all that is gathered."""
-        return [bucket.averaged for bucket in self._fused.of_optimizer(index)]
+        return [values for bucket in self._fused.of_optimizer(index) for values in bucket.averaged]
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
         config = self.config
