@@ -21,6 +21,7 @@ from lightning_pipesync.bench.step import Profile, predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.layer_limits import LayerTimes
 from tests.harness import launch
 
 
@@ -78,7 +79,8 @@ def test_collectives() -> None:
 
 def test_ddp_is_predicted_bucket_by_bucket() -> None:
     """Two buckets of 2 MiB: the first is ready after 2 of 3 gradients, the second with the last one."""
-    profile = Profile(forward=1.0, backward=3.0, update=0.5, ready=[1.0, 2.0, 3.0], num_bytes=[MIB, MIB, 2 * MIB])
+    tensors = [LayerTimes(1.0, 0.5, MIB), LayerTimes(2.0, 0.2, MIB), LayerTimes(3.0, 0.0, 2 * MIB)]
+    profile = Profile(forward=1.0, backward=3.0, update=0.5, tensors=tensors)
     link = LinkCost(alpha=0.25, beta=1.0 / MIB)  # an all-reduce of n MiB on 2 ranks takes 0.5 + n seconds
     assert predict_ddp(profile, link, 2, bucket_mb=2.0) == pytest.approx(1.0 + (2.0 + 2.5 + 2.5) + 0.5)
     assert predict_ddp(profile, link, 2, bucket_mb=100.0) == pytest.approx(1.0 + (3.0 + 4.5) + 0.5)
@@ -94,6 +96,7 @@ def step_result() -> dict[str, Any]:
             "seconds": [seconds] * 3,
             "processor_seconds": [0.04, 0.05, 0.06],
             "limit": 0.3,
+            "layer_limit": 0.348,
             "predicted": 0.44 if "25" in name else None,
             "search": None,
         }
@@ -112,7 +115,7 @@ def test_rows_of_the_step_table() -> None:
     assert rows["DDP, 25 MiB"].prediction_error == pytest.approx(0.1)
     assert rows["quick"].prediction_error is None
     text = step_report.as_markdown([step_result()])
-    assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 100 | 50 | +10% |" in text
+    assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 87% | 100 | 50 | +10% |" in text
     assert "(Eq. 8), 350 with the paper's DeAR (Eq. 7), 300 with gathers under\nbackward, too" in text
     assert "at least 400 ms with the" in text
     assert "300 with Pipe-SGD, which\nmay need 2 times as many" in text
@@ -151,8 +154,7 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
             "DDP + ZeRO-1",
             "DeAR, 1 MiB",
             "DeAR, 25 MiB",
-            "SelSync, synchronized step, 1 MiB",
-            "SelSync, synchronized step, 25 MiB",
+            "SelSync, synchronized step",
             "SelSync, local step",
         ]
         assert all(len(values) == 1 and values[0] > 0 for values in seconds.values())
@@ -164,15 +166,24 @@ def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     settings = ["--hosts", "2", "--scale", "0.02", "--steps", "1", "--rounds", "1", "--bucket_mb", "1"]
-    methods = ["--methods", "ddp", "dear-random", "mg-wfbp", "pipe_sgd-level2", "pipe_sgd-int8", "--ratio", "4"]
+    methods = ["--methods", "ddp", "dear:fusion=random", "mg-wfbp", "pipe_sgd:pipeline_level=2"]
+    methods += [
+        "pipe_sgd:compression=int8",
+        "selsync:overlap=forward",
+        "dear:edge_mb=0.1,overlap=paper",
+        "--ratio",
+        "4",
+    ]
     assert main(["bench", "step", *settings, *methods, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]
-    ddp, dear, merged, level_2, int8 = result["runs"][0]["candidates"][1:]
-    assert (level_2["name"], int8["name"]) == ("Pipe-SGD, level 2", "Pipe-SGD, int8")
+    ddp, dear, merged, level_2, int8, selsync, edged = result["runs"][0]["candidates"][1:]
+    assert (level_2["name"], int8["name"]) == ("Pipe-SGD (pipeline_level=2)", "Pipe-SGD (compression=int8)")
+    assert selsync["name"] == "SelSync (overlap=forward), synchronized step, 1 MiB"
+    assert edged["name"] == "DeAR (edge_mb=0.1, overlap=paper), 1 MiB"
     assert int8["limit"] <= level_2["limit"]
     assert int8["predicted"] <= level_2["predicted"]
     assert merged["limit"] == ddp["limit"]
-    assert (ddp["name"], ddp["search"], dear["name"]) == ("DDP, 1 MiB", None, "DeAR, random")
+    assert (ddp["name"], ddp["search"], dear["name"]) == ("DDP, 1 MiB", None, "DeAR (fusion=random)")
     assert 1 < dear["search"]["trials"] <= 20
     assert "sizes tried in" in (tmp_path / "step.md").read_text()
 
@@ -232,7 +243,9 @@ def test_under_a_launcher(tmp_path: Path) -> None:
         ("step", ["--ratio", "0"], ["ratio must be positive"]),
         ("step", ["--methods", "dear"], ["ddp has to be among them"]),
         ("timeline", ["--methods", "zero"], ["cannot be seen"]),
-        ("step", ["--methods", "ddp", "magic"], ["ddp, magic", "dear-bo"]),
+        ("step", ["--methods", "ddp", "magic"], ["'magic'", "dear, selsync"]),
+        ("step", ["--methods", "ddp", "dear:edges=1"], ["'edges=1'", "edge_mb"]),
+        ("step", ["--methods", "ddp", "dear:overlap=best"], ["overlap", "'best'"]),
         ("step", ["--hosts", "2", "1"], ["hosts=[2, 1]"]),
         ("step", ["--racks", "2"], ["racks=2", "rate"]),
         ("timeline", ["--model", "cnn"], ["model='cnn'", "emulated"]),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.bench.baselines import ByteScheduler
 from lightning_pipesync.bench.baselines.grouped import merged
-from lightning_pipesync.bench.candidates import METHODS
+from lightning_pipesync.bench.candidates import ALTERNATIVES
 from lightning_pipesync.bench.models import build_model
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.handle import Handle
@@ -38,7 +38,7 @@ def train(names: list[str]) -> dict[str, torch.Tensor]:
     """Returns all weights after three steps of each candidate, which begin when it is prepared."""
     weights = {}
     for name in names:
-        [make] = METHODS[name]([0.01])
+        [make] = ALTERNATIVES[name]([0.01])
         torch.manual_seed(0)
         candidate = make(build_model("cnn"))
         initial = copy.deepcopy(candidate.model.module.state_dict())
@@ -66,7 +66,7 @@ def test_trains_what_ddp_trains() -> None:
 def priorities() -> list[int]:
     """Returns the layers whose pieces ByteScheduler averages, in turn, if none starts before all are ready."""
     torch.manual_seed(0)
-    [make] = METHODS["byte-scheduler"]([0.01])
+    [make] = ALTERNATIVES["byte-scheduler"]([0.01])
     candidate = make(build_model("cnn"))
     assert isinstance(candidate, ByteScheduler)
     chosen: list[int] = []
@@ -96,7 +96,7 @@ def test_byte_scheduler_averages_the_first_layers_first() -> None:
 
 def takes_steps(names: list[str]) -> None:
     for name in names:
-        [make] = METHODS[name]([0.01])
+        [make] = ALTERNATIVES[name]([0.01])
         candidate = make(build_model("cnn"))
         for _ in range(3):
             candidate.step()

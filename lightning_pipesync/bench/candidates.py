@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,11 +25,7 @@ from lightning_pipesync.bench.baselines import (
 )
 from lightning_pipesync.bench.candidate import LEARNING_RATE, MOMENTUM, Candidate, sgd
 from lightning_pipesync.bench.models import BenchModel
-from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.methods.dear import DeAR
-from lightning_pipesync.methods.pipe_sgd import PipeSGD
-from lightning_pipesync.methods.selsync import SelSync
-from lightning_pipesync.methods.sync_method import SyncMethod
+from lightning_pipesync.bench.with_method import MakeCandidate, with_method
 
 
 class Wrapped(Candidate):
@@ -46,42 +39,6 @@ class Wrapped(Candidate):
         self.optimizer.zero_grad()
         self.model.loss(self.module, self.batch).backward()
         self.optimizer.step()
-
-
-class WithMethod(Candidate):
-    """A method of this package."""
-
-    def __init__(self, name: str, model: BenchModel, limit: str, method: type[SyncMethod], **settings: Any) -> None:
-        super().__init__(name, model)
-        self.limit = limit
-        self.optimizer = sgd(model.module.parameters())
-        self.sync = method(model.module, self.optimizer, **settings)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model.loss(self.model.module, self.batch).backward()
-        self.sync.step()
-
-    def prepare(self) -> dict[str, Any] | None:
-        if not isinstance(self.sync, DeAR):
-            return None
-        started = time.perf_counter()
-        steps = 0
-        while not (self.sync.tuned and self.sync.planned):
-            self.step()
-            steps += 1
-        if not self.sync.trials:
-            return None
-        took, fusion = time.perf_counter() - started, self.sync.fusion
-        tried = len({trial.seconds for trial in self.sync.trials})  # equal buckets are measured once
-        return {"trials": tried, "steps": steps, "seconds": took, "size": fusion.bucket_mb, "edge": fusion.edge_mb}
-
-    def drain(self) -> None:
-        self.sync.flush()
-        self.sync.resume()
-
-    def close(self) -> None:
-        self.sync.detach()
 
 
 def ddp_name(bucket_mb: float) -> str:
@@ -125,42 +82,8 @@ def wfbp(model: BenchModel) -> GroupedAllReduce:
     return GroupedAllReduce("WFBP", model, "baseline", bucket_mb=None)
 
 
-def dear(model: BenchModel, name: str, limit: str = "eager", **settings: Any) -> WithMethod:
-    """DeAR, with gathers under backward unless ``overlap="paper"``."""
-    return WithMethod(name, model, limit, DeAR, **settings)
-
-
-def selsync(model: BenchModel, name: str, limit: str, **settings: Any) -> WithMethod:
-    """SelSync with steps of one kind only."""
-    return WithMethod(f"SelSync, {name}", model, limit, SelSync, **settings)
-
-
-class WithPipeSGD(WithMethod):
-    """Pipe-SGD, one step stale."""
-
-    def __init__(
-        self, model: BenchModel, compression: str = "none", level: int = 1, segments: int = 4, predicts: bool = True
-    ) -> None:
-        details = [compression] * (compression != "none") + [f"level {level}"] * (level != 1)
-        details += ["no prediction"] * (not predicts)
-        settings = {"compression": compression, "pipeline_level": level, "segments": segments}
-        settings["delay_compensation"] = "prediction" if predicts else "none"
-        super().__init__(", ".join(["Pipe-SGD", *details]), model, "pipe_sgd", PipeSGD, **settings)
-        self.sync: PipeSGD
-        numel = sum(parameter.numel() for parameter in model.module.parameters())
-        self.compression = 4 * numel / get_codec(compression).wire_bytes(numel, torch.float32)
-        self.segments = segments if level == 2 else 1
-
-    def begin(self) -> None:
-        self.step()  # its gradient may have started within the backward pass
-        self.step()
-
-    def drain(self) -> None:
-        self.sync.drain()
-
-
-#: By name: a function of the bucket sizes in MiB that returns factories of candidates.
-METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candidate]]]] = {
+#: By name what this package's methods are compared with: a function of the bucket sizes in MiB.
+ALTERNATIVES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "ddp": lambda sizes: [partial(ddp, bucket_mb=size) for size in sizes],
     "fsdp2": lambda _: [fsdp2],
     "serial": lambda sizes: [partial(serial, bucket_mb=size) for size in sizes],
@@ -171,48 +94,28 @@ METHODS: dict[str, Callable[[Sequence[float]], list[Callable[[BenchModel], Candi
     "byte-scheduler": lambda sizes: [partial(ByteScheduler, partition_mb=size) for size in sizes],
     "ps": lambda _: [ParameterServer],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
-    "dear": lambda sizes: [
-        partial(dear, name=f"DeAR, {size:g} MiB", fusion="buffer", bucket_mb=size) for size in sizes
-    ],
-    "dear-paper": lambda sizes: [
-        partial(
-            dear, name=f"DeAR (paper), {size:g} MiB", limit="dear", fusion="buffer", bucket_mb=size, overlap="paper"
-        )
-        for size in sizes
-    ],
-    "dear-none": lambda _: [partial(dear, name="DeAR, no fusion", fusion="none")],
-    "dear-layers": lambda _: [partial(dear, name="DeAR, 4 layers", fusion="layers")],
     "dear-rs": lambda sizes: [partial(ReduceScatterOnly, bucket_mb=size) for size in sizes],
     "dear-ag": lambda sizes: [partial(AllGatherOnly, bucket_mb=size) for size in sizes],
-    "dear-bo": lambda _: [partial(dear, name="DeAR, bo", fusion="bo")],
-    "dear-random": lambda _: [partial(dear, name="DeAR, random", fusion="random")],
-    "dear-grid": lambda _: [partial(dear, name="DeAR, grid", fusion="grid")],
-    "pipe_sgd": lambda _: [WithPipeSGD],
-    "pipe_sgd-paper": lambda _: [partial(WithPipeSGD, predicts=False)],
-    "pipe_sgd-level2": lambda _: [partial(WithPipeSGD, level=2)],
-    "pipe_sgd-truncate16": lambda _: [partial(WithPipeSGD, compression="truncate16")],
-    "pipe_sgd-int8": lambda _: [partial(WithPipeSGD, compression="int8")],
-    "selsync": lambda sizes: [
-        *(
-            partial(
-                selsync,
-                name=f"synchronized step, {size:g} MiB",
-                limit="under_forward",
-                delta=0.0,
-                bucket_mb=size,
-                overlap="forward",
-            )
-            for size in sizes
-        ),
-        partial(selsync, name="local step", limit="compute", delta=1e9),
-    ],
-    "selsync-serial": lambda _: [partial(selsync, name="synchronized step, serial", limit="serial", delta=0.0)],
 }
 
 
-def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[Callable[[BenchModel], Candidate]]:
-    """Returns factories of the candidates of some ``METHODS``, each for a model; calling one is collective."""
-    return [make for method in methods for make in METHODS[method](bucket_mb)]
+def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[MakeCandidate]:
+    """Returns factories of candidates, each for a model; calling one is collective.
+
+    Args:
+        methods: some of :data:`ALTERNATIVES`, and methods of this package, see :func:`with_method`.
+        bucket_mb: bucket sizes in MiB, of which there is a candidate each.
+
+    Raises:
+        ValueError: a method is unknown, or one of its settings.
+    """
+    if not methods:
+        raise ValueError("methods must name something to compare.")
+    makers: list[MakeCandidate] = []
+    for method in methods:
+        own = method.partition(":")[0] not in ALTERNATIVES
+        makers += with_method(method, bucket_mb, known=ALTERNATIVES) if own else ALTERNATIVES[method](bucket_mb)
+    return makers
 
 
 def in_ddp(module: nn.Module, bucket_mb: float) -> DistributedDataParallel:

@@ -61,14 +61,14 @@ def step(
         model: transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
-        methods: What is compared: ddp, fsdp2, zero, dear, selsync, pipe_sgd; serial, wfbp, mg-wfbp, horovod,
-            horovod-bo, byte-scheduler and ps, the papers' baselines; dear-paper, which gathers nothing under backward;
-            dear-rs and dear-ag, half of it; dear-none and dear-layers; dear-bo, dear-random and dear-grid, which search
-            for a bucket size first, in some 100 steps; pipe_sgd-paper, without prediction; pipe_sgd-level2,
-            pipe_sgd-truncate16, pipe_sgd-int8; selsync-serial, whose average is hidden under nothing.
+        methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
+            the papers' baselines; dear-rs and dear-ag, half of DeAR; and dear, selsync and pipe_sgd, each with settings
+            if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=paper, dear:edge_mb=0.5, dear:fusion=bo,
+            which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
+            pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
-        bucket_mb: Bucket sizes of DDP, DeAR and SelSync, and ByteScheduler's pieces, in MiB; DDP's best one is the
-            baseline.
+        bucket_mb: Bucket sizes of DDP, DeAR without a fusion of its own and SelSync under forward, and ByteScheduler's
+            pieces, in MiB; DDP's best one is the baseline.
         steps: Steps of one measurement.
         rounds: Number of measurements of each candidate, in turns.
         output: Folder for step.json, step.md and the pictures.
@@ -152,7 +152,7 @@ def timeline(
         model: emulated-alexnet, emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
             emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor over the true number.
-        methods: What is drawn: ddp, dear, dear-paper, dear-bo, pipe_sgd, selsync.
+        methods: What is drawn: ddp, dear, selsync, pipe_sgd, with settings as in `bench step`.
         ratio: Communication time over computation time.
         bucket_mb: Bucket sizes of DDP and DeAR in MiB.
         steps: Steps that are drawn.

@@ -11,20 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.candidate import Candidate
-from lightning_pipesync.bench.candidates import (
-    METHODS,
-    Wrapped,
-    ddp_name,
-    makers,
-    without_communication,
-)
+from lightning_pipesync.bench.candidates import Wrapped, ddp_name, makers, without_communication
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model, computation_seconds
 from lightning_pipesync.bench.round_robin import time_round_robin
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
+from lightning_pipesync.core.layer_limits import LayerLimits, LayerTimes
 from lightning_pipesync.core.pipe_cost import PipeCost
 
 
@@ -35,7 +31,7 @@ class StepSettings:
     Attributes:
         model: a name for :func:`build_model`.
         scale: the scale of the tensors of an emulated model.
-        methods: names of :data:`METHODS`.
+        methods: what is compared, see :func:`makers`.
         ratios: communication time over computation time, of an emulated model; empty for a real one.
         bucket_mb: bucket sizes of DDP and DeAR, in MiB; DDP's best one counts.
         steps: the number of steps of a measurement.
@@ -59,13 +55,11 @@ class StepSettings:
         for name in ("scale", "steps", "rounds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
-        unknown = [method for method in self.methods if method not in METHODS]
-        if unknown or not self.methods:
-            raise ValueError(f"methods must be some of {', '.join(METHODS)}, got {', '.join(self.methods)}.")
         if not all(ratio > 0 for ratio in self.ratios):
             raise ValueError(f"ratio must be positive, got {self.ratios!r}.")
         if not self.bucket_mb or not all(size > 0 for size in self.bucket_mb):
             raise ValueError(f"bucket_mb must be one or more positive numbers of MiB, got {self.bucket_mb!r}.")
+        makers(self.methods, self.bucket_mb)  # raises if one is unknown
 
 
 @dataclass(frozen=True)
@@ -76,15 +70,13 @@ class Profile:
         forward: seconds.
         backward: seconds.
         update: seconds.
-        ready: when each gradient is ready, in seconds since the start of backward, ascending.
-        num_bytes: the size of each gradient in bytes.
+        tensors: in the order in which their gradients become ready.
     """
 
     forward: float
     backward: float
     update: float
-    ready: list[float]
-    num_bytes: list[int]
+    tensors: list[LayerTimes]
 
 
 def measure_step(settings: StepSettings, progress: Callable[[str], object]) -> dict[str, Any]:
@@ -134,8 +126,9 @@ def measure_run(
 
     Returns:
         ``num_bytes`` of the gradient; ``cost``: the parts of a step, from which the limits follow; and for each
-        candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, for DDP and
-        Pipe-SGD the time ``predicted`` by the cost model, and the result of its ``search``, if there is one.
+        candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, the same for the
+        layers of this model, for DDP and Pipe-SGD the time ``predicted`` by the cost model, and the result of its
+        ``search``, if there is one.
     """
     torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
     alone = without_communication(build())
@@ -145,6 +138,7 @@ def measure_run(
     half = (world_size - 1) / world_size * num_bytes / bandwidth
     cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
     by_name = {candidate.name: candidate for candidate in candidates}
+    limits = {c.compression: LayerLimits(cost.compressed(c.compression), profile.tensors) for c in candidates}
     found = {name: candidate.prepare() for name, candidate in by_name.items()}
 
     def run(candidate: Candidate) -> None:
@@ -177,6 +171,7 @@ def measure_run(
                 "seconds": [value / settings.steps for value in measured.seconds],
                 "processor_seconds": [value / settings.steps for value in measured.processor_seconds],
                 "limit": getattr(cost.compressed(by_name[name].compression), by_name[name].limit),
+                "layer_limit": limits[by_name[name].compression].get(by_name[name].limit),
                 "predicted": predicted.get(name),
                 "search": found[name],
             }
@@ -202,6 +197,7 @@ def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
     """Measures the parts of a step without communication on this rank: medians over several steps."""
     parameters = [parameter for parameter in candidate.module.parameters() if parameter.requires_grad]
     ready: list[dict[int, float]] = []
+    needed: list[dict[int, float]] = []
     began = 0.0
     handles = [
         parameter.register_post_accumulate_grad_hook(
@@ -209,11 +205,18 @@ def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
         )
         for parameter in parameters
     ]
+
+    def runs(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            needed[-1].setdefault(id(parameter), time.perf_counter() - began)
+
+    handles += [module.register_forward_pre_hook(runs) for module in candidate.module.modules()]
     parts: list[tuple[float, float, float]] = []
     for _ in range(rounds + 1):
         candidate.optimizer.zero_grad()
         ready.append({})
-        start = time.perf_counter()
+        needed.append({})
+        start = began = time.perf_counter()
         loss = candidate.model.loss(candidate.module, candidate.batch)
         began = time.perf_counter()
         loss.backward()
@@ -223,19 +226,25 @@ def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
     for handle in handles:
         handle.remove()
     forward, backward, update = (median(values) for values in zip(*parts[1:], strict=True))
-    times = {id(p): median(step[id(p)] for step in ready[1:]) for p in parameters if id(p) in ready[-1]}
-    in_order = sorted((p for p in parameters if id(p) in times), key=lambda p: times[id(p)])
-    sizes = [parameter.numel() * parameter.element_size() for parameter in in_order]
-    return Profile(forward, backward, update, [times[id(p)] for p in in_order], sizes)
+    tensors = [
+        LayerTimes(
+            ready=median(step[id(p)] for step in ready[1:]),
+            needed=median(step.get(id(p), 0.0) for step in needed[1:]),
+            num_bytes=p.numel() * p.element_size(),
+        )
+        for p in parameters
+        if id(p) in ready[-1]
+    ]
+    return Profile(forward, backward, update, sorted(tensors, key=lambda tensor: tensor.ready))
 
 
 def predict_ddp(profile: Profile, link: LinkCost, world_size: int, bucket_mb: float) -> float:
     """Returns the predicted seconds of a step of DDP, with serial all-reduces of its buckets, each once it is full."""
     ready, durations, filled = [], [], 0
-    for i, (moment, num_bytes) in enumerate(zip(profile.ready, profile.num_bytes, strict=True)):
-        filled += num_bytes
-        if filled >= bucket_mb * MIB or i == len(profile.ready) - 1:
-            ready.append(moment)
+    for i, tensor in enumerate(profile.tensors):
+        filled += tensor.num_bytes
+        if filled >= bucket_mb * MIB or i == len(profile.tensors) - 1:
+            ready.append(tensor.ready)
             durations.append(link.all_reduce(filled, world_size))
             filled = 0
     return profile.forward + max(profile.backward, end_of_pipeline(ready, durations)) + profile.update

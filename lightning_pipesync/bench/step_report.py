@@ -22,6 +22,7 @@ class Row:
         quartiles: the lower and the upper quartile.
         over_ddp: the speed-up over DDP with its best bucket size.
         of_limit: the limit of this kind of method over its time.
+        of_layer_limit: the same for the layers of this model.
         exposed: seconds of exposed communication.
         processor: the median seconds of processor time of a step, all threads of a rank.
         prediction_error: the relative error of the cost model; None without a prediction.
@@ -32,6 +33,7 @@ class Row:
     quartiles: tuple[float, float]
     over_ddp: float
     of_limit: float
+    of_layer_limit: float
     exposed: float
     processor: float
     prediction_error: float | None
@@ -53,6 +55,7 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
                 quartiles=(low, high),
                 over_ddp=best_ddp / median,
                 of_limit=one["limit"] / median,
+                of_layer_limit=one["layer_limit"] / median,
                 exposed=max(0.0, median - cost.compute),
                 processor=median_and_quartiles(one["processor_seconds"])[0],
                 prediction_error=error,
@@ -63,7 +66,17 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
 
 def as_markdown(results: list[dict[str, Any]]) -> str:
     """Returns a table for each number of hosts and each ratio."""
-    headings = ["", "ms a step", "quartiles", "over DDP", "of its limit", "exposed ms", "processor ms", "predicted"]
+    headings = [
+        "",
+        "ms a step",
+        "quartiles",
+        "over DDP",
+        "of its limit",
+        "for these layers",
+        "exposed ms",
+        "processor ms",
+    ]
+    headings += ["predicted"]
     parts = []
     for result in results:
         for run in result["runs"]:
@@ -104,6 +117,7 @@ def _cells(row: Row) -> list[str]:
         f"{_ms(row.quartiles[0])} to {_ms(row.quartiles[1])}",
         f"{row.over_ddp:.2f}",
         f"{row.of_limit:.0%}",
+        f"{row.of_layer_limit:.0%}",
         _ms(row.exposed),
         _ms(row.processor),
         "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",

@@ -17,8 +17,9 @@ from torch.futures import Future
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.baselines import OverTransport
 from lightning_pipesync.bench.candidate import Candidate
-from lightning_pipesync.bench.candidates import WithMethod, Wrapped, makers
+from lightning_pipesync.bench.candidates import Wrapped, makers
 from lightning_pipesync.bench.step import StepSettings, emulated_builder
+from lightning_pipesync.bench.with_method import WithMethod
 from lightning_pipesync.core.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters
 

@@ -1,0 +1,88 @@
+"""The shortest time of a training step whose layers differ: what nothing can hide of the first and the last ones.
+
+Eqs. 7 and 8 of DeAR know no single tensors. But a gradient cannot be sent before it is ready, and a layer cannot run
+before its weights are there: BERT's embeddings, a fifth of its values, are the last to be ready and the first to be
+needed. These limits are those of tensors that are sent one by one, without latency, in the best order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_pipesync.core.cost import StepCost, end_of_pipeline
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """When a tensor's gradient is ready and when it is needed.
+
+    Attributes:
+        ready: seconds since backward began.
+        needed: seconds of computation since forward began.
+        num_bytes: the size of the tensor.
+    """
+
+    ready: float
+    needed: float
+    num_bytes: int
+
+
+class LayerLimits:
+    """The limits of :class:`StepCost`, under the same names, for the layers of a model.
+
+    Args:
+        cost: the parts of a step.
+        tensors: all tensors that are communicated.
+    """
+
+    def __init__(self, cost: StepCost, tensors: Sequence[LayerTimes]) -> None:
+        self._cost, self._total = cost, sum(tensor.num_bytes for tensor in tensors)
+        self._by_ready = sorted(tensors, key=lambda tensor: tensor.ready)
+        self._by_need = sorted(tensors, key=lambda tensor: tensor.needed)
+
+    def get(self, name: str) -> float:
+        """Returns the limit of that name, in seconds, at least that of :class:`StepCost`."""
+        own = getattr(type(self), f"_{name}", None)
+        cost: float = getattr(self._cost, name)
+        return cost if own is None else max(cost, own(self) + self._cost.update)
+
+    def _baseline(self) -> float:
+        return self._cost.forward + self._reduced(self._cost.all_reduce)
+
+    def _dear(self) -> float:
+        return self._reduced(self._cost.reduce_scatter) + self._forward(self._cost.all_gather)
+
+    def _eager(self) -> float:
+        """What is ready after ``r`` and needed before ``n`` is reduced and gathered after ``r`` and before ``n``."""
+        needed = np.array([tensor.needed for tensor in self._by_need])
+        ready = np.array([tensor.ready for tensor in self._by_need])
+        seconds = self._cost.all_reduce / self._total * np.array([tensor.num_bytes for tensor in self._by_need])
+        return max(
+            float(np.max(r + np.cumsum(np.where(ready >= r, seconds, 0.0)) + self._cost.forward - needed))
+            for r in np.unique(ready)
+        )
+
+    def _under_forward(self) -> float:
+        return self._cost.backward + self._forward(self._cost.all_reduce)
+
+    def _reduce_scatter_only(self) -> float:
+        return self._cost.forward + self._reduced(self._cost.reduce_scatter)
+
+    def _all_gather_only(self) -> float:
+        return self._forward(self._cost.all_gather) + self._cost.backward
+
+    def _reduced(self, seconds: float) -> float:
+        """Returns when all gradients are reduced, since backward began; their operation takes ``seconds`` in all."""
+        durations = [seconds * tensor.num_bytes / self._total for tensor in self._by_ready]
+        return max(self._cost.backward, end_of_pipeline([tensor.ready for tensor in self._by_ready], durations))
+
+    def _forward(self, seconds: float) -> float:
+        """Returns when forward ends, if an operation of ``seconds`` on all weights begins with it."""
+        arrived = waited = 0.0
+        for tensor in self._by_need:
+            arrived += seconds * tensor.num_bytes / self._total
+            waited = max(waited, arrived - tensor.needed)
+        return self._cost.forward + waited
