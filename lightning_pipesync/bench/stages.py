@@ -72,8 +72,9 @@ def measure_stages(settings: StagesSettings, progress: Callable[[str], object]) 
 
     Returns:
         Settings; bandwidth in bytes per second; and for each of ``stage_ms`` the seconds of a mini-batch in a stage
-        that never waits, and by candidate the measured seconds, round by round, and the ``trace`` of some mini-batches
-        from an empty pipeline to an empty one: for each stage the kind, start and end of its passes, in seconds.
+        that never waits, and by candidate the measured seconds and the processor seconds of a stage, round by round,
+        and the ``trace`` of some mini-batches from an empty pipeline to an empty one: for each stage the kind, start
+        and end of its passes, in seconds.
     """
     bandwidth = measure_bandwidth()
     runs = [measure_run(settings, milliseconds / 1e3, progress) for milliseconds in settings.stage_ms]
@@ -91,14 +92,16 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
         )
         engines[name] = EAPipe(stages[name], _loss, lambda ps: SGD(ps, lr=1e-3), parse_candidate(name))
     seconds = torch.zeros(len(engines), settings.rounds, dtype=torch.float64)
+    processor = torch.zeros_like(seconds)
     for round_ in range(settings.rounds):
         for i, (name, engine) in enumerate(engines.items()):
             for _ in range(3 * num_stages):  # until the steady state
                 engine.train_batch(batch)
-            start = time.perf_counter()
+            start, processor_start = time.perf_counter(), time.process_time()
             for _ in range(settings.steps):
                 engine.train_batch(batch)
             seconds[i, round_] = (time.perf_counter() - start) / settings.steps
+            processor[i, round_] = (time.process_time() - processor_start) / settings.steps
             engine.flush()
             dist.barrier()
             progress(name)
@@ -106,11 +109,13 @@ def measure_run(settings: StagesSettings, stage_seconds: float, progress: Callab
     for engine in engines.values():
         engine.detach()
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(processor)
+    processor /= num_stages
     return {
         "stage_seconds": stage_seconds,
         "candidates": [
-            {"name": name, "seconds": row.tolist(), "trace": traces[name]}
-            for name, row in zip(engines, seconds, strict=True)
+            {"name": name, "seconds": wall, "processor_seconds": busy, "trace": traces[name]}
+            for name, wall, busy in zip(engines, seconds.tolist(), processor.tolist(), strict=True)
         ],
     }
 
