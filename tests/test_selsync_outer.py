@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.methods.outer import OuterStep
+from lightning_pipesync.methods.replicas.outer import OuterStep
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync import SelSyncStrategy
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.selsync import SelSync
-from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
 from tests.harness import launch
 from tests.lightning_models import Classifier, train_loader, trainer
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp, state

@@ -13,10 +13,10 @@ from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.replicas.gradients import GradientAggregation
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.selsync.algorithm import Decision, SelectiveSync
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.gradients import GradientAggregation
-from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
 
 #: After so many consecutive local steps a warning says that delta seems too large.
 MANY_LOCAL_STEPS = 500

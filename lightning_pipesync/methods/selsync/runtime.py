@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
+from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
+from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
 from lightning_pipesync.methods.selsync.algorithm import Decision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
-from lightning_pipesync.methods.selsync.overlap import ForwardOverlap
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")

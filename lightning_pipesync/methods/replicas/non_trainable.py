@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.torch_private import foreach_norm, version
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.selsync.replica import differing, to_cpu
+from lightning_pipesync.methods.replicas.tensors import differing, to_cpu
 
 
 class NonTrainableTensors:

@@ -14,7 +14,7 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.outer import OuterStep
+from lightning_pipesync.methods.replicas.outer import OuterStep
 
 
 class ReplicatedTensors:

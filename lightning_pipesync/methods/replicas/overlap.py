@@ -18,7 +18,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.execution_order import ExecutionOrder
 from lightning_pipesync.methods.feedpipe import FeedPipe
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.selsync.replica import ReplicatedTensors
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 
 class AveragedBucket:
