@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,13 +31,13 @@ def test_its_arithmetic_is_that_of_sgd_with_nesterov_momentum(lr: float, momentu
     torch.manual_seed(0)
     agreed = [torch.randn(1000), torch.randn(30)]
     expected = [weights.clone().requires_grad_() for weights in agreed]
-    optimizer = torch.optim.SGD(expected, lr=lr, momentum=momentum, nesterov=momentum > 0)
-    outer = OuterStep(agreed, lr, momentum)
+    make = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    optimizer, outer = make(expected), OuterStep(agreed, make)
     for _ in range(5):
         movements = [torch.randn_like(weights) for weights in agreed]
         for index, (weights, movement) in enumerate(zip(expected, movements, strict=True)):
             weights.grad = -movement
-            outer.step(index, movement)
+            assert outer.step(index, movement) is agreed[index]
         optimizer.step()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(agreed, expected, strict=True))
 
@@ -142,7 +143,9 @@ def test_with_a_codec_all_ranks_agree() -> None:
 )
 def test_its_default(optimizer: str, settings: dict[str, Any], expected: tuple[float, float] | None) -> None:
     """An outer momentum for Adam, unless delta is given, as in the paper."""
-    assert SelSyncConfig(**settings).outer_step(OPTIMIZERS[optimizer](seeded_mlp())) == expected
+    make = SelSyncConfig(**settings).outer_step(OPTIMIZERS[optimizer](seeded_mlp()))
+    group = None if make is None else make([torch.zeros(1)]).param_groups[0]
+    assert (group and (group["lr"], group["momentum"])) == expected
 
 
 def resume_with_another_delta() -> list[tuple[str, str] | None]:

@@ -22,6 +22,9 @@ from lightning_pipesync.core.ring import RingExchange, worthwhile
 #: Operations are numbered by tags modulo this, in two series.
 NUM_TAGS = 2**29
 
+#: What an all-reduce does in place with a rank's slice of the sum, before it is gathered.
+Between = Callable[[Tensor], object]
+
 
 class GlooExchange:
     """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
@@ -74,16 +77,18 @@ class GlooExchange:
         return promise.wait
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None
     ) -> Callable[[], Tensor]:
-        """Runs both halves in sequence; returns a function that waits for ``flat``."""
+        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
         gather_tag = self._next_tag()
         gathering: Promise[Callable[[], Tensor]] = Promise()
         promise: Promise[Tensor] = Promise()
 
         def reduce_and_start_to_gather() -> Callable[[], Tensor]:
-            reduce()
+            own = reduce()
+            if between is not None:
+                between(own)
             return self._start_all_gather(gather_tag, flat, codec, feedback)
 
         self._reducing.submit(lambda: gathering.run(reduce_and_start_to_gather))

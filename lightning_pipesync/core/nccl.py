@@ -12,6 +12,7 @@ from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
+from lightning_pipesync.core.gloo import Between
 from lightning_pipesync.core.torch_private import foreach_copy_
 
 
@@ -50,12 +51,14 @@ class NcclExchange:
         return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback), feedback)
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None
     ) -> Callable[[], Tensor]:
-        """Runs both halves in sequence; returns a function that waits for ``flat``."""
+        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
 
         def both() -> Tensor:
-            self._reduce_scatter(flat, codec, mean, feedback)
+            own = self._reduce_scatter(flat, codec, mean, feedback)
+            if between is not None:
+                between(own)
             return self._all_gather(flat, codec, feedback)
 
         return self._enqueue(flat, both, feedback)

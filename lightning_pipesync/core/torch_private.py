@@ -59,6 +59,18 @@ def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def foreach_add_(tensors: list[Tensor], others: list[Tensor], alpha: float) -> None:
+    """Adds ``alpha`` times the others to the tensors, in one call."""
+    if tensors:
+        torch._foreach_add_(tensors, others, alpha=alpha)
+
+
+def foreach_lerp_(tensors: list[Tensor], others: list[Tensor], weight: float) -> None:
+    """Moves the tensors towards the others by a share ``weight`` of their distance, in one call."""
+    if tensors:
+        torch._foreach_lerp_(tensors, others, weight)
+
+
 def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the L2 norm of each tensor as a 0-dim tensor: fp32, or fp64 if one of them is."""
     if not tensors:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.gloo import GlooExchange
+from lightning_pipesync.core.gloo import Between, GlooExchange
 from lightning_pipesync.core.nccl import NcclExchange
 
 
@@ -104,13 +104,13 @@ class TorusExchange:
         return gather_in_row
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None
     ) -> Callable[[], Tensor]:
-        """Runs both halves in sequence; returns a function that waits for ``flat``."""
+        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
 
         def reduce_in_column() -> Tensor:
-            self._column.all_reduce(summed_in_row(), codec, mean, feedback)()
+            self._column.all_reduce(summed_in_row(), codec, mean, feedback, between)()
             return self._row.all_gather(flat, codec, feedback)()
 
         return reduce_in_column

@@ -22,7 +22,7 @@ from lightning_pipesync.core.channel import MessageReceiver, MessageSender
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.gloo import NUM_TAGS, GlooExchange
+from lightning_pipesync.core.gloo import NUM_TAGS, Between, GlooExchange
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.nccl import NcclExchange
@@ -148,12 +148,24 @@ class Transport:
         return self._launch("all_gather", flat, lambda t: self._exchange.all_gather(t, codec, feedback, part), part)
 
     def all_reduce(
-        self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
+        self,
+        flat: Tensor,
+        *,
+        codec: str | Codec = "none",
+        mean: bool = False,
+        feedback: ErrorFeedback | None = None,
+        between: Between | None = None,
     ) -> Handle[Tensor]:
-        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both in the background."""
+        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both in the background.
+
+        Args:
+            between: changes this rank's slice of the sum, in place, before it is gathered; called on another thread.
+        """
         codec = self._check(flat, codec, mean)
         self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
-        return self._launch("all_reduce", flat, lambda t: self._exchange.all_reduce(t, codec, mean, feedback))
+        if self.world_size == 1 and between is not None:
+            between(flat)
+        return self._launch("all_reduce", flat, lambda t: self._exchange.all_reduce(t, codec, mean, feedback, between))
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
         """All-gathers ``flag``, one byte (0 to 255); the handle's result is every rank's flag, by rank."""

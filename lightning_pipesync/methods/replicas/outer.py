@@ -2,48 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.torch_private import map_tensors
+
+#: Returns an optimizer of some tensors.
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 class OuterStep:
-    """SGD with Nesterov momentum on the agreed weights, by the replicas' average movement away from them.
+    """Steps an optimizer of torch's on the agreed weights, of which each rank updates its own shards.
 
-    DiLoCo's outer gradient is the negative of that movement. The arithmetic is, bit for bit, that of
-    ``torch.optim.SGD(lr=lr, momentum=momentum, nesterov=True)`` (DiLoCo, Algorithm 1, lines 12 to 14). The same input
-    gives the same bits on all ranks.
+    The outer gradient is the agreed weights minus the average of the replicas (DiLoCo, Algorithm 1, lines 12 to 14), so
+    that SGD with a learning rate of 1 sets the agreed weights to that average. A rank has the state of its shards only.
 
     Args:
-        agreed: flat buffers with the agreed weights, the same on all ranks.
-        lr: learning rate; 1 without momentum results in the average of the replicas.
-        momentum: in [0, 1); 0 needs no memory.
+        shards: this rank's shards of flat buffers with the agreed weights.
+        make: returns the outer optimizer of some of them; it must be element-wise.
     """
 
-    def __init__(self, agreed: Sequence[Tensor], lr: float, momentum: float) -> None:
-        self._agreed, self._lr, self._momentum = list(agreed), lr, momentum
-        self._velocities = [torch.zeros_like(weights) for weights in agreed] if momentum else []
+    def __init__(self, shards: Sequence[Tensor], make: MakeOptimizer) -> None:
+        self._shards = list(shards)
+        self._optimizers = [make([shard]) for shard in self._shards]
 
     @torch.no_grad()
-    def step(self, index: int, movement: Tensor) -> None:
-        """Takes a step on one of the buffers.
+    def step(self, index: int, movement: Tensor) -> Tensor:
+        """Takes a step on one of the shards, and returns it.
 
         Args:
-            index: index of the buffer.
-            movement: the ranks' average of their weights minus the agreed ones; overwritten.
+            index: index of the shard.
+            movement: the average of the replicas minus the agreed weights, of the shard.
         """
-        if self._velocities:
-            velocity = self._velocities[index].mul_(self._momentum).add_(movement)
-            movement.add_(velocity, alpha=self._momentum)
-        self._agreed[index].add_(movement, alpha=self._lr)
+        shard = self._shards[index]
+        shard.grad = -movement
+        self._optimizers[index].step()
+        shard.grad = None
+        return shard
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the momentum, on the CPU; the agreed weights are not included."""
-        return {"velocities": [velocity.to("cpu", copy=True) for velocity in self._velocities]}
+        """Returns the optimizers' state of this rank's shards, on the CPU; the agreed weights are not included."""
+        states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
+        return {"states": map_tensors(lambda tensor: tensor.to("cpu", copy=True), states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned."""
-        for velocity, value in zip(self._velocities, state["velocities"], strict=True):
-            velocity.copy_(value)
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+        for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
+            optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.torch_private import foreach_add_, foreach_lerp_
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.replicas.outer import OuterStep
+from lightning_pipesync.methods.replicas.outer import MakeOptimizer, OuterStep
 
 
 class ReplicatedTensors:
@@ -25,7 +26,9 @@ class ReplicatedTensors:
         transport: the way to the other ranks.
         codec: of :meth:`synchronize`.
         error_feedback: whether the error of a lossy codec is added to what is sent next.
-        outer_step: learning rate and momentum of the outer step of :meth:`synchronize`; None: the plain average.
+        outer: makes the optimizer of the outer step of :meth:`synchronize`; None: the plain average.
+        elastic_force: if not 0, a rank does not continue from the agreed weights: they attract its own by this share of
+            their distance (EASGD).
 
     Attributes:
         tensors: those of each bucket.
@@ -38,24 +41,26 @@ class ReplicatedTensors:
         transport: Transport,
         codec: str | Codec = "none",
         error_feedback: bool = False,
-        outer_step: tuple[float, float] | None = None,
+        outer: MakeOptimizer | None = None,
+        elastic_force: float = 0.0,
     ) -> None:
         self.tensors = list(buckets)
         self._transport = transport
         self._codec = get_codec(codec)
+        self._elastic_force = elastic_force
         self._own: list[Bucket] = []
         self._swapped_in = False
         self.diverged = False
         # Lossy codecs encode how far the weights moved since the last synchronized step, never the weights
         # themselves. The outer step needs the same difference.
-        self._common: list[Tensor] = []
+        self._agreed: list[Tensor] = []
         self._feedback: list[ErrorFeedback | None] = []
-        if outer_step or not self._codec.lossless:
+        if outer or not self._codec.lossless:
             for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
                 bucket.pack(tensors)
-                self._common.append(bucket.flat.clone())
+                self._agreed.append(bucket.flat.clone())
             self._feedback = [transport.feedback(b.flat) if error_feedback else None for b in self._buckets]
-        self._outer = OuterStep(self._common, *(outer_step or (1.0, 0.0)))
+        self._outer = OuterStep([transport.shard(agreed) for agreed in self._agreed], outer) if outer else None
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -79,22 +84,66 @@ class ReplicatedTensors:
             self.finish(index)
         self.diverged = False
 
-    def start(self, index: int) -> Handle[Tensor]:
-        """Starts to average a bucket, by way of the codec; a collective call. :meth:`finish` sets its tensors."""
+    @torch.no_grad()
+    def start(self, index: int, participants: Sequence[int] | None = None) -> Handle[Tensor]:
+        """Starts to average a bucket, by way of codec and outer step; collective. :meth:`finish` sets its tensors.
+
+        Args:
+            index: index of the bucket.
+            participants: the ranks whose values are averaged; None: all.
+        """
         bucket = self._buckets[index]
         bucket.pack(self.tensors[index])
-        if not self._common:
-            return self._transport.all_reduce(bucket.flat, mean=True)
-        bucket.flat.sub_(self._common[index])
-        return self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=self._feedback[index])
+        if self._agreed:
+            bucket.flat.sub_(self._agreed[index])
+        if self._elastic_force:
+            foreach_add_(self.tensors[index], bucket.views, alpha=-self._elastic_force)
+        if participants is not None and self._transport.rank not in participants:
+            bucket.flat.zero_()
+        count = None if participants is None else len(participants)
+        return self._transport.all_reduce(
+            bucket.flat,
+            codec=self._codec,
+            mean=participants is None,
+            feedback=self._feedback[index] if self._agreed else None,
+            between=partial(self._between, index, count) if self._outer or count else None,
+        )
 
-    def finish(self, index: int, _: object = None) -> None:
-        """Takes the outer step, and sets the tensors of a bucket whose average has arrived."""
+    @torch.no_grad()
+    def finish(self, index: int, _: object = None, *, own_share: float = 0.0) -> None:
+        """Sets the tensors of a bucket whose average has arrived.
+
+        Args:
+            index: index of the bucket.
+            own_share: the share of this rank's own values that stays, from 0 to 1.
+        """
         bucket = self._buckets[index]
-        if self._common:
-            self._outer.step(index, bucket.flat)
-            bucket.flat.copy_(self._common[index])
-        bucket.unpack(self.tensors[index])
+        if self._agreed and self._codec.lossless:
+            self._agreed[index].copy_(bucket.flat)
+        elif self._agreed:
+            bucket.flat.copy_(self._agreed[index].add_(bucket.flat))
+        if self._elastic_force:
+            return
+        if own_share:
+            foreach_lerp_(self.tensors[index], bucket.views, 1 - own_share)
+        else:
+            bucket.unpack(self.tensors[index])
+
+    @torch.no_grad()
+    def _between(self, index: int, count: int | None, own: Tensor) -> None:
+        """Replaces this rank's shard of the average by what is gathered: values, or with a lossy codec a difference."""
+        if count is not None:
+            own.div_(count)
+        if self._outer is None:
+            return
+        agreed = self._transport.shard(self._agreed[index])
+        before = None if self._codec.lossless else agreed.clone()
+        stepped = self._outer.step(index, own.to(agreed.device))
+        if before is None:
+            own.copy_(stepped)
+        else:  # all ranks add the decoded difference, this one, too
+            own.copy_(stepped - before)
+            agreed.copy_(before)
 
     def swap_in_average(self) -> None:
         """Calls :meth:`average`, and keeps this rank's own values for :meth:`swap_back`; nothing if none diverged."""
@@ -130,10 +179,10 @@ class ReplicatedTensors:
             state["own"] = [to_cpu(bucket.views) for bucket in self._own]
         elif self.diverged:
             state["own"] = [to_cpu(tensors) for tensors in self.tensors]
-        if self._common:
-            state["common"] = to_cpu(self._common)
+        if self._agreed:
+            state["common"] = to_cpu(self._agreed)
             state["feedback"] = [feedback.state_dict() for feedback in self._feedback if feedback is not None]
-            state["outer"] = self._outer.state_dict()
+            state["outer"] = self._outer.state_dict() if self._outer else {}
         return state
 
     @torch.no_grad()
@@ -144,13 +193,14 @@ class ReplicatedTensors:
         for values, tensors in zip(state.get("own", []), self.tensors, strict=False):
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-        if self._common and "common" in state:
-            for common, value in zip(self._common, state["common"], strict=True):
-                common.copy_(value)
+        if self._agreed and "common" in state:
+            for agreed, value in zip(self._agreed, state["common"], strict=True):
+                agreed.copy_(value)
             kept = [feedback for feedback in self._feedback if feedback is not None]
             for feedback, residuals in zip(kept, state["feedback"], strict=True):
                 feedback.load_state_dict(residuals)
-            self._outer.load_state_dict(state["outer"])
+            if self._outer:
+                self._outer.load_state_dict(state["outer"])
 
 
 def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:

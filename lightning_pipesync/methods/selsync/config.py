@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.replicas.outer import MakeOptimizer
 from lightning_pipesync.methods.settings import Settings
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
@@ -139,10 +141,12 @@ class SelSyncConfig(Settings):
         like_adam = any("betas" in group for group in optimizer.param_groups)
         return MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
 
-    def outer_step(self, optimizer: Optimizer) -> tuple[float, float] | None:
-        """Returns learning rate and momentum of the outer step; None if ranks continue from the plain average."""
-        step = self.outer_lr, self.outer_momentum_of(optimizer)
-        return None if self.aggregation == "gradients" or step == (1, 0) else step
+    def outer_step(self, optimizer: Optimizer) -> MakeOptimizer | None:
+        """Returns what makes the outer step's optimizer; None if ranks continue from the plain average."""
+        lr, momentum = self.outer_lr, self.outer_momentum_of(optimizer)
+        if self.aggregation == "gradients" or (lr, momentum) == (1, 0):
+            return None
+        return partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     @property
     def uses_error_feedback(self) -> bool:
