@@ -16,6 +16,7 @@ from lightning_pipesync.core.codecs import TopK
 from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
@@ -34,6 +35,9 @@ __all__ = [
     "EAPipeConfig",
     "EAPipeStrategy",
     "LabelSkewedSampler",
+    "LocalSGD",
+    "LocalSGDConfig",
+    "LocalSGDStrategy",
     "PipeSGD",
     "PipeSGDConfig",
     "PipeSGDStrategy",

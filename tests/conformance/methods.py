@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync, register_method
+from lightning_pipesync import DeAR, EAPipe, LocalSGD, PipeSGD, SelSync, register_method
 from tests.conformance.example_method import Averaging
 
 register_method(Averaging)
@@ -62,6 +62,16 @@ METHODS = {
                 {"delta": "auto", "outer_lr": 0.7, "outer_momentum": 0.3, "overlap": "forward", "bucket_mb": 1e-4},
             ),
             wrong=("delta", -0.1),
+        ),
+        Method(
+            "local_sgd",
+            LocalSGD,
+            exact={"warmup_steps": 1000},
+            typical=(
+                {"period": 3, "participation": 0.5, "average_optimizer_states": True},
+                {"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov", "compression": "int8"},
+            ),
+            wrong=("period", 0),
         ),
         Method(
             "pipe_sgd",

@@ -56,15 +56,24 @@ class ReplicatedTensors:
         self._agreed: list[Tensor] = []
         self._feedback: list[ErrorFeedback | None] = []
         if outer or not self._codec.lossless:
-            for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
-                bucket.pack(tensors)
-                self._agreed.append(bucket.flat.clone())
+            self._agreed = [torch.zeros_like(bucket.flat) for bucket in self._buckets]
+            self.agree()
             self._feedback = [transport.feedback(b.flat) if error_feedback else None for b in self._buckets]
         self._outer = OuterStep([transport.shard(agreed) for agreed in self._agreed], outer) if outer else None
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
         return [Bucket(tensors) for tensors in self.tensors]
+
+    def agree(self) -> None:
+        """Makes the present values, which are the same on all ranks, the agreed ones, if there are any."""
+        for agreed, bucket, tensors in zip(self._agreed, self._buckets, self.tensors, strict=bool(self._agreed)):
+            bucket.pack(tensors)
+            agreed.copy_(bucket.flat)
+
+    def result(self, index: int) -> Tensor:
+        """Returns the buffer of a bucket's average between :meth:`start` and :meth:`finish`."""
+        return self._buckets[index].flat
 
     def average(self) -> None:
         """Sets the tensors to their exact average over the ranks; a collective call."""
@@ -146,13 +155,21 @@ class ReplicatedTensors:
             agreed.copy_(before)
 
     def swap_in_average(self) -> None:
-        """Calls :meth:`average`, and keeps this rank's own values for :meth:`swap_back`; nothing if none diverged."""
+        """Sets the tensors to their average, and keeps this rank's own values for :meth:`swap_back`; collective.
+
+        Nothing happens if none diverged. With an elastic force the tensors become the agreed ones.
+        """
         if self._swapped_in or not self.diverged:
             return
         self._own = self._own or [Bucket(tensors) for tensors in self.tensors]
         for own, tensors in zip(self._own, self.tensors, strict=True):
             own.pack(tensors)
-        self.average()
+        if self._elastic_force:
+            for bucket, agreed, tensors in zip(self._buckets, self._agreed, self.tensors, strict=True):
+                bucket.flat.copy_(agreed)
+                bucket.unpack(tensors)
+        else:
+            self.average()
         self._swapped_in = True
 
     @torch.no_grad()

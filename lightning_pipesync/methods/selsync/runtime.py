@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
-
-from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
-from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
+from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.selsync.algorithm import Decision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
-from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
 
 
-class SelSync(SyncMethod):
+class SelSync(ReplicaMethod):
     """Local steps, synchronized only when some rank's gradient changes by more than delta.
 
     Every rank trains its own replica with its own optimizer. At each step it compares the norm of its gradient with
@@ -70,15 +67,10 @@ class SelSync(SyncMethod):
             OptimizerSync(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
             for i, opt in enumerate(self.optimizers)
         ]
-        others = [parameter.tensor for parameter in parameters if parameter.group is None]
-        replicas = [sync.replicas for sync in self._optimizer_syncs]
         overlaps = self.config.overlaps and self.transport.world_size > 1 and not is_compiled(self._module)
-        self._overlap = ForwardOverlap(self._module, replicas, self.transport) if overlaps else None
-        self._waits = False
+        self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
         self._stepped = self._optimizer_syncs[0]
-        self._non_trainable = self._non_trainable_tensors(others, self._module)
-        self._followers: list[NonTrainableTensors] = []
-        self._followers_diverged = False
+        self._attach_non_trainable(parameters)
         self.last = Decision(delta=self._optimizer_syncs[0].algorithm.threshold.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
@@ -90,9 +82,16 @@ class SelSync(SyncMethod):
         return self.num_local_steps / steps if steps else 0.0
 
     @property
-    def diverged(self) -> bool:
-        """Whether this rank's weights may differ from those of other ranks."""
-        return not self.flushed and any(sync.replicas.diverged for sync in self._optimizer_syncs)
+    def _replicas(self) -> list[ReplicatedTensors]:
+        return [sync.replicas for sync in self._optimizer_syncs]
+
+    @property
+    def _units(self) -> list[OptimizerSync]:
+        return self._optimizer_syncs
+
+    def _check_consolidation(self) -> None:
+        for sync in self._optimizer_syncs:
+            sync.check_consolidation()
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Does nothing yet, since the gradient is measured when it is unscaled."""
@@ -169,41 +168,6 @@ class SelSync(SyncMethod):
         if self._overlap:
             self._overlap.wait()
 
-    def follow(self, module: nn.Module) -> None:
-        """Makes :meth:`flush` average ``module``, too, such as a running average of this rank's weights (EMA).
-
-        As averages commute, it becomes the running average of the averaged weights. :meth:`resume` does not undo that.
-        A step waits for its average then, which the running average reads.
-        """
-        self._waits = True
-        self._followers.append(self._non_trainable_tensors(list(module.parameters()), module))
-
-    def flush(self) -> None:
-        """Sets the weights and buffers to the average of the replicas, which is exact with any codec.
-
-        Raises:
-            RuntimeError: another rank takes a step, or has skipped other steps than this one; or a peer is lost.
-        """
-        if self.flushed:
-            return
-        self.synchronize()
-        for sync in self._optimizer_syncs:
-            sync.check_consolidation()
-            sync.replicas.swap_in_average()
-        self._non_trainable.swap_in_average()
-        if self._followers_diverged:
-            for follower in self._followers:
-                follower.average()
-        self._followers_diverged = False
-        self.flushed = True
-
-    def resume(self) -> None:
-        """Restores this rank's own replica, except the tensors that were written to since the flush."""
-        for sync in self._optimizer_syncs:
-            sync.replicas.swap_back()
-        self._non_trainable.swap_back()
-        self.flushed = False
-
     def metrics(self) -> dict[str, float]:
         """Returns LSSR, delta, this rank's relative gradient change, MiB sent and seconds of exposed communication."""
         return {
@@ -215,15 +179,7 @@ class SelSync(SyncMethod):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, optimizer state, trackers, thresholds, counters and codec residuals."""
-        self.synchronize()
-        return {
-            "units": [sync.state_dict() for sync in self._optimizer_syncs],
-            "untrained": self._non_trainable.state_dict(),
-            "steps": [self.num_local_steps, self.num_synchronized_steps],
-            "traffic": self.transport.traffic.state_dict(),
-            "injection": self.data.injection.state_dict() if self.data.injection else {},
-            "settings": self._shape_settings(),
-        }
+        return {**super().state_dict(), "steps": [self.num_local_steps, self.num_synchronized_steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated weights were loaded.
@@ -232,24 +188,8 @@ class SelSync(SyncMethod):
             ValueError: the state is of other settings of compression, error feedback, aggregation, outer step or
                 bucket size.
         """
-        if state["settings"] != self._shape_settings():
-            raise ValueError(
-                f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
-                "same settings, or remove the key 'pipesync' from the checkpoint to start from the averaged weights."
-            )
-        self.synchronize()
-        for sync, saved in zip(self._optimizer_syncs, state["units"], strict=True):
-            sync.load_state_dict(saved)
-        self._non_trainable.load_state_dict(state["untrained"])
-        self.flushed = False
+        super().load_state_dict(state)
         self.num_local_steps, self.num_synchronized_steps = state["steps"]
-        self.transport.traffic.load_state_dict(state["traffic"])
-        if self.data.injection and state["injection"]:
-            self.data.injection.load_state_dict(state["injection"])
-
-    def return_optimizer_states(self) -> None:
-        """Waits for the average of the last step: the optimizers have had their states all along."""
-        self.synchronize()
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups. The weights stay as they are."""
@@ -265,15 +205,6 @@ class SelSync(SyncMethod):
         else:
             self._overlap.start(index)
             replicas.diverged = False
-
-    def _keep_average(self) -> None:
-        for sync in self._optimizer_syncs:
-            sync.replicas.keep_average()
-        self._non_trainable.keep_average()
-        self.flushed = False
-
-    def _non_trainable_tensors(self, parameters: list[Tensor], module: nn.Module) -> NonTrainableTensors:
-        return NonTrainableTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)
 
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""

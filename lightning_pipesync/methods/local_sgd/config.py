@@ -1,0 +1,195 @@
+"""The settings of local SGD."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+from torch.optim import SGD, Adam
+
+from lightning_pipesync.core.buckets import Fusion
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.replicas.outer import MakeOptimizer
+from lightning_pipesync.methods.settings import Settings
+
+OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
+Partition = Literal["seldp", "defdp"]
+
+#: ``outer_lr="auto"``: DiLoCo's, and torch's defaults.
+OUTER_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.001}
+#: ``outer_momentum="auto"``.
+OUTER_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9}
+#: ``elastic_force="auto"`` times the number of ranks: beta of EASGD.
+BETA = 0.9
+
+
+@dataclass(frozen=True)
+class LocalSGDConfig(Settings):
+    """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    period: int = 16
+    """H: each fragment is averaged every so many steps. 1: after every step."""
+
+    participation: float = 1.0
+    """C of FedAvg: the share of the ranks, drawn anew in each round, whose weights are averaged, in (0, 1]. All ranks
+    continue from that average."""
+
+    warmup_steps: int = 0
+    """Steps at the beginning whose gradients are averaged, as DDP does (post-local SGD)."""
+
+    outer_optimizer: OuterOptimizer = "none"
+    """What moves the agreed weights, with agreed weights minus the replicas' average as their gradient. ``none``: they
+    become the average. ``sgd``, ``nesterov`` (DiLoCo) and ``adam``: torch's optimizer of that name. ``elastic``:
+    replicas and agreed weights attract each other (EASGD; EAMSGD, if the optimizer has Nesterov momentum)."""
+
+    outer_lr: float | Literal["auto"] = "auto"
+    """Learning rate of the outer optimizer. ``auto``: 0.7 for ``nesterov``, as in DiLoCo, 1 for ``sgd``, 0.001 for
+    ``adam``."""
+
+    outer_momentum: float | Literal["auto"] = "auto"
+    """Momentum of ``sgd`` and ``nesterov``, in [0, 1). ``auto``: 0.9 for ``nesterov``, as in DiLoCo, 0 for ``sgd``."""
+
+    elastic_force: float | Literal["auto"] = "auto"
+    """alpha of EASGD, in (0, 1): the share of its distance to the agreed weights by which a replica is attracted, and
+    they by it. ``auto``: 0.9 / number of ranks."""
+
+    fragments: int = 1
+    """Number of pieces of the model, in the order of its layers, which are averaged in turns within a period (Streaming
+    DiLoCo): the most traffic at a time falls by this factor."""
+
+    overlap_steps: int = 0
+    """tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied, at most
+    ``period``. 0: the step waits for it."""
+
+    own_share: float = 0.5
+    """With ``overlap_steps``: the share of a rank's own weights that stays when an average is applied, in [0, 1]
+    (Streaming DiLoCo's alpha)."""
+
+    average_optimizer_states: bool = False
+    """Whether the optimizers' states are averaged at the end of each period, too. Otherwise each rank keeps its own."""
+
+    compression: Codec | str = "none"
+    """Codec of the averages: none, bf16, fp16, truncate16, int8, topk. It encodes the difference to the agreed
+    weights."""
+
+    error_feedback: bool = True
+    """Whether the error of a lossy codec is added to the next values that it encodes."""
+
+    partition: Partition = "defdp"
+    """Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync, Section
+    III-D)."""
+
+    full_pass: bool = False
+    """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
+
+    injection: tuple[float, float] | None = None
+    """Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E."""
+
+    bucket_mb: float = 25.0
+    """The most MiB of a bucket, which is exchanged in one collective."""
+
+    timeout_s: float = 1800.0
+    """Seconds after which a rank that does not answer counts as lost."""
+
+    checkpoint_replicas: bool = True
+    """Whether a checkpoint holds each rank's own weights and optimizer state besides the average. Without them it is
+    smaller by a factor of the number of ranks, and a resumed run starts from the average."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or value != int(value) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if self.overlap_steps > self.period:
+            raise ValueError(
+                f"overlap_steps={self.overlap_steps!r} is longer than period={self.period!r}: a fragment's average "
+                "must be applied before the next one of it starts."
+            )
+        if not 0 < self.participation <= 1:
+            raise ValueError(f"participation must be in (0, 1], got {self.participation!r}.")
+        if self.outer_optimizer not in get_args(OuterOptimizer):
+            raise ValueError(
+                f"outer_optimizer must be one of {get_args(OuterOptimizer)}, got {self.outer_optimizer!r}."
+            )
+        if self.outer_lr != "auto" and (isinstance(self.outer_lr, str) or not 0 < self.outer_lr < math.inf):
+            raise ValueError(f"outer_lr must be 'auto' or a positive number, got {self.outer_lr!r}.")
+        if self.outer_momentum != "auto" and (isinstance(self.outer_momentum, str) or not 0 <= self.outer_momentum < 1):
+            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
+        if self.elastic_force != "auto" and (isinstance(self.elastic_force, str) or not 0 < self.elastic_force < 1):
+            raise ValueError(f"elastic_force must be 'auto' or in (0, 1), got {self.elastic_force!r}.")
+        if not 0 <= self.own_share <= 1:
+            raise ValueError(f"own_share must be in [0, 1], got {self.own_share!r}.")
+        if self.outer_optimizer == "elastic" and self.participation < 1:
+            raise ValueError(
+                f"outer_optimizer='elastic' pulls at all replicas: set participation=1, not {self.participation!r}."
+            )
+        if not get_codec(self.compression).lossless and self.participation < 1:
+            raise ValueError(
+                f"participation={self.participation!r} averages ranks that other rounds leave out, and compression="
+                f"{str(self.compression)!r} keeps what it has dropped for the next round: set participation=1, or "
+                "compression='none'."
+            )
+        if self.partition not in get_args(Partition):
+            raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
+        if self.full_pass and self.partition != "seldp":
+            raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
+        if self.injection is not None:
+            if len(self.injection) != 2:
+                raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
+            for name, value in zip(("alpha", "beta"), self.injection, strict=True):
+                if not 0 <= value <= 1:
+                    raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
+        Fusion(bucket_mb=self.bucket_mb)
+
+    def force(self, world_size: int) -> float:
+        """Returns the elastic force; 0 without ``outer_optimizer="elastic"``."""
+        if self.outer_optimizer != "elastic":
+            return 0.0
+        return BETA / world_size if self.elastic_force == "auto" else self.elastic_force
+
+    def make_outer_optimizer(self, world_size: int) -> MakeOptimizer | None:
+        """Returns what makes the outer optimizer; None if the agreed weights become the average."""
+        kind = self.outer_optimizer
+        if kind == "none":
+            return None
+        if kind == "elastic":  # each of the ranks attracts the agreed weights by the force
+            return partial(SGD, lr=world_size * self.force(world_size))
+        lr = OUTER_LR[kind] if self.outer_lr == "auto" else self.outer_lr
+        if kind == "adam":
+            return partial(Adam, lr=lr)
+        momentum = OUTER_MOMENTUM[kind] if self.outer_momentum == "auto" else self.outer_momentum
+        return partial(SGD, lr=lr, momentum=momentum, nesterov=kind == "nesterov" and momentum > 0)
+
+    @property
+    def uses_error_feedback(self) -> bool:
+        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
+        return self.error_feedback and not get_codec(self.compression).lossless
+
+    @property
+    def lost_with_other_ranks(self) -> str | None:
+        """What a run loses if it resumes with another number of ranks."""
+        return "training resumes from the consolidated weights, without the outer optimizer's state"
+
+    def without_effect(self) -> dict[str, str]:
+        """Returns the settings that have no effect, by name, and why."""
+        ignored = {}
+        kind = self.outer_optimizer
+        if kind not in OUTER_LR:
+            ignored["outer_lr"] = f"with outer_optimizer={kind!r}: set 'sgd', 'nesterov' or 'adam'"
+        if kind not in OUTER_MOMENTUM:
+            ignored["outer_momentum"] = f"with outer_optimizer={kind!r}: set 'sgd' or 'nesterov'"
+        if kind != "elastic":
+            ignored["elastic_force"] = f"with outer_optimizer={kind!r}: set 'elastic'"
+        if not self.overlap_steps:
+            ignored["own_share"] = "with overlap_steps=0, where ranks continue from the average: set overlap_steps"
+        elif kind == "elastic":
+            ignored["own_share"] = "with outer_optimizer='elastic', which does not replace a rank's own weights"
+        return ignored

@@ -1,0 +1,126 @@
+"""Local SGD in a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.methods.local_sgd.algorithm import number_of_participants
+from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
+from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
+from lightning_pipesync.methods.replicas.method import ReplicaMethod
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
+
+T = TypeVar("T")
+
+
+class LocalSGD(ReplicaMethod):
+    """Steps on each rank's own weights, which are averaged every ``period`` steps.
+
+    With an outer optimizer the average of how far the ranks have moved is the gradient of the agreed weights, from
+    which all ranks continue (DiLoCo). With fragments and overlap the average of a part of the model runs under some
+    steps, one part after the other (Streaming DiLoCo). Floating-point buffers that changed are averaged at the end of a
+    period, other buffers are copied from rank 0. Nothing is sent in between.
+
+    A plain loop::
+
+        sync = LocalSGD(model, optimizer, period=32)    # all ranks now have rank 0's weights
+        for epoch in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                sync.step()                             # in place of optimizer.step()
+            sync.flush()                                # the weights are the average of the replicas
+            validate(model)
+            sync.resume()                               # each rank's own replica again
+        sync.flush()
+        sync.detach()
+
+    With ``outer_optimizer="elastic"`` the consolidated weights are the agreed ones, EASGD's center variable.
+
+    Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`LocalSGDConfig`.
+    Every rank takes as many steps.
+    """
+
+    name = "local_sgd"
+    config_type = LocalSGDConfig
+    shown_metrics = ("rounds", "mib_sent")
+
+    config: LocalSGDConfig
+
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
+        self._rounds = [
+            OptimizerRounds(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
+            for i, opt in enumerate(self.optimizers)
+        ]
+        self._attach_non_trainable(parameters)
+
+    @property
+    def _replicas(self) -> list[ReplicatedTensors]:
+        return [rounds.replicas for rounds in self._rounds]
+
+    @property
+    def _units(self) -> list[OptimizerRounds]:
+        return self._rounds
+
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Does nothing yet: in the warm-up, gradients are averaged when they are unscaled."""
+        if self.flushed:  # the gradient was computed at the consolidated weights, and training continues from there
+            for rounds in self._rounds:
+                rounds.drop_flights()
+            self._keep_average()
+
+    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+        """Averages the gradient in the warm-up.
+
+        Returns:
+            Whether it was averaged with one that is not finite.
+        """
+        return self._rounds[index].average_gradients()
+
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Updates this rank's weights, and averages what is due."""
+        rounds, optimizer = self._rounds[index], self.optimizers[index]
+        if update is None:
+            self.after_backward(optimizer)
+        with self._guards[index].stepping():
+            result = optimizer.step() if update is None else update()
+        if not self.is_unscaled(optimizer):
+            raise RuntimeError(
+                "Call after_backward() when the gradient is complete, before or within update, and after the last "
+                "backward pass."
+            )
+        if rounds.end_step() and index == 0:
+            self._non_trainable.average()
+        self._followers_diverged |= any(one.replicas.diverged for one in self._rounds)
+        return result
+
+    def _check_consolidation(self) -> None:
+        for rounds in self._rounds:
+            rounds.check_consolidation()
+            rounds.settle()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the number of rounds, MiB sent and seconds of exposed communication."""
+        return {"rounds": self._rounds[0].num_rounds, **super().metrics()}
+
+    def _problem(self) -> ValueError | None:
+        config, world_size = self.config, self.transport.world_size
+        if number_of_participants(config.participation, world_size) == 0:
+            return ValueError(
+                f"participation={config.participation!r} of {world_size} ranks gives no rank to average: set at least "
+                f"{1 / world_size:.3g}."
+            )
+        return None
+
+    def _shape_settings(self) -> dict[str, Any]:
+        """Returns the settings that determine the structure of :meth:`state_dict`."""
+        config = self.config
+        return {
+            "compression": str(config.compression),
+            "error_feedback": config.uses_error_feedback,
+            "bucket_mb": config.bucket_mb,
+            "outer_optimizer": config.outer_optimizer,
+            "fragments": config.fragments,
+        }

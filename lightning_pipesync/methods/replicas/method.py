@@ -1,0 +1,147 @@
+"""Base class of the methods whose ranks train replicas of their own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lightning_pipesync.core.buckets import buffer_reader
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
+from lightning_pipesync.methods.sync_method import SyncMethod
+
+
+class Stateful(Protocol):
+    """Has a state of this rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+
+
+class ReplicaMethod(SyncMethod):
+    """Every rank trains its own weights with its own optimizer. The consolidated weights are their average.
+
+    Arguments, errors and further calls are those of :class:`SyncMethod`.
+    """
+
+    @property
+    @abstractmethod
+    def _replicas(self) -> list[ReplicatedTensors]:
+        """The parameters of each optimizer."""
+
+    @property
+    @abstractmethod
+    def _units(self) -> Sequence[Stateful]:
+        """What has this rank's state of each optimizer."""
+
+    @abstractmethod
+    def _shape_settings(self) -> dict[str, Any]:
+        """Returns the settings that determine the structure of :meth:`state_dict`."""
+
+    @abstractmethod
+    def _check_consolidation(self) -> None:
+        """Checks that all ranks are about to consolidate the weights, after as many steps.
+
+        Raises:
+            RuntimeError: they differ; or a peer is lost.
+        """
+
+    def _attach_non_trainable(self, parameters: Sequence[NamedParameter]) -> None:
+        """Prepares to average what no optimizer updates."""
+        others = [parameter.tensor for parameter in parameters if parameter.group is None]
+        self._non_trainable = self._non_trainable_tensors(others, self._module)
+        self._followers: list[NonTrainableTensors] = []
+        self._followers_diverged = False
+        self._waits = False
+
+    @property
+    def diverged(self) -> bool:
+        """Whether this rank's weights may differ from those of other ranks."""
+        return not self.flushed and any(replicas.diverged for replicas in self._replicas)
+
+    def follow(self, module: nn.Module) -> None:
+        """Makes :meth:`flush` average ``module``, too, such as a running average of this rank's weights (EMA).
+
+        As averages commute, it becomes the running average of the averaged weights. :meth:`resume` does not undo that.
+        A step waits for its average then, which the running average reads.
+        """
+        self._waits = True
+        self._followers.append(self._non_trainable_tensors(list(module.parameters()), module))
+
+    def flush(self) -> None:
+        """Sets the weights and buffers to the average of the replicas, which is exact with any codec.
+
+        Raises:
+            RuntimeError: another rank takes a step, or has skipped other steps than this one; or a peer is lost.
+        """
+        if self.flushed:
+            return
+        self.synchronize()
+        self._check_consolidation()
+        for replicas in self._replicas:
+            replicas.swap_in_average()
+        self._non_trainable.swap_in_average()
+        if self._followers_diverged:
+            for follower in self._followers:
+                follower.average()
+        self._followers_diverged = False
+        self.flushed = True
+
+    def resume(self) -> None:
+        """Restores this rank's own replica, except the tensors that were written to since the flush."""
+        for replicas in self._replicas:
+            replicas.swap_back()
+        self._non_trainable.swap_back()
+        self.flushed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's replica, optimizer states, counters and codec residuals."""
+        self.synchronize()
+        return {
+            "units": [unit.state_dict() for unit in self._units],
+            "untrained": self._non_trainable.state_dict(),
+            "traffic": self.transport.traffic.state_dict(),
+            "injection": self.data.injection.state_dict() if self.data.injection else {},
+            "settings": self._shape_settings(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated weights were loaded.
+
+        Raises:
+            ValueError: the state is of other settings that determine its structure.
+        """
+        if state["settings"] != self._shape_settings():
+            raise ValueError(
+                f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
+                "same settings, or remove the key 'pipesync' from the checkpoint to start from the averaged weights."
+            )
+        self.synchronize()
+        for unit, saved in zip(self._units, state["units"], strict=True):
+            unit.load_state_dict(saved)
+        self._non_trainable.load_state_dict(state["untrained"])
+        self.flushed = False
+        self.transport.traffic.load_state_dict(state["traffic"])
+        if self.data.injection and state["injection"]:
+            self.data.injection.load_state_dict(state["injection"])
+
+    def return_optimizer_states(self) -> None:
+        """Waits for the average of the last step: the optimizers have had their states all along."""
+        self.synchronize()
+
+    def _keep_average(self) -> None:
+        """Continues from the consolidated weights."""
+        for replicas in self._replicas:
+            replicas.keep_average()
+        self._non_trainable.keep_average()
+        self.flushed = False
+
+    def _non_trainable_tensors(self, parameters: list[Tensor], module: nn.Module) -> NonTrainableTensors:
+        return NonTrainableTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)

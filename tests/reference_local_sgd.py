@@ -1,0 +1,116 @@
+"""Periodic averaging in one process, with plain tensors: FedAvg, post-local SGD, DiLoCo, Streaming DiLoCo, EASGD."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.reference_selsync import mean
+
+
+def simulate(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    *,
+    world_size: int,
+    num_steps: int,
+    period: int,
+    warmup_steps: int = 0,
+    participants: int | None = None,
+    make_outer: Callable[[list[Tensor]], Optimizer] | None = None,
+    fragments: Sequence[Sequence[str]] | None = None,
+    overlap_steps: int = 0,
+    own_share: float = 0.0,
+    elastic_force: float = 0.0,
+) -> tuple[list[nn.Module], nn.Module]:
+    """Returns the replicas, and the agreed weights.
+
+    `fragments` are the names of the parameters of each; the gradients of all ranks are averaged in the warm-up, the
+    weights of `participants` ranks in a round.
+    """
+    replicas = [copy.deepcopy(model) for _ in range(world_size)]
+    optimizers = [make_optimizer(replica) for replica in replicas]
+    agreed = copy.deepcopy(model)
+    pieces = fragments or [[name for name, _ in model.named_parameters()]]
+    outer = [make_outer([agreed.get_parameter(name) for name in piece]) if make_outer else None for piece in pieces]
+    arriving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by step and fragment
+    for step in range(1 - warmup_steps, num_steps - warmup_steps + 1):
+        for n, replica in enumerate(replicas):
+            optimizers[n].zero_grad()
+            loss(replica, step - 1 + warmup_steps, n).backward()
+        if step <= 0:  # post-local SGD: synchronous at first
+            for of_ranks in zip(*(replica.parameters() for replica in replicas), strict=True):
+                gradient = mean([p.grad for p in of_ranks])
+                for p in of_ranks:
+                    p.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 0:
+            agreed.load_state_dict(replicas[0].state_dict())
+        if step <= 0:
+            continue
+        with torch.no_grad():
+            for f, piece in enumerate(pieces):
+                if overlap_steps and (step, f) in arriving:
+                    apply(replicas, arriving.pop((step, f)), own_share)
+                if step % period == (f + 1) * period // len(pieces) % period:
+                    result = exchange(
+                        replicas, agreed, piece, outer[f], chosen(participants, world_size, step, period), elastic_force
+                    )
+                    arriving[step + overlap_steps, f] = {} if elastic_force else result
+                if not overlap_steps and (step, f) in arriving:
+                    apply(replicas, arriving.pop((step, f)), 0.0)
+            if step % period == 0:
+                for buffers in zip(*(replica.buffers() for replica in replicas), strict=True):
+                    average = mean(list(buffers)) if buffers[0].is_floating_point() else buffers[0].clone()
+                    for b in buffers:
+                        b.copy_(average)
+    return replicas, agreed
+
+
+def chosen(participants: int | None, world_size: int, step: int, period: int) -> list[int]:
+    """FedAvg: a random subset of the ranks, another one in each round."""
+    if participants is None:
+        return list(range(world_size))
+    return sorted(random.Random((step - 1) // period).sample(range(world_size), participants))
+
+
+def exchange(
+    replicas: Sequence[nn.Module],
+    agreed: nn.Module,
+    piece: Sequence[str],
+    outer: Optimizer | None,
+    ranks: Sequence[int],
+    elastic_force: float,
+) -> dict[str, Tensor]:
+    """Averages a fragment of the replicas, and moves the agreed weights; returns what the replicas continue from."""
+    result = {}
+    for name in piece:
+        weights = agreed.get_parameter(name)
+        own = [replica.get_parameter(name) for replica in replicas]
+        if outer is None:  # FedAvg
+            total = sum(p.detach() if n in ranks else torch.zeros_like(p) for n, p in enumerate(own))
+            result[name] = total / len(ranks)
+        else:  # DiLoCo, Algorithm 1, line 12: the outer gradient
+            movements = [p.detach() - weights for p in own]
+            weights.grad = -mean(movements)
+            for p, movement in zip(own, movements, strict=True):  # EASGD, Eq. 5
+                p.add_(movement, alpha=-elastic_force)
+    if outer is not None:
+        outer.step()  # line 14; EASGD, Eq. 6 with a learning rate of ranks times force
+        result = {name: agreed.get_parameter(name).detach().clone() for name in piece}
+    return result
+
+
+def apply(replicas: Sequence[nn.Module], result: dict[str, Tensor], own_share: float) -> None:
+    """Streaming DiLoCo, Eq. 3: blends a rank's own weights and the agreed ones."""
+    for name, value in result.items():
+        for replica in replicas:
+            parameter = replica.get_parameter(name)
+            parameter.copy_(torch.lerp(parameter, value, 1 - own_share) if own_share else value)
