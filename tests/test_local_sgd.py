@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from lightning_pipesync import LocalSGD
-from tests.harness import launch
+from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_local_sgd import simulate
 
@@ -133,3 +133,117 @@ def test_follows_the_papers(world_size: int) -> None:
             if "elastic_force" in reference:
                 center = {key: p.detach() for key, p in agreed.named_parameters()}
                 assert_equal(outcome["consolidated"], center, (name, rank))
+
+
+def drift_apart() -> list[tuple[str, str] | None]:
+    """Rank 1 takes a step more than the others before a validation; then it validates while they train."""
+    outcomes = []
+    for evaluates in (False, True):
+        model = seeded_mlp()
+        optimizer = OPTIMIZERS["sgd"](model)
+        sync = LocalSGD(model, optimizer, period=4, timeout_s=10)
+
+        def step(i: int, model: nn.Module = model, sync: LocalSGD = sync) -> None:
+            model.zero_grad()
+            loss(model, i, dist.get_rank()).backward()
+            sync.step()
+
+        def diverge(evaluates: bool = evaluates, step: Any = step, sync: LocalSGD = sync) -> None:
+            for i in range(3 if evaluates else 2):
+                step(i)
+            if dist.get_rank() == 1 and not evaluates:
+                step(3)
+            if dist.get_rank() == 1 or not evaluates:
+                sync.flush()
+            step(4)
+
+        outcomes.append(raised(diverge))
+        sync.detach(timeout_s=1.0)
+        dist.barrier()
+    return outcomes
+
+
+def test_ranks_that_differ_are_named() -> None:
+    for steps, evaluation in launch(drift_apart, 3):
+        for outcome in (steps, evaluation):
+            assert outcome is not None
+            assert outcome[0] == "RuntimeError"
+            assert "ank 1" in outcome[1]
+
+
+def optimizer_states_after(average: bool) -> list[Tensor]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["adamw"](model)
+    sync = LocalSGD(model, optimizer, period=2, average_optimizer_states=average)
+    for i in range(4):
+        model.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+    sync.detach()
+    return [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+
+
+def test_optimizer_states_are_averaged_if_asked_for() -> None:
+    for average in (False, True):
+        first, second = launch(optimizer_states_after, 2, average)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) == average
+
+
+def traffic_of(settings: dict[str, Any]) -> float:
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = LocalSGD(model, optimizer, **settings)
+    sent = sync.metrics()["mib_sent"]
+    for _ in range(12):
+        model.zero_grad()
+        model(torch.ones(2, 100)).sum().backward()
+        sync.step()
+    sent = sync.metrics()["mib_sent"] - sent
+    sync.detach()
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("settings", "exchanges"),
+    [
+        ({"period": 4}, 3),
+        ({"period": 12, "fragments": 4}, 1),
+        ({"period": 100}, 0),
+        ({"period": 4, "compression": "int8"}, 0.75),
+    ],
+)
+def test_nothing_is_sent_between_averages(settings: dict[str, Any], exchanges: float) -> None:
+    size = 4 * 100 * 100 * 4 / 2**20
+    for sent in launch(traffic_of, 2, settings):
+        assert sent == pytest.approx(exchanges * size, rel=0.02, abs=1e-4)
+
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"period": 0}, ["period", "0"]),
+    ({"period": 2.5}, ["period", "2.5"]),
+    ({"participation": 0.0}, ["participation", "0.0"]),
+    ({"participation": 0.3}, ["participation=0.3", "2 ranks", "0.5"]),
+    ({"overlap_steps": 5, "period": 4}, ["overlap_steps=5", "period=4"]),
+    ({"fragments": 3}, ["fragments=3", "2 layers"]),
+    ({"outer_optimizer": "nesterov", "outer_lr": 0.0}, ["outer_lr", "0.0"]),
+    ({"outer_optimizer": "nesterov", "outer_lr": -1.0}, ["outer_lr", "-1.0"]),
+    ({"outer_optimizer": "lamb"}, ["outer_optimizer", "'lamb'", "nesterov"]),
+    ({"outer_optimizer": "elastic", "participation": 0.5}, ["elastic", "participation"]),
+    ({"elastic_force": 1.5}, ["elastic_force", "1.5"]),
+    ({"participation": 0.5, "compression": "int8"}, ["participation=0.5", "int8"]),
+    ({"own_share": 2.0}, ["own_share", "2.0"]),
+]
+
+
+def attach_with_each() -> list[tuple[str, str] | None]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    return [raised(lambda: LocalSGD(model, optimizer, **settings)) for settings, _ in WRONG]  # noqa: B023 - called at once
+
+
+def test_bad_input_is_named_on_every_rank() -> None:
+    for outcomes in launch(attach_with_each, 2):
+        for (settings, words), outcome in zip(WRONG, outcomes, strict=True):
+            assert outcome is not None, settings
+            assert outcome[0] == "ValueError"
+            assert all(word in outcome[1] for word in words), outcome[1]
