@@ -38,8 +38,8 @@ class Flight:
         results: the averages of these, once they have been moved out of the buffers.
     """
 
-    flags: Handle[list[int]] | None
-    handles: Sequence[Handle[Tensor]]
+    flags: Handle[list[int]] | None = None
+    handles: Sequence[Handle[Tensor]] = ()
     results: Sequence[Tensor] = ()
 
 
@@ -172,21 +172,27 @@ class OptimizerRounds:
         self.num_steps = state["steps"]
         if self.num_steps >= self._config.warmup_steps:
             self._warm_up = None
-        self._flights = {fragment: Flight(None, (), results) for fragment, results in state["flights"].items()}
+        self._flights = {fragment: Flight(results=results) for fragment, results in state["flights"].items()}
 
     def _start(self, fragment: int, round_: int) -> None:
         chosen: list[int] | None = None
         if self._num_participants < self._transport.world_size:
             chosen = participants(self._num_participants, self._transport.world_size, round_)
-        flags = self._transport.exchange_flags(self.num_steps % STEPS)
-        self._flights[fragment] = Flight(flags, [self.replicas.start(i, chosen) for i in self._fragments[fragment]])
+        flight = Flight(self._transport.exchange_flags(self.num_steps % STEPS))
+        if not self._config.overlap_steps:  # otherwise nobody waits yet
+            self._check(flight)
+        flight.handles = [self.replicas.start(index, chosen) for index in self._fragments[fragment]]
+        self._flights[fragment] = flight
 
     def _wait(self, flight: Flight) -> None:
+        self._check(flight)
+        for handle in flight.handles:
+            handle.wait()
+
+    def _check(self, flight: Flight) -> None:
         if flight.flags is not None:
             _raise_if_they_differ(flight.flags.wait())
             flight.flags = None
-        for handle in flight.handles:
-            handle.wait()
 
     def _apply(self, fragment: int, own_share: float | None = None) -> None:
         if (flight := self._flights.pop(fragment, None)) is None:
