@@ -133,8 +133,9 @@ class NcclExchange:
         return flat.copy_(decoded.view(-1)[: flat.numel()])
 
     def _wires(self, num_bytes: int) -> Tensor:
-        """Returns a buffer with a row per rank, each aligned for any dtype."""
-        return torch.empty(self._world_size, -(-num_bytes // 16) * 16, dtype=torch.uint8, device=self._device)
+        """Returns a buffer with a row per rank, each aligned for any dtype, also where nothing is to be sent."""
+        row_bytes = max(1, -(-num_bytes // 16)) * 16  # rows of no bytes would begin at odd offsets
+        return torch.empty(self._world_size, row_bytes, dtype=torch.uint8, device=self._device)
 
     def _padded(self, flat: Tensor) -> Tensor:
         """Returns ``flat`` if its size is a multiple of the number of ranks, else a copy padded with zeros."""
