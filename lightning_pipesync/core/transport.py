@@ -43,6 +43,7 @@ class Transport:
         rank: this process, in ``range(world_size)``.
         world_size: number of processes.
         device: the device of the tensors.
+        backend: ``"gloo"`` or ``"nccl"``, which carries them.
         traffic: bytes sent and seconds waited, per kind of operation.
         watch: names the rank at fault when a wait times out.
 
@@ -74,11 +75,14 @@ class Transport:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}.")
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # a thread has a current device of its own
+            self.device = torch.device("cuda", torch.cuda.current_device())
         backend = backend or ("nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo")
         if backend not in ("gloo", "nccl") or (backend == "nccl" and self.device.type != "cuda"):
             raise ValueError(
                 f"backend={backend!r} cannot carry tensors on {self.device}: use 'gloo', or 'nccl' on CUDA."
             )
+        self.backend = backend
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self._groups: list[dist.ProcessGroup] = []
@@ -123,7 +127,8 @@ class Transport:
         """
         codec = self._check(flat, codec, mean)
         self._issue("reduce_scatter", self._contribution_bytes(flat, codec))
-        return self._launch("reduce_scatter", flat, lambda t: self._exchange.reduce_scatter(t, codec, mean, feedback))
+        start = self._exchange_of(flat).reduce_scatter
+        return self._launch("reduce_scatter", flat, lambda t: start(t, codec, mean, feedback))
 
     def all_gather(
         self, flat: Tensor, *, codec: str | Codec = "none", feedback: ErrorFeedback | None = None
@@ -134,7 +139,8 @@ class Transport:
         """
         codec = self._check(flat, codec)
         self._issue("all_gather", self._gather_bytes(flat, codec))
-        return self._launch("all_gather", flat, lambda t: self._exchange.all_gather(t, codec, feedback))
+        start = self._exchange_of(flat).all_gather
+        return self._launch("all_gather", flat, lambda t: start(t, codec, feedback))
 
     def all_reduce(
         self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
@@ -142,7 +148,8 @@ class Transport:
         """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both in the background."""
         codec = self._check(flat, codec, mean)
         self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
-        return self._launch("all_reduce", flat, lambda t: self._exchange.all_reduce(t, codec, mean, feedback))
+        start = self._exchange_of(flat).all_reduce
+        return self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback))
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
         """All-gathers ``flag``, one byte (0 to 255); the handle's result is every rank's flag, by rank."""
@@ -232,7 +239,7 @@ class Transport:
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
-        return self._new_group("gloo" if self._nccl is None else "nccl")
+        return self._new_group(self.backend)
 
     def shard(self, flat: Tensor) -> Tensor:
         """Returns the slice of ``flat`` that this rank owns: a view."""
@@ -335,6 +342,10 @@ class Transport:
         """Returns the bytes that a rank sends in an all-gather: as many slices as there are other ranks."""
         own = self.shard_slice(flat.numel(), self.rank)
         return codec.wire_bytes(own.stop - own.start, flat.dtype) * (self.world_size - 1)
+
+    def _exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange | TorusExchange:
+        """Returns what exchanges a tensor: NCCL carries none of the host, such as a buffer that a user keeps there."""
+        return self._exchange if flat.is_cuda or self._nccl is None else self._gloo
 
     def _staged(self, flat: Tensor) -> bool:
         return flat.is_cuda and self._nccl is None
