@@ -20,7 +20,7 @@ CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/tes
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-kernels test-core test-oldest lint clean
+.PHONY: demo test test-cuda test-kernels test-core test-oldest lint clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -41,6 +41,13 @@ lint: $(READY)
 # Most tests wait for processes that start: two files at a time.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# What one GPU can show: two ranks share it over Gloo, and one rank uses NCCL. Elsewhere all is skipped, with the reason,
+# also where torch is a build for the CPU.
+test-cuda: $(READY)
+	$(BIN)/python -c 'import torch; print("torch", torch.__version__, "on", \
+	    torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device: all tests are skipped")'
+	$(BIN)/python -m pytest -rs tests/cuda
 
 # Which kernel a processor gets decides how products and sums round. What is bit for bit has to be so with any of them:
 # these stand for processors that are not at hand.

@@ -56,6 +56,7 @@ def launch(
     init: bool = True,
     may_die: tuple[int, ...] = (),
     group_timeout_s: float = 60,
+    spawn: bool = False,
 ) -> list[Any]:
     """Calls ``function(*args)`` on ``world_size`` processes and returns what each returned.
 
@@ -65,15 +66,17 @@ def launch(
             environment variables that ``torchrun`` would set.
         may_die: ranks that the test kills; their outcome is ``DIED``.
         group_timeout_s: timeout of the default process group.
+        spawn: start the processes anew: one that is forked cannot use CUDA once its parent has asked for devices.
 
     Raises:
         AssertionError: a rank raised, died, or did not return in time. The message holds tracebacks and stacks.
     """
+    context = multiprocessing.get_context("spawn") if spawn else _CONTEXT
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
         ranks = [
-            _CONTEXT.Process(
+            context.Process(
                 target=_run_rank, args=(function, rank, args, folder, environment, init, group_timeout_s), daemon=False
             )
             for rank in range(world_size)

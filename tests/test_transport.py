@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_pipesync.core import all_to_all
 from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.nccl import NcclExchange
 from lightning_pipesync.core.transport import Transport
 from tests.harness import DIED, kill_stopped_siblings, launch, raised
 
@@ -273,6 +274,22 @@ def test_states_hold_what_a_user_puts_there() -> None:
     What replaces `torch.save`, to count or to redirect what is written, is not asked.
     """
     assert launch(collect_unsafe, 2) == [[0.5, 0.5], None]
+
+
+def of_the_host_beside_nccl() -> list[float]:
+    transport = Transport(timeout_s=30)
+    transport._nccl = transport._exchange = mock.Mock(spec=NcclExchange)
+    flats = [torch.full((3,), float(transport.rank + 1)) for _ in range(2)]
+    transport.all_reduce(flats[0]).wait()
+    transport.reduce_scatter(flats[1], mean=True).wait()
+    transport.all_gather(flats[1]).wait()
+    transport.close()
+    return [flat[-1].item() for flat in flats]
+
+
+def test_tensors_of_the_host_never_go_to_nccl() -> None:
+    """Such as a buffer that a user keeps on the CPU."""
+    assert launch(of_the_host_beside_nccl, 2) == [[3.0, 1.5]] * 2
 
 
 def use_after_close() -> list[tuple[str, str] | None]:

@@ -131,8 +131,13 @@ class CommQueue:
         self._result(flushed)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, after the operations in flight or after ``timeout_s`` seconds."""
+        """Ends the thread, after the operations in flight or after ``timeout_s`` seconds.
+
+        The caller's stream waits for what these have enqueued, so that their tensors may be read or freed next.
+        """
         self._worker.close(timeout_s)
+        if self._stream is not None and self._error is None:  # after an error a peer may be gone: never wait for it
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _finish_in_flight(self) -> None:
         while self._in_flight:

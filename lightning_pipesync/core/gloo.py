@@ -77,7 +77,7 @@ class GlooExchange:
         return promise.wait
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
     ) -> Callable[[], Tensor]:
         """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)

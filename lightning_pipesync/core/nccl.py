@@ -51,7 +51,7 @@ class NcclExchange:
         return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback), feedback)
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
     ) -> Callable[[], Tensor]:
         """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
 
@@ -154,8 +154,9 @@ class NcclExchange:
         return flat
 
     def _wires(self, num_bytes: int) -> Tensor:
-        """Returns a buffer with a row per rank, each aligned for any dtype."""
-        return torch.empty(self._world_size, -(-num_bytes // 16) * 16, dtype=torch.uint8, device=self._device)
+        """Returns a buffer with a row per rank, each aligned for any dtype, also where nothing is to be sent."""
+        row_bytes = max(1, -(-num_bytes // 16)) * 16  # rows of no bytes would begin at odd offsets
+        return torch.empty(self._world_size, row_bytes, dtype=torch.uint8, device=self._device)
 
     def _padded(self, flat: Tensor) -> Tensor:
         """Returns ``flat`` if its size is a multiple of the number of ranks, else a copy padded with zeros."""

@@ -104,7 +104,7 @@ class TorusExchange:
         return gather_in_row
 
     def all_reduce(
-        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
     ) -> Callable[[], Tensor]:
         """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)

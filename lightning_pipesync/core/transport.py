@@ -44,6 +44,7 @@ class Transport:
         rank: this process, in ``range(world_size)``.
         world_size: number of processes.
         device: the device of the tensors.
+        backend: ``"gloo"`` or ``"nccl"``, which carries them.
         traffic: bytes sent and seconds waited, per kind of operation.
         watch: names the rank at fault when a wait times out.
 
@@ -75,11 +76,14 @@ class Transport:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}.")
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # a thread has a current device of its own
+            self.device = torch.device("cuda", torch.cuda.current_device())
         backend = backend or ("nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo")
         if backend not in ("gloo", "nccl") or (backend == "nccl" and self.device.type != "cuda"):
             raise ValueError(
                 f"backend={backend!r} cannot carry tensors on {self.device}: use 'gloo', or 'nccl' on CUDA."
             )
+        self.backend = backend
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.traffic = Traffic()
         self._groups: list[dist.ProcessGroup] = []
@@ -124,7 +128,8 @@ class Transport:
         """
         codec = self._check(flat, codec, mean)
         self._issue("reduce_scatter", self._contribution_bytes(flat, codec))
-        return self._launch("reduce_scatter", flat, lambda t: self._exchange.reduce_scatter(t, codec, mean, feedback))
+        start = self._exchange_of(flat).reduce_scatter
+        return self._launch("reduce_scatter", flat, lambda t: start(t, codec, mean, feedback))
 
     def all_gather(
         self,
@@ -145,7 +150,8 @@ class Transport:
         if part is not None and not (self.gathers_parts and codec.lossless):
             raise ValueError(f"A part of a shard cannot be gathered with {codec}, or on a 2-D torus.")
         self._issue("all_gather", self._gather_bytes(flat, codec, part))
-        return self._launch("all_gather", flat, lambda t: self._exchange.all_gather(t, codec, feedback, part), part)
+        start = self._exchange_of(flat).all_gather
+        return self._launch("all_gather", flat, lambda t: start(t, codec, feedback, part), part)
 
     def all_reduce(
         self,
@@ -165,7 +171,8 @@ class Transport:
         self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
         if self.world_size == 1 and between is not None:
             between(flat)
-        return self._launch("all_reduce", flat, lambda t: self._exchange.all_reduce(t, codec, mean, feedback, between))
+        start = self._exchange_of(flat).all_reduce
+        return self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, between))
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
         """All-gathers ``flag``, one byte (0 to 255); the handle's result is every rank's flag, by rank."""
@@ -255,7 +262,7 @@ class Transport:
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
-        return self._new_group("gloo" if self._nccl is None else "nccl")
+        return self._new_group(self.backend)
 
     @property
     def gathers_parts(self) -> bool:
@@ -370,6 +377,10 @@ class Transport:
         if part is not None:
             numel = len(range(*part.indices(numel)))
         return codec.wire_bytes(numel, flat.dtype) * (self.world_size - 1)
+
+    def _exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange | TorusExchange:
+        """Returns what exchanges a tensor: NCCL carries none of the host, such as a buffer that a user keeps there."""
+        return self._exchange if flat.is_cuda or self._nccl is None else self._gloo
 
     def _staged(self, flat: Tensor) -> bool:
         return flat.is_cuda and self._nccl is None

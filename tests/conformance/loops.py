@@ -98,14 +98,15 @@ def run_loop(
     if batches is None:
         batches = order(rank=0 if method is not None and method.pipeline else rank)
     for index, indices in enumerate(batches[first:], first):
-        loop.train_on(index, *batch_of(indices))
+        x, y = batch_of(indices)
+        loop.train_on(index, x.to(options.device), y.to(options.device))
         if save is not None and (index + 1) % save.at == 0:
             loop.save(save.path.with_name(f"{save.path.name}-{index + 1}"))
     return Result(loop.end(), batches[first:], loaded, loop.scale)
 
 
 def autocast(options: Options) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if options.precision == "bf16-mixed" else nullcontext()
+    return torch.autocast(options.device, torch.bfloat16) if options.precision == "bf16-mixed" else nullcontext()
 
 
 class PlainLoop(Loop):
@@ -198,8 +199,8 @@ class FabricLoop(Loop):
         strategy = "ddp" if method is None else STRATEGY_REGISTRY[method.name]["strategy"](**settings)
         precision: dict[str, Any] = {"precision": "32-true" if options.precision == "32" else options.precision}
         if options.precision == "16-mixed":  # which Fabric would quietly make bf16-mixed
-            precision = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler_of(options))]}
-        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **precision)
+            precision = {"plugins": [MixedPrecision("16-mixed", options.device, scaler_of(options))]}
+        self.fabric = Fabric(accelerator=options.device, devices=options.ranks, strategy=strategy, **precision)
         self.fabric.launch()
         self.method = method
         self.model = network(options, seed=rank_of_process())
@@ -254,12 +255,12 @@ class FabricLoop(Loop):
         return weights
 
 
-def accelerator_of(method: Method | None, settings: Settings, **options: Any) -> Accelerator:
+def accelerator_of(method: Method | None, settings: Settings, *, cpu: bool = True, **options: Any) -> Accelerator:
     """Returns an Accelerator, whatever others there were in this process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     if method is None:
-        return Accelerator(cpu=True, **options)
+        return Accelerator(cpu=cpu, **options)
     return PipeSyncAccelerator(PipeSyncPlugin(method.name, **settings), **options)
 
 
@@ -270,7 +271,11 @@ class AccelerateLoop(Loop):
         self.options = options
         precision = {"32": "no", "bf16-mixed": "bf16"}[options.precision]
         self.accelerator = accelerator_of(
-            method, settings, gradient_accumulation_steps=options.accumulate, mixed_precision=precision
+            method,
+            settings,
+            cpu=options.device == "cpu",
+            gradient_accumulation_steps=options.accumulate,
+            mixed_precision=precision,
         )
         self.method = method
         self.model = network(options, seed=rank_of_process())

@@ -82,7 +82,7 @@ def fit(
         arguments["gradient_clip_val"] = options.clip_norm or options.clip_value
         arguments["gradient_clip_algorithm"] = "value" if options.clip_value else "norm"
     if options.precision == "16-mixed":  # which the Trainer would quietly make bf16-mixed
-        arguments["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler_of(options))]
+        arguments["plugins"] = [MixedPrecision("16-mixed", options.device, scaler_of(options))]
     elif options.precision != "32":
         arguments["precision"] = options.precision
     if save is not None:
@@ -98,7 +98,7 @@ def fit(
         arguments |= {"callbacks": [saver], "enable_checkpointing": True}
     module = Module(options, scheduled=method is None or not method.pipeline)
     torch.manual_seed(100 + int(os.environ["RANK"]) + (0 if resume is None else resume.at))
-    run = trainer(strategy, 2, "/tmp", max_epochs=EPOCHS, **arguments)
+    run = trainer(strategy, options.ranks, "/tmp", accelerator=options.device, max_epochs=EPOCHS, **arguments)
     loader = DataLoader(dataset(), BATCH_SIZE, shuffle=True)
     run.fit(module, loader, ckpt_path=None if resume is None else f"{resume.path}.ckpt")
     scaler = getattr(run.precision_plugin, "scaler", None)

@@ -40,6 +40,8 @@ class Options:
         loss_scale: with which 16-mixed precision begins.
         dropout: its probability.
         hidden: width of the hidden layer.
+        device: type of the device that it is trained on.
+        ranks: their number.
         fault: what befalls rank 1 in its fifth forward pass, see :class:`Fault`.
     """
 
@@ -52,6 +54,8 @@ class Options:
     loss_scale: float = 2.0**10
     dropout: float = 0.0
     hidden: int = 10
+    device: str = "cpu"
+    ranks: int = 2
     fault: Callable[[], object] | None = None
 
 
@@ -104,7 +108,8 @@ def network(options: Options, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     activation = nn.Tanh() if options.fault is None else Fault(options.fault)
     hidden = options.hidden
-    return nn.Sequential(nn.Linear(6, hidden), activation, nn.Dropout(options.dropout), nn.Linear(hidden, 2))
+    layers = nn.Sequential(nn.Linear(6, hidden), activation, nn.Dropout(options.dropout), nn.Linear(hidden, 2))
+    return layers.to(options.device)
 
 
 def optimizers_of(model: nn.Sequential, options: Options) -> list[Optimizer]:
@@ -123,7 +128,7 @@ def loss_of(output: Tensor, y: Tensor) -> Tensor:
 
 
 def scaler_of(options: Options) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=options.loss_scale, growth_interval=3)
+    return torch.amp.GradScaler(options.device, init_scale=options.loss_scale, growth_interval=3)
 
 
 def order(rank: int) -> list[list[int]]:
@@ -141,10 +146,10 @@ def batch_of(indices: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """Returns all parameters in one vector."""
+    """Returns all parameters in one vector on the CPU."""
     return flat_state(dict(model.named_parameters()))
 
 
 def flat_state(state: dict[str, Any]) -> Tensor:
-    """Returns all tensors of a ``state_dict`` in one vector, sorted by name, as some files are."""
-    return torch.cat([state[name].detach().flatten() for name in sorted(state)])
+    """Returns all tensors of a ``state_dict`` in one vector on the CPU, sorted by name, as some files are."""
+    return torch.cat([state[name].detach().flatten() for name in sorted(state)]).cpu()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, of_one_kind
+from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.handle import Promise, Worker
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
@@ -30,9 +31,9 @@ log = logging.getLogger(__name__)
 class FusionTuner:
     """Measures steps with one bucket size after the other, and keeps the best.
 
-    A trial measures the time from one step to the next on rank 0, which is that of all ranks. Rank 0 chooses the next
-    size, and announces the change with the flags of a step. All ranks change after the next backward pass, in which no
-    reduce-scatter starts.
+    A trial measures the time from one step to the next on rank 0, which is that of all ranks, by the clock of its
+    device: the host may be ahead of it. Rank 0 chooses the next size, and announces the change with the flags of a
+    step. All ranks change after the next backward pass, in which no reduce-scatter starts.
 
     Args:
         config: the settings.
@@ -57,8 +58,8 @@ class FusionTuner:
         self.trials: list[Trial] = []
         self._search: FusionSearch | None = None  # on rank 0
         self._sizes: list[int] = []  # bytes of the parameters of each kind
-        self._steps: list[float] = []
-        self._began: float | None = None
+        self._clock = Clock(transport.device)
+        self._ends: list[Moment] = []  # of the steps of this trial, and of the one before
         self._worker: Worker | None = None
         self._decision: Promise[tuple[list[Trial], Fusion, bool]] | None = None
 
@@ -100,16 +101,14 @@ class FusionTuner:
         return self._decision is not None and self._decision.done
 
     def note_step(self) -> None:
-        """Records the time of a step, at its end."""
-        now = time.perf_counter()
-        if self._began is not None:
-            self._steps.append(now - self._began)
-        self._began = now
+        """Records the end of a step of a trial, on rank 0."""
+        if not self.finished and self._search is not None:
+            self._ends.append(self._clock.now())
 
     def restart_trial(self) -> None:
         """Forgets the steps of the present trial, since the next ones take another time with the same buckets."""
         if self._decision is None:
-            self._steps, self._began = [], None
+            self._ends = []
 
     def change(self) -> None:
         """Changes the buckets for the next trial, or for good; a collective call, with nothing in flight."""
@@ -148,11 +147,12 @@ class FusionTuner:
             self._worker = None
 
     def _seen_enough(self) -> bool:
-        if len(self._steps) <= FEW_STEPS:
+        num_steps = len(self._ends) - 1
+        if num_steps <= FEW_STEPS:
             return False
         best = fastest(self.trials).seconds if self.trials else math.inf
         clearly_worse = self._median() > CLEARLY_WORSE * best
-        return clearly_worse or len(self._steps) >= self._config.trial_steps
+        return clearly_worse or num_steps >= self._config.trial_steps
 
     def _decide(self, search: FusionSearch, trial: Trial) -> tuple[list[Trial], Fusion, bool]:
         """Registers a trial; returns all trials so far, the next fusion, and whether that is final."""
@@ -169,12 +169,12 @@ class FusionTuner:
         return search.trials, fastest(search.trials).fusion, True
 
     def _begin_trial(self, fusion: Fusion) -> None:
-        self.fusion, self._steps, self._began, self.change_due = fusion, [], None, False
+        self.fusion, self._ends, self.change_due = fusion, [], False
         self._decision = None
 
     def _median(self) -> float:
         """Returns the median seconds of a step, without the first step of a trial, which allocates buffers."""
-        return median(self._steps[1:])
+        return median(self._clock.seconds_between(*pair) for pair in pairwise(self._ends[1:]))
 
     def _job(self) -> str:
         """Returns the key of this job in the file."""

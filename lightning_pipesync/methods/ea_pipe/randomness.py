@@ -28,7 +28,8 @@ def drawing(seed: int, number: int, place: int | None, device: torch.device) -> 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(own)  # torch.manual_seed also formats stack traces for missing devices
         if device.type == "cuda":
-            torch.cuda.manual_seed(own)
+            with torch.cuda.device(device):  # it seeds the current device, which need not be the stage's
+                torch.cuda.manual_seed(own)
         if place is not None:
             yield
             return

@@ -290,6 +290,7 @@ class EAPipe(PipelineMethod):
 
     def _prepare(self) -> None:
         """Checks that all ranks train the same model, and broadcasts rank 0's weights."""
+        self._on_all_ranks(self._check_backend)
         self._partition = self._on_all_ranks(
             lambda: make_partition(self._model, self.config, self.num_stages, self._device)
         )
@@ -298,6 +299,19 @@ class EAPipe(PipelineMethod):
             check_consistency(self.transport, self.config, parameters, self._model)
             exchange_fused(_tensors_of(self._model), PIECE_MB, self._broadcast)
             exchange_fused(self._others, PIECE_MB, self._broadcast)
+
+    def _check_backend(self) -> None:
+        """Checks that the backend carries the messages of PyTorch's own schedules, which go from device to device.
+
+        Raises:
+            ValueError: Gloo would have to send and receive CUDA tensors.
+        """
+        staged = self.transport is not None and self.transport.backend == "gloo" and self._device.type == "cuda"
+        if staged and self.config.algorithm in SYNCHRONOUS:
+            raise ValueError(
+                f"algorithm={self.config.algorithm!r} runs on PyTorch's own schedules, which send CUDA tensors, and "
+                "backend='gloo' cannot: use backend='nccl', or another algorithm."
+            )
 
     def _check_gradients(self) -> None:
         """Checks that the loss of the first mini-batch depends on no layer of another stage directly.

@@ -1,0 +1,98 @@
+"""The arithmetic of the exchange over NCCL, on a CPU: its group is one of Gloo's, and its streams are stand-ins."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.gloo import GlooExchange
+from lightning_pipesync.core.nccl import NcclExchange
+from lightning_pipesync.core.transport import Transport
+from tests.harness import launch
+from tests.test_transport import DTYPES, LOSSY, SIZES, values
+
+CPU = torch.device("cpu")
+
+
+def exchange_all_kinds(exchange: NcclExchange, device: torch.device) -> dict[str, bool]:
+    """Returns by the name of each operation whether it makes what the exchange over Gloo makes of CPU tensors."""
+    transport = Transport(timeout_s=60)
+    gloo = transport._exchange
+    assert isinstance(gloo, GlooExchange)
+    rank, world_size = transport.rank, transport.world_size
+    same: dict[str, bool] = {}
+
+    def compare(name: str, numel: int, dtype: torch.dtype, codec_name: str, with_feedback: bool = False) -> None:
+        codec = get_codec(codec_name)
+        mean = dtype.is_floating_point
+        tensors = [values(numel, dtype, rank), values(numel, dtype, rank).to(device, copy=True)]
+        feedback = [ErrorFeedback(tensor, world_size) if with_feedback else None for tensor in tensors]
+        for _ in range(3 if with_feedback else 1):
+            for one, tensor, residuals in zip((gloo, exchange), tensors, feedback, strict=True):
+                own = one.reduce_scatter(tensor, codec, mean, residuals)()
+                assert own.data_ptr() == shard_of(tensor, rank, world_size).data_ptr() or not own.numel()
+                one.all_gather(tensor, codec, residuals)()
+                one.all_reduce(tensor, codec, mean, residuals, lambda own: own.add_(rank))()
+                if codec.lossless:
+                    shard_of(tensor, rank, world_size).add_(1)
+                    one.all_gather(tensor, codec, None, slice(1, 300))()
+        same[name] = is_near(codec_name, *tensors)
+        if codec_name == "none" and world_size > 2:  # the backend itself sums, in an order of its own
+            same[name] = torch.allclose(tensors[0], tensors[1].cpu(), rtol=1e-6, atol=1e-5)
+        if with_feedback and is_bitwise(codec_name):
+            kinds = [residuals.state_dict() for residuals in feedback if residuals is not None]
+            same[f"{name}, residuals"] = all(is_near(codec_name, kinds[0][kind], kinds[1][kind]) for kind in kinds[0])
+
+    for numel in SIZES:
+        for dtype in DTYPES:
+            compare(f"lossless, {dtype} {numel}", numel, dtype, "none")
+        for codec_name in LOSSY:
+            # The last rank's slice is padded here, of which top-k sends a share.
+            if codec_name != "topk" or numel % world_size == 0:
+                compare(f"compressed, {codec_name} {numel}", numel, torch.float32, codec_name)
+                compare(f"feedback, {codec_name} {numel}", numel, torch.float32, codec_name, with_feedback=True)
+                compare(f"feedback, bf16 by {codec_name} {numel}", numel, torch.bfloat16, codec_name, True)
+    for dtype in (torch.float32, torch.bool, torch.int64):
+        sent = values(1000, torch.float32, rank).to(device).to(dtype)
+        received = exchange.broadcast(sent, world_size - 1)()
+        expected = values(1000, torch.float32, world_size - 1).to(dtype)
+        same[f"broadcast, {dtype}"] = torch.equal(received.cpu(), expected)
+    transport.close()
+    return same
+
+
+def is_bitwise(codec_name: str) -> bool:
+    """Returns whether every device encodes the same bits: int8's scales are quotients, which CUDA rounds otherwise."""
+    return codec_name != "int8"
+
+
+def is_near(codec_name: str, on_cpu: Tensor, other: Tensor) -> bool:
+    """Returns whether two results are the same, but for a step of int8, which depends on the last bit of its scale."""
+    other = other.cpu()
+    if torch.equal(on_cpu, other):
+        return True
+    step = on_cpu.abs().max().float() / 127
+    return not is_bitwise(codec_name) and bool(((on_cpu.float() - other.float()).abs() <= 3 * step).all())
+
+
+def exchange_on_the_host() -> dict[str, Any]:
+    cuda = MagicMock()
+    cuda.stream = lambda _: nullcontext()
+    with patch("lightning_pipesync.core.nccl.torch.cuda", cuda), patch.object(Tensor, "record_stream", lambda *_: None):
+        return exchange_all_kinds(NcclExchange(dist.new_group(backend="gloo"), CPU), CPU)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_makes_what_gloo_makes(world_size: int) -> None:
+    """Also with slices that are padded. What the exchange sums itself, it sums in the order of the ranks."""
+    for same in launch(exchange_on_the_host, world_size):
+        assert all(same.values()), [name for name, equal in same.items() if not equal]
