@@ -21,7 +21,7 @@ from rich.table import Table
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.feedback import encode_with_feedback
 
-NAMES = ("none", "bf16", "fp16", "truncate16", "int8", "topk")
+NAMES = ("none", "bf16", "fp16", "truncate16", "int8", "int4", "topk", "chunked_topk")
 OPERATIONS = ("encode", "decode", "decode_add", "feedback")
 Jobs = dict[tuple[str, str], Callable[[], object]]
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from lightning_pipesync.core.codecs import (
     BF16,
     FP16,
+    ChunkedTopK,
     Codec,
+    Int4,
     Int8,
     NoCompression,
     TopK,
@@ -23,9 +25,9 @@ from lightning_pipesync.core.codecs import (
 )
 from lightning_pipesync.core.feedback import encode_with_feedback
 
-NAMES = ["none", "bf16", "fp16", "truncate16", "int8", "topk"]
+NAMES = ["none", "bf16", "fp16", "truncate16", "int8", "int4", "topk", "chunked_topk"]
 LOSSY = NAMES[1:]
-SIZES = [0, 1, 2, 1023, 1024, 1025, 100003]
+SIZES = [0, 1, 2, 1023, 1024, 1025, 4096, 100003]
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TINY = torch.finfo(torch.float32).tiny
 
@@ -60,9 +62,9 @@ def round_trip(codec: Codec, source: Tensor, dtype: torch.dtype | None = None) -
     return target
 
 
-def chunk_scales(source: Tensor) -> Tensor:
+def chunk_scales(source: Tensor, chunk_size: int = 1024, levels: int = 127) -> Tensor:
     """The scale of each value's chunk, in plain Python loops."""
-    parts = [chunk.abs().max().expand(chunk.numel()) / 127 for chunk in source.float().split(1024)]
+    parts = [chunk.abs().max().expand(chunk.numel()) / levels for chunk in source.float().split(chunk_size)]
     return torch.cat(parts).clamp(min=TINY)
 
 
@@ -90,6 +92,16 @@ def test_every_size_and_dtype_keeps_what_matters(name: str, numel: int, dtype: t
         assert (error < exact * 2**-7 + 1e-45).all()
     elif name == "int8" and numel:
         assert (error <= chunk_scales(source).double() * 0.50002).all()
+    elif name == "int4" and numel:
+        assert (error <= chunk_scales(source, 256, 7).double() * 0.50002).all()
+    elif name == "chunked_topk":
+        for chunk, values in zip(decoded.split(4096), source.double().split(4096), strict=True):
+            kept = chunk.nonzero().view(-1)
+            assert kept.numel() == min(64, chunk.numel())
+            assert values[kept].abs().min() >= values.abs().sort().values[-kept.numel()]
+            assert torch.equal(chunk[kept].sign(), values[kept].sign())
+            assert chunk[kept].abs().unique().numel() <= 2
+            assert chunk.abs().sum() == pytest.approx(values[kept].abs().sum().item(), rel=1e-5)
     elif name == "topk" and numel:
         k = math.ceil(0.01 * numel)
         assert torch.equal(decoded.abs().sort().values[-k:], source.float().double().abs().sort().values[-k:])
@@ -108,6 +120,10 @@ def test_every_size_and_dtype_keeps_what_matters(name: str, numel: int, dtype: t
         (Truncate16(), 1025, torch.bfloat16, 2050),
         (Int8(), 1024, torch.float32, 4 + 1024),
         (Int8(), 1025, torch.float32, 8 + 1025),
+        (Int4(), 256, torch.float32, 4 + 128),
+        (Int4(), 257, torch.float32, 8 + 129),
+        (ChunkedTopK(), 8192, torch.float32, 2 * (8 + 96 + 16)),
+        (ChunkedTopK(), 5, torch.float32, 8 + 96 + 16),
         (TopK(), 1, torch.float32, 8),
         (TopK(), 101, torch.float32, 16),
         (TopK(ratio=0.25), 1000, torch.float16, 2000),
@@ -152,8 +168,11 @@ def test_not_finite_stays_not_finite(name: str, dtype: torch.dtype, special: flo
     decoded = round_trip(get_codec(name), source, torch.float32)
     assert not decoded[position].isfinite()
     spoilt = (~decoded.isfinite()).sum().item()
-    chunk = 3000 - 2048 if position >= 2048 else 1024
-    assert spoilt == (chunk if name == "int8" else 1)
+    size = {"int8": 1024, "int4": 256}.get(name, 1)
+    if name == "chunked_topk":
+        assert spoilt <= 64
+    else:
+        assert spoilt == min(size, 3000 - position // size * size)
 
 
 @every_codec
@@ -168,7 +187,8 @@ def test_subnormals_are_numbers(name: str, largest: float) -> None:
     source = random(2500)
     source *= largest / source.abs().max()
     error = (round_trip(get_codec(name), source).double() - source.double()).abs().max()
-    assert error <= max(largest, 1e-45) * (1 if name in ("fp16", "topk") else 1 / 127) + TINY
+    shares = {"fp16": 1.0, "topk": 1.0, "chunked_topk": 1.0, "int4": 1 / 13}
+    assert error <= max(largest, 1e-45) * shares.get(name, 1 / 127) + TINY
 
 
 @every_codec
@@ -307,7 +327,10 @@ def test_get_codec() -> None:
     assert [get_codec(name).name for name in NAMES] == NAMES
     codec = TopK(ratio=0.5)
     assert get_codec(codec) is codec
-    with pytest.raises(ValueError, match=r"compression='zip'.*'none', 'bf16', 'fp16', 'truncate16', 'int8', 'topk'"):
+    with pytest.raises(
+        ValueError,
+        match=r"compression='zip'.*'none', 'bf16', 'fp16', 'truncate16', 'int8', 'int4', 'topk', 'chunked_topk'",
+    ):
         get_codec("zip")
 
 

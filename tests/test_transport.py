@@ -21,7 +21,7 @@ from tests.harness import DIED, kill_stopped_siblings, launch, raised
 
 SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 40_003]  # larger ones take the ring on 3 ranks, which has its own tests
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
-LOSSY = ["bf16", "fp16", "truncate16", "int8", "topk"]
+LOSSY = ["bf16", "fp16", "truncate16", "int8", "int4", "topk", "chunked_topk"]
 
 
 def values(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:

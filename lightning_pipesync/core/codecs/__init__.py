@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from lightning_pipesync.core.codecs.chunked_topk import ChunkedTopK
 from lightning_pipesync.core.codecs.codec import Codec
 from lightning_pipesync.core.codecs.elementwise import BF16, FP16, NoCompression, Truncate16
+from lightning_pipesync.core.codecs.int4 import Int4
 from lightning_pipesync.core.codecs.int8 import Int8
 from lightning_pipesync.core.codecs.topk import TopK
 
 __all__ = [
     "BF16",
     "FP16",
+    "ChunkedTopK",
     "Codec",
+    "Int4",
     "Int8",
     "NoCompression",
     "TopK",
@@ -18,7 +22,9 @@ __all__ = [
     "get_codec",
 ]
 
-_CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (NoCompression, BF16, FP16, Truncate16, Int8, TopK)}
+_CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (NoCompression, BF16, FP16, Truncate16, Int8, Int4, TopK, ChunkedTopK)
+}
 
 
 def get_codec(codec: str | Codec) -> Codec:

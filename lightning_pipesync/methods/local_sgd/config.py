@@ -75,8 +75,8 @@ class LocalSGDConfig(Settings):
     """Whether the optimizers' states are averaged at the end of each period, too. Otherwise each rank keeps its own."""
 
     compression: Codec | str = "none"
-    """Codec of the averages: none, bf16, fp16, truncate16, int8, topk. It encodes the difference to the agreed
-    weights."""
+    """Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes
+    the difference to the agreed weights."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""

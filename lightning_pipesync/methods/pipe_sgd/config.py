@@ -32,7 +32,8 @@ class PipeSGDConfig(Settings):
     is 1: larger values hide no more communication, and slow convergence."""
 
     compression: Codec | str = "none"
-    """Codec of the all-reduce: none, bf16, fp16, truncate16, int8, topk. Each rank compresses its gradient once."""
+    """Codec of the all-reduce: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. Each rank
+    compresses its gradient once."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes; not in the paper."""
