@@ -20,7 +20,7 @@ from lightning_pipesync.bench.fedavg import FedAvg
 from lightning_pipesync.bench.ps_sync import PSSync
 from lightning_pipesync.bench.ssp import SSP, ParameterServer
 from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
-from lightning_pipesync.bench.trainings import WithDDP, WithPipeSGD, WithSelSync
+from lightning_pipesync.bench.trainings import WithDDP, WithLocalSGD, WithPipeSGD, WithSelSync
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import Bucket
 from tests.harness import launch
@@ -261,6 +261,7 @@ def test_a_synchronous_parameter_server_trains_as_ddp_does() -> None:
 def test_methods_are_parsed() -> None:
     kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "ssp": SSP, "selsync:delta=0.3,partition=defdp": WithSelSync}
     kinds["ps_sync"] = PSSync
+    kinds["local_sgd:period=4,outer_optimizer=nesterov"] = WithLocalSGD
     kinds["pipe_sgd:delay_compensation=none,bucket_mb=none"] = WithPipeSGD
     kinds["pipe_sgd:compression=int8,error_feedback=true"] = WithPipeSGD
     assert set(kinds) == set(filter(parse_method, kinds))
@@ -344,7 +345,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (["--task", "nope"], ["task='nope'", "digits, mnist1d, signals, topics"]),
         (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
-        (["--methods", "nope"], ["'nope'", "ddp, fedavg, pipe_sgd, ps_sync, ssp, selsync"]),
+        (["--methods", "nope"], ["'nope'", "ddp, fedavg, local_sgd, pipe_sgd, ps_sync, ssp, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
         (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
         (["--methods", "selsync:delta=x"], ["delta must be a number", "'x'"]),

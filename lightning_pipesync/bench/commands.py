@@ -62,8 +62,8 @@ def step(
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
         methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
-            the papers' baselines; dear-rs and dear-ag, half of DeAR; and dear, selsync and pipe_sgd, each with settings
-            if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=paper, dear:edge_mb=0.5, dear:fusion=bo,
+            the papers' baselines; dear-rs and dear-ag, half of DeAR; and dear, local_sgd, pipe_sgd and selsync, each
+            with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=paper, dear:edge_mb=0.5, dear:fusion=bo,
             which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
             pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
@@ -152,7 +152,7 @@ def timeline(
         model: emulated-alexnet, emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
             emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor over the true number.
-        methods: What is drawn: ddp, dear, selsync, pipe_sgd, with settings as in `bench step`.
+        methods: What is drawn: ddp, dear, local_sgd, pipe_sgd, selsync, with settings as in `bench step`.
         ratio: Communication time over computation time.
         bucket_mb: Bucket sizes of DDP and DeAR in MiB.
         steps: Steps that are drawn.
@@ -205,7 +205,7 @@ def converge(
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves,
             accuracy) or topics (the text of Python's documentation, perplexity).
-        methods: ddp, fedavg, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
+        methods: ddp, fedavg, local_sgd, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
             NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5.
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.

@@ -19,7 +19,8 @@ from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.bench.ps_sync import PSSync, PSSyncConfig
 from lightning_pipesync.bench.ssp import SSP, SSPConfig
 from lightning_pipesync.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
-from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithPipeSGD, WithSelSync
+from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithLocalSGD, WithPipeSGD, WithSelSync
+from lightning_pipesync.methods.local_sgd import LocalSGDConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSyncConfig
 
@@ -27,6 +28,7 @@ from lightning_pipesync.methods.selsync import SelSyncConfig
 METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
     "ddp": (WithDDP, DDPConfig),
     "fedavg": (FedAvg, FedAvgConfig),
+    "local_sgd": (WithLocalSGD, LocalSGDConfig),
     "pipe_sgd": (WithPipeSGD, PipeSGDConfig),
     "ps_sync": (PSSync, PSSyncConfig),
     "ssp": (SSP, SSPConfig),

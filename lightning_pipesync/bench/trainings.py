@@ -19,6 +19,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -184,13 +185,27 @@ class WithPipeSGD(WithMethod):
         super().__init__(task, PipeSGD, config)
 
 
-class WithSelSync(WithMethod):
-    """SelSync, with its order of the data and its data injection."""
+class WithReplicas(WithMethod):
+    """A method whose ranks train replicas of their own, with its order of the data and its data injection."""
 
-    method: SelSync
+    def loader(self, seed: int) -> TrainLoader:
+        return self.method.prepare_train_loader(self._in_order(seed))
+
+
+class WithSelSync(WithReplicas):
+    """SelSync."""
 
     def __init__(self, task: Task, config: SelSyncConfig) -> None:
         super().__init__(task, SelSync, config)
 
-    def loader(self, seed: int) -> TrainLoader:
-        return self.method.prepare_train_loader(self._in_order(seed))
+
+class WithLocalSGD(WithReplicas):
+    """Local SGD."""
+
+    def __init__(self, task: Task, config: LocalSGDConfig) -> None:
+        super().__init__(task, LocalSGD, config)
+
+    @property
+    def lssr(self) -> float | None:
+        """The share of steps after which nothing is averaged."""
+        return 1 - min(1.0, self.method.config.fragments / self.method.config.period)

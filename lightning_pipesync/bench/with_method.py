@@ -14,6 +14,7 @@ from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
+from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -22,7 +23,12 @@ from lightning_pipesync.methods.sync_method import SyncMethod
 MakeCandidate = Callable[[BenchModel], Candidate]
 
 #: The settings of each method that can be compared.
-CONFIG_TYPES = {"dear": DeARConfig, "selsync": SelSyncConfig, "pipe_sgd": PipeSGDConfig}
+CONFIG_TYPES = {
+    "dear": DeARConfig,
+    "local_sgd": LocalSGDConfig,
+    "pipe_sgd": PipeSGDConfig,
+    "selsync": SelSyncConfig,
+}
 
 
 class WithMethod(Candidate):
@@ -92,7 +98,7 @@ def with_method(text: str, bucket_mb: Sequence[float], known: Iterable[str]) -> 
 
     DeAR has one for each bucket size, unless its settings name ``bucket_mb`` or a ``fusion``. SelSync has one whose
     steps are all synchronized, for each bucket size if they are hidden under forward, and, without settings, one whose
-    steps are all local.
+    steps are all local. The others have one: take whole periods of local SGD as the steps of a measurement.
 
     Args:
         text: ``NAME`` or ``NAME:SETTING=VALUE,...``.
@@ -111,6 +117,8 @@ def with_method(text: str, bucket_mb: Sequence[float], known: Iterable[str]) -> 
         return parse_named(text, CONFIG_TYPES, fixed)
 
     sizes: list[tuple[str, dict[str, Any]]] = [(f", {size:g} MiB", {"bucket_mb": size}) for size in bucket_mb]
+    if name == "local_sgd":
+        return [partial(WithMethod, name=f"local SGD{shown}", method=LocalSGD, config=parse(), limit="compute")]
     if name == "pipe_sgd":
         return [partial(WithPipeSGD, name=f"Pipe-SGD{shown}", config=parse())]
     if name == "selsync":
