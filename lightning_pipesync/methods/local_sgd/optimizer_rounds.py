@@ -19,6 +19,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.local_sgd.algorithm import Rounds, in_fragments, number_of_participants, participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.replicas.flags import LOADED, raise_if_not_all_loaded
 from lightning_pipesync.methods.replicas.gradients import GradientAggregation
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
 
@@ -100,8 +101,7 @@ class OptimizerRounds:
         missing = len(gradients) < sum(map(len, self.replicas.tensors))
         finite = all(norm.isfinite() for norm in foreach_norm(gradients))
         flags = self._transport.exchange_flags(MISSING_GRADIENT * missing | NOT_FINITE * (not finite)).wait()
-        if any(flag & CONSOLIDATE for flag in flags):
-            _raise_if_they_differ([flag & CONSOLIDATE for flag in flags])
+        _raise_if_they_differ([flag & (CONSOLIDATE | LOADED) for flag in flags])
         self._warm_up.average(some_missing=any(flag & MISSING_GRADIENT for flag in flags))
         return any(flag & NOT_FINITE for flag in flags)
 
@@ -231,6 +231,7 @@ def _raise_if_they_differ(flags: Sequence[int]) -> None:
     """Raises if ranks have taken other numbers of steps, or only some are about to consolidate the weights."""
     if len(set(flags)) == 1:
         return
+    raise_if_not_all_loaded(flags)
     consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
     if 0 < len(consolidating) < len(flags):
         raise RuntimeError(

@@ -54,7 +54,7 @@ class LocalSGD(ReplicaMethod):
             OptimizerRounds(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
             for i, opt in enumerate(self.optimizers)
         ]
-        self._attach_non_trainable(parameters)
+        self._attach_replicas(parameters)
 
     @property
     def _replicas(self) -> list[ReplicatedTensors]:
@@ -70,6 +70,7 @@ class LocalSGD(ReplicaMethod):
             for rounds in self._rounds:
                 rounds.drop_flights()
             self._keep_average()
+        self._agree_on_loaded()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Averages the gradient in the warm-up.

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.methods.module_hook import ModuleHook
+from lightning_pipesync.methods.replicas.flags import LOADED, raise_if_not_all_loaded
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -53,13 +55,18 @@ class ReplicaMethod(SyncMethod):
             RuntimeError: they differ; or a peer is lost.
         """
 
-    def _attach_non_trainable(self, parameters: Sequence[NamedParameter]) -> None:
-        """Prepares to average what no optimizer updates."""
+    def _attach_replicas(self, parameters: Sequence[NamedParameter]) -> None:
+        """Prepares to average what no optimizer updates, and to notice weights that are loaded."""
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._non_trainable = self._non_trainable_tensors(others, self._module)
         self._followers: list[NonTrainableTensors] = []
         self._followers_diverged = False
         self._waits = False
+        self._loaded = False
+        loaded = ModuleHook(self._after_loading)
+        agree = any(replicas.agrees for replicas in self._replicas)
+        children = self._module.modules() if agree else ()
+        self._load_hooks = [child.register_load_state_dict_post_hook(loaded) for child in children]
 
     @property
     def diverged(self) -> bool:
@@ -127,14 +134,37 @@ class ReplicaMethod(SyncMethod):
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.load_state_dict(saved)
         self._non_trainable.load_state_dict(state["untrained"])
-        self.flushed = False
+        self.flushed = self._loaded = False
         self.transport.traffic.load_state_dict(state["traffic"])
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
 
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the method's threads and process groups. The weights stay as they are."""
+        for hook in getattr(self, "_load_hooks", ()):
+            hook.remove()
+        super().detach(timeout_s)
+
     def return_optimizer_states(self) -> None:
         """Waits for the average of the last step: the optimizers have had their states all along."""
         self.synchronize()
+
+    def _after_loading(self, *_: Any) -> None:
+        """Notes that weights were loaded, from which the next steps move away."""
+        self._loaded = True
+
+    def _agree_on_loaded(self) -> None:
+        """Makes weights that were loaded since the last step the agreed ones; a collective call then.
+
+        Raises:
+            RuntimeError: not all ranks have loaded weights; or a peer is lost.
+        """
+        if not self._loaded:
+            return
+        self._loaded = False
+        raise_if_not_all_loaded(self.transport.exchange_flags(LOADED).wait())
+        for replicas in self._replicas:
+            replicas.agree_on_loaded()
 
     def _keep_average(self) -> None:
         """Continues from the consolidated weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -70,6 +71,22 @@ class ReplicatedTensors:
         for agreed, bucket, tensors in zip(self._agreed, self._buckets, self.tensors, strict=bool(self._agreed)):
             bucket.pack(tensors)
             agreed.copy_(bucket.flat)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there are agreed values."""
+        return bool(self._agreed)
+
+    def agree_on_loaded(self) -> None:
+        """Makes values that were loaded the agreed ones, or their average if they differ; a collective call."""
+        if not self._agreed:
+            return
+        digest = hashlib.blake2b()
+        for tensor in (tensor for tensors in self.tensors for tensor in tensors):
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(self._transport.gather_objects(digest.hexdigest()))) > 1:
+            self.average()
+        self.agree()
 
     def result(self, index: int) -> Tensor:
         """Returns the buffer of a bucket's average between :meth:`start` and :meth:`finish`."""

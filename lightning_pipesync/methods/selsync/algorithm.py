@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_pipesync.methods.replicas.flags import raise_if_not_all_loaded
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
 #: Step size of the search for ``delta="auto"``, in units of log delta.
@@ -249,6 +250,7 @@ class SelectiveSync:
         Raises:
             RuntimeError: they differ.
         """
+        raise_if_not_all_loaded(flags)
         consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
         if 0 < len(consolidating) < len(flags):
             raise RuntimeError(

@@ -70,7 +70,7 @@ class SelSync(ReplicaMethod):
         overlaps = self.config.overlaps and self.transport.world_size > 1 and not is_compiled(self._module)
         self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
         self._stepped = self._optimizer_syncs[0]
-        self._attach_non_trainable(parameters)
+        self._attach_replicas(parameters)
         self.last = Decision(delta=self._optimizer_syncs[0].algorithm.threshold.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
@@ -97,6 +97,7 @@ class SelSync(ReplicaMethod):
         """Does nothing yet, since the gradient is measured when it is unscaled."""
         if self.flushed:  # the gradient was computed at the average, and training continues from there
             self._keep_average()
+        self._agree_on_loaded()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Measures the gradient, which is unscaled and not yet clipped; with gradient aggregation, averages it.

@@ -1,0 +1,22 @@
+"""What the flags of all such methods say, of one byte each, besides what they mean to one method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: The rank has loaded weights since its last step.
+LOADED = 128
+
+
+def raise_if_not_all_loaded(flags: Sequence[int]) -> None:
+    """Checks that all ranks have loaded weights, or none.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    loaded = [rank for rank, flag in enumerate(flags) if flag & LOADED]
+    if 0 < len(loaded) < len(flags):
+        raise RuntimeError(
+            f"Rank {', '.join(map(str, loaded))} has loaded weights since the last step, and the others have not: all "
+            "ranks have to load the same ones."
+        )
