@@ -94,7 +94,7 @@ def test_every_size_and_dtype_keeps_what_matters(name: str, numel: int, dtype: t
         assert (error <= chunk_scales(source).double() * 0.50002).all()
     elif name == "int4" and numel:
         assert (error <= chunk_scales(source, 256, 7).double() * 0.50002).all()
-    elif name == "chunked_topk":
+    elif name == "chunked_topk" and numel:
         for chunk, values in zip(decoded.split(4096), source.double().split(4096), strict=True):
             kept = chunk.nonzero().view(-1)
             assert kept.numel() == min(64, chunk.numel())
