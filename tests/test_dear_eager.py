@@ -103,6 +103,11 @@ def test_a_step_in_pieces_by_hand() -> None:
     assert step.seconds == 7.0 + 2.0 + 2.0, "the second layer, needed at 8, has its weights at 10"
 
 
+def test_a_single_gradient_has_no_schedule() -> None:
+    bucket = BucketTimes(ready=0.0, needed=0.0, reduce_scatter=0.1, all_gather=0.1)
+    assert plan_early_gathers([bucket]) == EarlyGathers.none(1)
+
+
 @pytest.mark.parametrize("ratio", [0.9, 1.0, 1.1])
 def test_a_large_bucket_is_gathered_in_pieces(ratio: float) -> None:
     """As of AlexNet: most values belong to three layers that take little time, and are the first to be reduced."""

@@ -63,6 +63,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "fragments": ("sgd", {"period": 4, "fragments": 2}, {"period": 4, "fragments": [FIRST, SECOND]}),
     "EASGD": ("sgd", {"period": 2, "outer_optimizer": "elastic"}, {"period": 2, "elastic": 0.9}),
+    "EASGD, overlapped": (
+        "sgd",
+        {"period": 4, "overlap_steps": 3, "outer_optimizer": "elastic"},
+        {"period": 4, "overlap_steps": 3, "elastic": 0.9},
+    ),
     "EASGD, a given force": (
         "adamw",
         {"period": 2, "outer_optimizer": "elastic", "elastic_force": 0.2},
@@ -230,6 +235,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"outer_optimizer": "lamb"}, ["outer_optimizer", "'lamb'", "nesterov"]),
     ({"outer_optimizer": "elastic", "participation": 0.5}, ["elastic", "participation"]),
     ({"elastic_force": 1.5}, ["elastic_force", "1.5"]),
+    ({"outer_optimizer": "elastic", "elastic_force": 0.6}, ["elastic_force=0.6", "2 replicas", "0.5"]),
     ({"participation": 0.5, "compression": "int8"}, ["participation=0.5", "int8"]),
     ({"own_share": 2.0}, ["own_share", "2.0"]),
 ]

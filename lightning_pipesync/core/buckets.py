@@ -131,7 +131,8 @@ class Bucket:
 
     def __init__(self, tensors: Sequence[Tensor], strided: bool = False) -> None:
         self.places, end = _places(tensors)
-        self.flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
+        with torch.inference_mode(False):  # a validation may be the first to need the buffer
+            self.flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
         self.views = [self.flat[place].view(t.shape) for place, t in zip(self.places, tensors, strict=True)]
         ends = [place.start for place in self.places[1:]] + [end]
         gaps = [self.flat[place.stop : next_start] for place, next_start in zip(self.places, ends, strict=True)]

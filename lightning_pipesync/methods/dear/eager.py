@@ -58,6 +58,8 @@ def plan_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -
     best = EarlyGathers.none(len(buckets))
     without, largest = _simulated_seconds(buckets, best), LEAST_GAIN
     backward = max(bucket.ready for bucket in buckets)
+    if backward <= 0:  # a single gradient: there is nothing to gather under
+        return best
     longest = [share * backward for share in LONGEST] if divisible else [math.inf]
     divisions = dict.fromkeys(tuple(_num_pieces(bucket, seconds) for bucket in buckets) for seconds in longest)
     for early in (gathers_in_gaps(buckets, share, pieces) for pieces in divisions for share in SHARES):

@@ -45,7 +45,7 @@ class Rounds:
 
 def number_of_participants(participation: float, world_size: int) -> int:
     """Returns how many ranks' weights are averaged, C of FedAvg times their number; 0 if that is less than one."""
-    return int(participation * world_size + 1e-9)
+    return 1 if world_size == 1 else int(participation * world_size + 1e-9)
 
 
 def participants(number: int, world_size: int, round_: int) -> list[int]:

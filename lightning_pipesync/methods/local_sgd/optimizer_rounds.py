@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -66,6 +67,7 @@ class OptimizerRounds:
         self, optimizer: Optimizer, parameters: Sequence[NamedParameter], config: LocalSGDConfig, transport: Transport
     ) -> None:
         self._optimizer, self._config, self._transport = optimizer, config, transport
+        self.num_steps = 0
         buckets: list[list[Tensor]] = []
         self._fragments: list[range] = []  # indices of their buckets
         for fragment in _fragments(parameters, config.fragments):
@@ -75,11 +77,12 @@ class OptimizerRounds:
         world_size, feedback = transport.world_size, config.uses_error_feedback
         outer, force = config.make_outer_optimizer(world_size), config.force(world_size)
         self.replicas = ReplicatedTensors(buckets, transport, config.compression, feedback, outer, force)
-        self._warm_up = GradientAggregation(buckets, transport, "none", False) if config.warmup_steps else None
+        self._buckets = buckets
+        self._warm_up: GradientAggregation | None = None
+        self._set_warm_up()
         self._rounds = Rounds(config.period, config.fragments, config.overlap_steps)
         self._num_participants = number_of_participants(config.participation, world_size)
         self._flights: dict[int, Flight] = {}
-        self.num_steps = 0
 
     @property
     def num_rounds(self) -> int:
@@ -93,13 +96,20 @@ class OptimizerRounds:
             Whether the gradient of some rank is not finite; False after the warm-up.
 
         Raises:
-            RuntimeError: some rank is about to consolidate the weights; or a peer is lost.
+            RuntimeError: the optimizer has got parameters that are not averaged; some rank is about to consolidate the
+                weights; or a peer is lost.
         """
         if self._warm_up is None:
             return False
+        known = {id(tensor) for tensors in self._buckets for tensor in tensors}
+        if any(id(p) not in known and p.requires_grad for p in parameters_of(self._optimizer)):
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__} has got further parameters in the warm-up, whose gradients are "
+                "not averaged: set warmup_steps=0, or add them before the training."
+            )
         gradients = [p.grad for tensors in self.replicas.tensors for p in tensors if p.grad is not None]
         missing = len(gradients) < sum(map(len, self.replicas.tensors))
-        finite = all(norm.isfinite() for norm in foreach_norm(gradients))
+        finite = not gradients or bool(torch.stack(foreach_norm(gradients)).isfinite().all())
         flags = self._transport.exchange_flags(MISSING_GRADIENT * missing | NOT_FINITE * (not finite)).wait()
         _raise_if_they_differ([flag & (CONSOLIDATE | LOADED) for flag in flags])
         self._warm_up.average(some_missing=any(flag & MISSING_GRADIENT for flag in flags))
@@ -115,7 +125,7 @@ class OptimizerRounds:
         step = self.num_steps - self._config.warmup_steps
         if step <= 0:
             if step == 0:
-                self.replicas.agree()
+                self.replicas.agree_on_present()
                 self._warm_up = None
             return False
         self.replicas.diverged = True
@@ -146,8 +156,9 @@ class OptimizerRounds:
         """Waits for the averages under way, and moves them out of the buffers, which others may use."""
         for fragment, flight in self._flights.items():
             if not flight.results:
-                self._wait(flight)
-                flight.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
+                self._wait(fragment, flight)
+                with torch.inference_mode(False):
+                    flight.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
 
     def drop_flights(self) -> None:
         """Drops the averages under way: training continues from consolidated weights."""
@@ -170,9 +181,10 @@ class OptimizerRounds:
         self._optimizer.load_state_dict(state["optimizer"])
         self.replicas.load_state_dict(state["replicas"])
         self.num_steps = state["steps"]
-        if self.num_steps >= self._config.warmup_steps:
-            self._warm_up = None
+        self._set_warm_up()
         self._flights = {fragment: Flight(results=results) for fragment, results in state["flights"].items()}
+        if not self._config.overlap_steps:
+            self._flights.clear()
 
     def _start(self, fragment: int, round_: int) -> None:
         chosen: list[int] | None = None
@@ -184,10 +196,16 @@ class OptimizerRounds:
         flight.handles = [self.replicas.start(index, chosen) for index in self._fragments[fragment]]
         self._flights[fragment] = flight
 
-    def _wait(self, flight: Flight) -> None:
+    def _set_warm_up(self) -> None:
+        warming_up = self.num_steps < self._config.warmup_steps
+        self._warm_up = GradientAggregation(self._buckets, self._transport, "none", False) if warming_up else None
+
+    def _wait(self, fragment: int, flight: Flight) -> None:
+        """Blocks until the average has arrived, on which all ranks then agree."""
         self._check(flight)
-        for handle in flight.handles:
+        for handle, index in zip(flight.handles, self._fragments[fragment], strict=True):
             handle.wait()
+            self.replicas.agree_on_average(index)
 
     def _check(self, flight: Flight) -> None:
         if flight.flags is not None:
@@ -199,11 +217,13 @@ class OptimizerRounds:
             return  # dropped, or before the first of its averages
         if own_share is None:
             own_share = self._config.own_share if self._config.overlap_steps else 0.0
-        self._wait(flight)
-        for index, result in zip(self._fragments[fragment], flight.results, strict=False):
-            self.replicas.result(index).copy_(result)
+        if flight.results:
+            for index, result in zip(self._fragments[fragment], flight.results, strict=True):
+                self.replicas.result(index).copy_(result)
+        else:
+            self._wait(fragment, flight)
         for index in self._fragments[fragment]:
-            self.replicas.finish(index, own_share=own_share)
+            self.replicas.apply(index, own_share)
 
     def _average_states(self) -> None:
         """Averages the optimizer states that all ranks have; counters of steps stay."""

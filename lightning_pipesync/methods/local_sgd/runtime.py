@@ -64,12 +64,19 @@ class LocalSGD(ReplicaMethod):
     def _units(self) -> list[OptimizerRounds]:
         return self._rounds
 
+    @property
+    def _averages_later(self) -> bool:
+        return self.config.overlap_steps > 0
+
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Does nothing yet: in the warm-up, gradients are averaged when they are unscaled."""
         if self.flushed:  # the gradient was computed at the consolidated weights, and training continues from there
             for rounds in self._rounds:
                 rounds.drop_flights()
             self._keep_average()
+        if self._loaded:  # before the buffers are used again
+            for rounds in self._rounds:
+                rounds.drop_flights()
         self._agree_on_loaded()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
@@ -113,6 +120,11 @@ class LocalSGD(ReplicaMethod):
                 f"participation={config.participation!r} of {world_size} ranks gives no rank to average: set at least "
                 f"{1 / world_size:.3g}."
             )
+        if world_size * (force := config.force(world_size)) > 1:
+            return ValueError(
+                f"elastic_force={force!r} moves the agreed weights by {world_size * force:.3g} times their distance to "
+                f"{world_size} replicas, beyond them: set {1 / world_size:.3g} at most (EASGD: ranks * alpha <= 1)."
+            )
         return None
 
     def _shape_settings(self) -> dict[str, Any]:
@@ -124,4 +136,5 @@ class LocalSGD(ReplicaMethod):
             "bucket_mb": config.bucket_mb,
             "outer_optimizer": config.outer_optimizer,
             "fragments": config.fragments,
+            "warmup_steps": config.warmup_steps,
         }

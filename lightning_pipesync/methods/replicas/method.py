@@ -39,6 +39,11 @@ class ReplicaMethod(SyncMethod):
         """The parameters of each optimizer."""
 
     @property
+    def _averages_later(self) -> bool:
+        """Whether an average is applied to weights of a later step."""
+        return False
+
+    @property
     @abstractmethod
     def _units(self) -> Sequence[Stateful]:
         """What has this rank's state of each optimizer."""
@@ -62,10 +67,12 @@ class ReplicaMethod(SyncMethod):
         self._followers: list[NonTrainableTensors] = []
         self._followers_diverged = False
         self._waits = False
-        self._loaded = False
+        self._loaded = self._loaded_since_flush = False
         loaded = ModuleHook(self._after_loading)
-        agree = any(replicas.agrees for replicas in self._replicas)
-        children = self._module.modules() if agree else ()
+        compared = [replicas for replicas in self._replicas if replicas.agrees or self._averages_later]
+        ids = {id(tensor) for replicas in compared for tensors in replicas.tensors for tensor in tensors}
+        # Not of a teacher, into which the trained weights may be loaded at every step.
+        children = [child for child in self._module.modules() if any(id(p) in ids for p in child.parameters())]
         self._load_hooks = [child.register_load_state_dict_post_hook(loaded) for child in children]
 
     @property
@@ -103,6 +110,7 @@ class ReplicaMethod(SyncMethod):
 
     def resume(self) -> None:
         """Restores this rank's own replica, except the tensors that were written to since the flush."""
+        self._end_flush()
         for replicas in self._replicas:
             replicas.swap_back()
         self._non_trainable.swap_back()
@@ -134,7 +142,7 @@ class ReplicaMethod(SyncMethod):
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.load_state_dict(saved)
         self._non_trainable.load_state_dict(state["untrained"])
-        self.flushed = self._loaded = False
+        self.flushed = self._loaded = self._loaded_since_flush = False
         self.transport.traffic.load_state_dict(state["traffic"])
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
@@ -151,7 +159,16 @@ class ReplicaMethod(SyncMethod):
 
     def _after_loading(self, *_: Any) -> None:
         """Notes that weights were loaded, from which the next steps move away."""
-        self._loaded = True
+        if self.flushed:
+            self._loaded_since_flush = True
+        else:
+            self._loaded = True
+
+    def _end_flush(self) -> None:
+        """Finds out whether weights that were loaded since the flush are still there, as they are not after a swap."""
+        if self._loaded_since_flush:
+            self._loaded |= any(replicas.written_since_swap() for replicas in self._replicas)
+        self._loaded_since_flush = False
 
     def _agree_on_loaded(self) -> None:
         """Makes weights that were loaded since the last step the agreed ones; a collective call then.
@@ -164,10 +181,11 @@ class ReplicaMethod(SyncMethod):
         self._loaded = False
         raise_if_not_all_loaded(self.transport.exchange_flags(LOADED).wait())
         for replicas in self._replicas:
-            replicas.agree_on_loaded()
+            replicas.agree_on_present()
 
     def _keep_average(self) -> None:
         """Continues from the consolidated weights."""
+        self._end_flush()
         for replicas in self._replicas:
             replicas.keep_average()
         self._non_trainable.keep_average()

@@ -77,8 +77,8 @@ class ReplicatedTensors:
         """Whether there are agreed values."""
         return bool(self._agreed)
 
-    def agree_on_loaded(self) -> None:
-        """Makes values that were loaded the agreed ones, or their average if they differ; a collective call."""
+    def agree_on_present(self) -> None:
+        """Makes the present values the agreed ones, their average if the ranks' differ; a collective call."""
         if not self._agreed:
             return
         digest = hashlib.blake2b()
@@ -135,20 +135,30 @@ class ReplicatedTensors:
             between=partial(self._between, index, count) if self._outer or count else None,
         )
 
+    def finish(self, index: int, _: object = None) -> None:
+        """Agrees on the average of a bucket that has arrived, and sets its tensors."""
+        self.agree_on_average(index)
+        self.apply(index)
+
     @torch.no_grad()
-    def finish(self, index: int, _: object = None, *, own_share: float = 0.0) -> None:
-        """Sets the tensors of a bucket whose average has arrived.
+    def agree_on_average(self, index: int) -> None:
+        """Updates the agreed values of a bucket whose average has arrived; once, and on all ranks."""
+        bucket = self._buckets[index]
+        if self._agreed and self._codec.lossless:
+            self._agreed[index].copy_(bucket.flat)
+        elif self._agreed:
+            bucket.flat.copy_(self._agreed[index].add_(bucket.flat))
+
+    @torch.no_grad()
+    def apply(self, index: int, own_share: float = 0.0) -> None:
+        """Sets the tensors of a bucket, unless an elastic force alone moves them.
 
         Args:
             index: index of the bucket.
             own_share: the share of this rank's own values that stays, from 0 to 1.
         """
         bucket = self._buckets[index]
-        if self._agreed and self._codec.lossless:
-            self._agreed[index].copy_(bucket.flat)
-        elif self._agreed:
-            bucket.flat.copy_(self._agreed[index].add_(bucket.flat))
-        if self._elastic_force:
+        if self._elastic_force or own_share == 1:
             return
         if own_share:
             foreach_lerp_(self.tensors[index], bucket.views, 1 - own_share)
@@ -168,8 +178,9 @@ class ReplicatedTensors:
         if before is None:
             own.copy_(stepped)
         else:  # all ranks add the decoded difference, this one, too
-            own.copy_(stepped - before)
+            difference = stepped - before
             agreed.copy_(before)
+            own.copy_(difference)  # last: it makes the host wait, if it has to
 
     def swap_in_average(self) -> None:
         """Sets the tensors to their average, and keeps this rank's own values for :meth:`swap_back`; collective.
@@ -201,6 +212,11 @@ class ReplicatedTensors:
                     tensor.copy_(value)
         self._swapped_in = False
         self.diverged = True
+
+    def written_since_swap(self) -> bool:
+        """Returns whether tensors were written to since :meth:`swap_in_average`; True if that has kept no values."""
+        pairs = zip(self._buckets, self.tensors, strict=True)
+        return not self._swapped_in or any(any(differing(tensors, average.views)) for average, tensors in pairs)
 
     def keep_average(self) -> None:
         """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
