@@ -42,6 +42,12 @@ def test_its_arithmetic_is_that_of_sgd_with_nesterov_momentum(lr: float, momentu
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(agreed, expected, strict=True))
 
 
+def test_a_state_of_an_earlier_version_is_refused() -> None:
+    outer = OuterStep([torch.zeros(3)], partial(torch.optim.SGD, lr=1.0, momentum=0.3, nesterov=True))
+    with pytest.raises(ValueError, match="of an earlier version: remove the key 'pipesync'"):
+        outer.load_state_dict({"velocities": [torch.zeros(3)]})
+
+
 def train(optimizer_name: str, settings: dict[str, Any], interrupted: bool = True) -> dict[str, Any]:
     """Trains STEPS steps; if interrupted, it goes on in the middle with a new model, optimizer and method."""
     rank = dist.get_rank()

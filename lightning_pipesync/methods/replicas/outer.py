@@ -50,6 +50,15 @@ class OuterStep:
         return {"states": map_tensors(lambda tensor: tensor.to("cpu", copy=True), states)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
+        """Resumes from what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ValueError: the state is of a version in which every rank had the whole of it.
+        """
+        if "states" not in state:
+            raise ValueError(
+                "The outer step's state in this checkpoint is of an earlier version: remove the key 'pipesync' from the "
+                "checkpoint to start from the averaged weights."
+            )
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
