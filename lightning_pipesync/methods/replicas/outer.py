@@ -57,8 +57,8 @@ class OuterStep:
         """
         if "states" not in state:
             raise ValueError(
-                "The outer step's state in this checkpoint is of an earlier version: remove the key 'pipesync' from the "
-                "checkpoint to start from the averaged weights."
+                "The outer step's state in this checkpoint is of an earlier version: remove the key 'pipesync' from it "
+                "to start from the averaged weights."
             )
         for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
             optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
