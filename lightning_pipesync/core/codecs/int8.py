@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.codecs.blocks import as_dtype, blocks, scratch
-from lightning_pipesync.core.codecs.codec import Codec
+from lightning_pipesync.core.codecs.blocks import as_dtype, scratch
+from lightning_pipesync.core.codecs.scaled import ScaledChunks
 
 
-class Int8(Codec):
+class Int8(ScaledChunks):
     """Scalar 8-bit quantization (Pipe-SGD, Compression): chunks of 1024 values, the last of which may be shorter.
 
     Wire: for each chunk a scale in fp32, its largest magnitude / 127; then for each value round(value / scale) in int8.
@@ -22,24 +19,22 @@ class Int8(Codec):
     """
 
     name = "int8"
-    CHUNK: ClassVar[int] = 1024
+    CHUNK = 1024
+    LEVELS = 127
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        self._require_floating_point(dtype)
-        return 4 * self._num_chunks(numel) + numel
+    def value_bytes(self, numel: int) -> int:
+        return numel
 
     def encode(self, source: Tensor, wire: Tensor) -> None:
         scales, quantized = self._split(wire, source.numel())
         for block, chunks in self._chunked(source):
             scale = scales[chunks]
             rows = as_dtype(source[block], torch.float32).view(scale.numel(), -1)
-            # amax and amin are several times faster than an infinity norm, and also keep a NaN.
-            torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=scale)
-            scale.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+            self._set_scales(scale, rows)
             # If the rows are scratch themselves, this is the same memory, and the multiplication is in place.
             scaled = scratch(source[block], torch.float32)
             torch.mul(rows, scale.reciprocal().unsqueeze(1), out=scaled.view_as(rows))
-            quantized[block].copy_(scaled.round_())
+            quantized[block].view(torch.int8).copy_(scaled.round_())
 
     def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
         scales, quantized = self._split(wire, target.numel())
@@ -58,20 +53,5 @@ class Int8(Codec):
 
     @staticmethod
     def _dequantize(scale: Tensor, quantized: Tensor, values: Tensor) -> Tensor:
-        values.copy_(quantized).view(scale.numel(), -1).mul_(scale.unsqueeze(1))
+        values.copy_(quantized.view(torch.int8)).view(scale.numel(), -1).mul_(scale.unsqueeze(1))
         return values
-
-    def _num_chunks(self, numel: int) -> int:
-        return -(-numel // self.CHUNK)
-
-    def _split(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        scales, quantized = wire.split([4 * self._num_chunks(numel), numel])
-        return scales.view(torch.float32), quantized.view(torch.int8)
-
-    def _chunked(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yields which values and which chunks form each block; a last short chunk is a block of its own."""
-        whole = values.numel() // self.CHUNK
-        for block in blocks(values[: whole * self.CHUNK]):
-            yield block, slice(block.start // self.CHUNK, block.stop // self.CHUNK)
-        if values.numel() % self.CHUNK:
-            yield slice(whole * self.CHUNK, values.numel()), slice(whole, whole + 1)
