@@ -8,9 +8,12 @@ import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 Config = TypeVar("Config", bound="Settings")
+
+#: Orders of the training data.
+Partition = Literal["seldp", "defdp"]
 
 
 class Settings:
@@ -34,6 +37,19 @@ class Settings:
     injection: tuple[float, float] | None = None
 
     checkpoint_replicas: bool = True
+
+    def _check_data(self) -> None:
+        """Checks the settings of the training data, and raises a ValueError that names one."""
+        if self.partition not in get_args(Partition):
+            raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
+        if self.full_pass and self.partition != "seldp":
+            raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
+        if self.injection is not None:
+            if len(self.injection) != 2:
+                raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
+            for name, value in zip(("alpha", "beta"), self.injection, strict=True):
+                if not 0 <= value <= 1:
+                    raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
 
     @property
     def needs_as_many_ranks(self) -> bool:

@@ -70,7 +70,6 @@ class BucketUpdate:
     ) -> None:
         self._optimizer, self._group, self._pieces = optimizer, group, pieces
         self._values, self._gradient = values, gradient
-        self._is_whole = False
         self._copy = twin_optimizer(optimizer, [dict(optimizer.param_groups[group])], {})
         self._set_states(
             {
@@ -139,7 +138,7 @@ class BucketUpdate:
             self._copy.param_groups[0]["params"] = [self._values]
             self._copy.state.clear()
             self._copy.state.update({self._values: whole} if whole else {})
-        self._is_whole = whole is not None
+            self._is_whole = True
 
     def _step_on_pieces(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         self._copy.param_groups[0]["params"] = [piece.values for piece in self._pieces]

@@ -12,10 +12,9 @@ from torch.optim import SGD, Adam
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Partition, Settings
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
-Partition = Literal["seldp", "defdp"]
 
 #: ``outer_lr="auto"``: DiLoCo's, and torch's defaults.
 OUTER_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.001}
@@ -135,16 +134,7 @@ class LocalSGDConfig(Settings):
                 f"{str(self.compression)!r} keeps what it has dropped for the next round: set participation=1, or "
                 "compression='none'."
             )
-        if self.partition not in get_args(Partition):
-            raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
-        if self.full_pass and self.partition != "seldp":
-            raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
-        if self.injection is not None:
-            if len(self.injection) != 2:
-                raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
-            for name, value in zip(("alpha", "beta"), self.injection, strict=True):
-                if not 0 <= value <= 1:
-                    raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
+        self._check_data()
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         Fusion(bucket_mb=self.bucket_mb)

@@ -20,7 +20,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.local_sgd.algorithm import Rounds, in_fragments, number_of_participants, participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.method import parameters_of
-from lightning_pipesync.methods.replicas.flags import LOADED, raise_if_not_all_loaded
+from lightning_pipesync.methods.replicas.flags import LOADED, raise_if_not_all_consolidate, raise_if_not_all_loaded
 from lightning_pipesync.methods.replicas.gradients import GradientAggregation
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
 
@@ -78,6 +78,7 @@ class OptimizerRounds:
         outer, force = config.make_outer_optimizer(world_size), config.force(world_size)
         self.replicas = ReplicatedTensors(buckets, transport, config.compression, feedback, outer, force)
         self._buckets = buckets
+        self._known = {id(tensor) for bucket in buckets for tensor in bucket}
         self._warm_up: GradientAggregation | None = None
         self._set_warm_up()
         self._rounds = Rounds(config.period, config.fragments, config.overlap_steps)
@@ -101,8 +102,7 @@ class OptimizerRounds:
         """
         if self._warm_up is None:
             return False
-        known = {id(tensor) for tensors in self._buckets for tensor in tensors}
-        if any(id(p) not in known and p.requires_grad for p in parameters_of(self._optimizer)):
+        if any(id(p) not in self._known and p.requires_grad for p in parameters_of(self._optimizer)):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__} has got further parameters in the warm-up, whose gradients are "
                 "not averaged: set warmup_steps=0, or add them before the training."
@@ -145,12 +145,13 @@ class OptimizerRounds:
         return ended
 
     def check_consolidation(self) -> None:
-        """Checks that all ranks are about to consolidate the weights, after as many steps.
+        """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages.
 
         Raises:
             RuntimeError: they differ; or a peer is lost.
         """
         _raise_if_they_differ(self._transport.exchange_flags(CONSOLIDATE | self.num_steps % STEPS).wait())
+        self.settle()
 
     def settle(self) -> None:
         """Waits for the averages under way, and moves them out of the buffers, which others may use."""
@@ -182,9 +183,8 @@ class OptimizerRounds:
         self.replicas.load_state_dict(state["replicas"])
         self.num_steps = state["steps"]
         self._set_warm_up()
-        self._flights = {fragment: Flight(results=results) for fragment, results in state["flights"].items()}
-        if not self._config.overlap_steps:
-            self._flights.clear()
+        flights = state["flights"] if self._config.overlap_steps else {}
+        self._flights = {fragment: Flight(results=results) for fragment, results in flights.items()}
 
     def _start(self, fragment: int, round_: int) -> None:
         chosen: list[int] | None = None
@@ -252,12 +252,7 @@ def _raise_if_they_differ(flags: Sequence[int]) -> None:
     if len(set(flags)) == 1:
         return
     raise_if_not_all_loaded(flags)
-    consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
-    if 0 < len(consolidating) < len(flags):
-        raise RuntimeError(
-            f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or a "
-            "checkpoint, and the others take a step: all ranks have to do so together."
-        )
+    raise_if_not_all_consolidate(flags, CONSOLIDATE)
     others = [rank for rank, flag in enumerate(flags) if flag != flags[0]]
     raise RuntimeError(
         f"Rank {', '.join(map(str, others))} and rank 0 have not taken as many steps: all ranks take a step, or none."

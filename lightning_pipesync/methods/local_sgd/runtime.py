@@ -10,7 +10,6 @@ from lightning_pipesync.methods.local_sgd.algorithm import number_of_participant
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
-from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 T = TypeVar("T")
 
@@ -57,10 +56,6 @@ class LocalSGD(ReplicaMethod):
         self._attach_replicas(parameters)
 
     @property
-    def _replicas(self) -> list[ReplicatedTensors]:
-        return [rounds.replicas for rounds in self._rounds]
-
-    @property
     def _units(self) -> list[OptimizerRounds]:
         return self._rounds
 
@@ -68,16 +63,9 @@ class LocalSGD(ReplicaMethod):
     def _averages_later(self) -> bool:
         return self.config.overlap_steps > 0
 
-    def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Does nothing yet: in the warm-up, gradients are averaged when they are unscaled."""
-        if self.flushed:  # the gradient was computed at the consolidated weights, and training continues from there
-            for rounds in self._rounds:
-                rounds.drop_flights()
-            self._keep_average()
-        if self._loaded:  # before the buffers are used again
-            for rounds in self._rounds:
-                rounds.drop_flights()
-        self._agree_on_loaded()
+    def _drop_averages(self) -> None:
+        for rounds in self._rounds:
+            rounds.drop_flights()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Averages the gradient in the warm-up.
@@ -89,25 +77,11 @@ class LocalSGD(ReplicaMethod):
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and averages what is due."""
-        rounds, optimizer = self._rounds[index], self.optimizers[index]
-        if update is None:
-            self.after_backward(optimizer)
-        with self._guards[index].stepping():
-            result = optimizer.step() if update is None else update()
-        if not self.is_unscaled(optimizer):
-            raise RuntimeError(
-                "Call after_backward() when the gradient is complete, before or within update, and after the last "
-                "backward pass."
-            )
-        if rounds.end_step() and index == 0:
+        result = self._update_replica(index, update)
+        if self._rounds[index].end_step() and index == 0:
             self._non_trainable.average()
-        self._followers_diverged |= any(one.replicas.diverged for one in self._rounds)
+        self._followers_diverged |= any(replicas.diverged for replicas in self._replicas)
         return result
-
-    def _check_consolidation(self) -> None:
-        for rounds in self._rounds:
-            rounds.check_consolidation()
-            rounds.settle()
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of rounds, MiB sent and seconds of exposed communication."""

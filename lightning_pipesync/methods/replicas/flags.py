@@ -8,6 +8,24 @@ from collections.abc import Sequence
 LOADED = 128
 
 
+def raise_if_not_all_consolidate(flags: Sequence[int], bit: int) -> None:
+    """Checks that all ranks are about to consolidate the weights, or none.
+
+    Args:
+        flags: of all ranks.
+        bit: of a flag, which says so.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    consolidating = [rank for rank, flag in enumerate(flags) if flag & bit]
+    if 0 < len(consolidating) < len(flags):
+        raise RuntimeError(
+            f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or "
+            "a checkpoint, and the others take a step: all ranks have to do so together."
+        )
+
+
 def raise_if_not_all_loaded(flags: Sequence[int]) -> None:
     """Checks that all ranks have loaded weights, or none.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,12 +16,27 @@ from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensor
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.sync_method import SyncMethod
 
+T = TypeVar("T")
 
-class Stateful(Protocol):
-    """Has a state of this rank."""
+
+class ReplicaUnit(Protocol):
+    """What a method has of each optimizer.
+
+    Attributes:
+        replicas: averages its parameters.
+    """
+
+    replicas: ReplicatedTensors
+
+    def check_consolidation(self) -> None:
+        """Checks that all ranks are about to consolidate the weights, after as many steps.
+
+        Raises:
+            RuntimeError: they differ; or a peer is lost.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state."""
+        """Returns this rank's state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank."""
@@ -34,9 +49,9 @@ class ReplicaMethod(SyncMethod):
     """
 
     @property
-    @abstractmethod
     def _replicas(self) -> list[ReplicatedTensors]:
         """The parameters of each optimizer."""
+        return [unit.replicas for unit in self._units]
 
     @property
     def _averages_later(self) -> bool:
@@ -45,20 +60,15 @@ class ReplicaMethod(SyncMethod):
 
     @property
     @abstractmethod
-    def _units(self) -> Sequence[Stateful]:
-        """What has this rank's state of each optimizer."""
+    def _units(self) -> Sequence[ReplicaUnit]:
+        """What the method has of each optimizer."""
 
     @abstractmethod
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""
 
-    @abstractmethod
-    def _check_consolidation(self) -> None:
-        """Checks that all ranks are about to consolidate the weights, after as many steps.
-
-        Raises:
-            RuntimeError: they differ; or a peer is lost.
-        """
+    def _drop_averages(self) -> None:
+        """Drops the averages under way, if there are any: training continues from other weights."""
 
     def _attach_replicas(self, parameters: Sequence[NamedParameter]) -> None:
         """Prepares to average what no optimizer updates, and to notice weights that are loaded."""
@@ -98,7 +108,8 @@ class ReplicaMethod(SyncMethod):
         if self.flushed:
             return
         self.synchronize()
-        self._check_consolidation()
+        for unit in self._units:
+            unit.check_consolidation()
         for replicas in self._replicas:
             replicas.swap_in_average()
         self._non_trainable.swap_in_average()
@@ -156,6 +167,32 @@ class ReplicaMethod(SyncMethod):
     def return_optimizer_states(self) -> None:
         """Waits for the average of the last step: the optimizers have had their states all along."""
         self.synchronize()
+
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Makes weights that were consolidated or loaded those that training continues from; reduces nothing yet."""
+        if self.flushed or self._loaded:
+            self._drop_averages()
+        if self.flushed:  # the gradient was computed at the consolidated weights
+            self._keep_average()
+        self._agree_on_loaded()
+
+    def _update_replica(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Updates this rank's weights.
+
+        Raises:
+            RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass.
+        """
+        optimizer = self.optimizers[index]
+        if update is None:
+            self.after_backward(optimizer)
+        with self._guards[index].stepping():
+            result = optimizer.step() if update is None else update()
+        if not self.is_unscaled(optimizer):
+            raise RuntimeError(
+                "Call after_backward() when the gradient is complete, before or within update, and after the last "
+                "backward pass."
+            )
+        return result
 
     def _after_loading(self, *_: Any) -> None:
         """Notes that weights were loaded, from which the next steps move away."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipesync.methods.replicas.flags import raise_if_not_all_loaded
+from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
 #: Step size of the search for ``delta="auto"``, in units of log delta.
@@ -251,12 +251,7 @@ class SelectiveSync:
             RuntimeError: they differ.
         """
         raise_if_not_all_loaded(flags)
-        consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
-        if 0 < len(consolidating) < len(flags):
-            raise RuntimeError(
-                f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or "
-                "a checkpoint, and the others take a step: all ranks have to do so together."
-            )
+        raise_if_not_all_consolidate(flags, CONSOLIDATE)
         others = [rank for rank, flag in enumerate(flags) if flag & sum(SKIPPED) != flags[0] & sum(SKIPPED)]
         if others:
             raise RuntimeError(

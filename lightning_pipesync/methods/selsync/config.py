@@ -12,13 +12,12 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Partition, Settings
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
 
 Aggregation = Literal["parameters", "gradients"]
-Partition = Literal["seldp", "defdp"]
 Overlap = Literal["forward", "none"]
 
 
@@ -99,10 +98,7 @@ class SelSyncConfig(Settings):
             raise ValueError(f"lssr must be in [0, 1), got {self.lssr!r}.")
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(f"aggregation must be one of {get_args(Aggregation)}, got {self.aggregation!r}.")
-        if self.partition not in get_args(Partition):
-            raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
-        if self.full_pass and self.partition != "seldp":
-            raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
+        self._check_data()
         if self.overlap not in get_args(Overlap):
             raise ValueError(f"overlap must be one of {get_args(Overlap)}, got {self.overlap!r}.")
         if self.window < 1 or self.window != int(self.window):
@@ -113,12 +109,6 @@ class SelSyncConfig(Settings):
             raise ValueError(f"outer_lr must be a positive number, got {self.outer_lr!r}.")
         if self.outer_momentum != "auto" and (isinstance(self.outer_momentum, str) or not 0 <= self.outer_momentum < 1):
             raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
-        if self.injection is not None:
-            if len(self.injection) != 2:
-                raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
-            for name, value in zip(("alpha", "beta"), self.injection, strict=True):
-                if not 0 <= value <= 1:
-                    raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)

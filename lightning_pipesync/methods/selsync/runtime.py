@@ -9,7 +9,6 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
-from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.selsync.algorithm import Decision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
@@ -82,22 +81,8 @@ class SelSync(ReplicaMethod):
         return self.num_local_steps / steps if steps else 0.0
 
     @property
-    def _replicas(self) -> list[ReplicatedTensors]:
-        return [sync.replicas for sync in self._optimizer_syncs]
-
-    @property
     def _units(self) -> list[OptimizerSync]:
         return self._optimizer_syncs
-
-    def _check_consolidation(self) -> None:
-        for sync in self._optimizer_syncs:
-            sync.check_consolidation()
-
-    def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Does nothing yet, since the gradient is measured when it is unscaled."""
-        if self.flushed:  # the gradient was computed at the average, and training continues from there
-            self._keep_average()
-        self._agree_on_loaded()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Measures the gradient, which is unscaled and not yet clipped; with gradient aggregation, averages it.
@@ -130,15 +115,7 @@ class SelSync(ReplicaMethod):
                 some rank has skipped a step that another one has taken; or a peer is lost.
         """
         sync = self._optimizer_syncs[index]
-        if update is None:
-            self.after_backward(sync.optimizer)
-        with self._guards[index].stepping():
-            result = sync.optimizer.step() if update is None else update()  # Algorithm 1, line 9
-        if not self.is_unscaled(sync.optimizer):
-            raise RuntimeError(
-                "Call after_backward() when the gradient is complete, before or within update, and after the last "
-                "backward pass."
-            )
+        result = self._update_replica(index, update)  # Algorithm 1, line 9
         if not sync.flag_sent:
             sync.send_flag()
         decision = sync.decide()
@@ -151,7 +128,7 @@ class SelSync(ReplicaMethod):
         else:
             self.num_local_steps += 1
             sync.replicas.diverged = True
-        self._followers_diverged |= any(one.replicas.diverged for one in self._optimizer_syncs)
+        self._followers_diverged |= any(replicas.diverged for replicas in self._replicas)
         sync.finish_step()
         self._stepped, self.last = sync, decision
         if self._overlap:
