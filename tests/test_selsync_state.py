@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_pipesync.methods.selsync import SelSync, optimizer_sync
+from lightning_pipesync.methods.selsync import SelSync, trigger
 from tests.harness import launch, raised
 from tests.models import loss, seeded_mlp, state
 from tests.reference_selsync import mean
@@ -218,7 +218,7 @@ def train_followed(aggregation: str, optimizers: int) -> list[dict[str, Tensor]]
         for j, optimizer in enumerate(chosen):
             optimizer.zero_grad()
             loss(model, i, dist.get_rank()).backward()
-            tracked = sync._optimizer_syncs[j].algorithm.tracker
+            tracked = sync._optimizer_syncs[j].trigger.algorithm.tracker
             tracked.update = lambda _, i=i, j=j: 0.0 if i in (2, 3) and j == 0 else math.inf  # type: ignore[method-assign]
             sync.step(optimizer=optimizer)
         ema.update_parameters(model)
@@ -288,7 +288,7 @@ def test_nothing_to_train() -> None:
 
 
 def stay_local(delta: float) -> list[str]:
-    optimizer_sync.MANY_LOCAL_STEPS = 5
+    trigger.MANY_LOCAL_STEPS = 5
     model = seeded_mlp()
     sync, optimizer = start(model, lr=0.001, delta=delta)
     with warnings.catch_warnings(record=True) as caught:

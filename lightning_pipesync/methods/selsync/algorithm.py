@@ -17,10 +17,9 @@ import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
-from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
 #: Step size of the search for ``delta="auto"``, in units of log delta.
 GAIN = 0.5
@@ -37,6 +36,47 @@ NOT_FINITE = 4  # its gradient is not finite
 SKIPPED = 8, 16  # it has skipped an even or an odd number of steps; one of the two is set in every flag
 CONSOLIDATE = 32  # it is about to consolidate the weights, and takes no step
 UNDEFINED = 64  # its relative gradient change is not defined: the step is synchronized, and does not update delta
+
+
+class TriggerSettings(Protocol):
+    """Settings of the algorithm, which are described in :class:`SelSyncConfig`."""
+
+    @property
+    def delta(self) -> float | Literal["auto"]: ...
+
+    @property
+    def lssr(self) -> float: ...
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def smoothing(self) -> float: ...
+
+
+def check_trigger_settings(settings: TriggerSettings) -> None:
+    """Raises a ValueError that names a setting that is out of its range, and its value."""
+    if isinstance(settings.delta, str):
+        if settings.delta != "auto":
+            raise ValueError(f"delta must be a number of at least 0, or 'auto', got {settings.delta!r}.")
+    elif math.isnan(settings.delta) or settings.delta < 0:
+        raise ValueError(f"delta must be at least 0, got {settings.delta!r}.")
+    if not 0 <= settings.lssr < 1:
+        raise ValueError(f"lssr must be in [0, 1), got {settings.lssr!r}.")
+    if settings.window < 1 or settings.window != int(settings.window):
+        raise ValueError(f"window must be a whole number of at least 1, got {settings.window!r}.")
+    if not 0 < settings.smoothing <= 1:
+        raise ValueError(f"smoothing must be in (0, 1], got {settings.smoothing!r}.")
+
+
+def trigger_settings_without_effect(settings: TriggerSettings) -> dict[str, str]:
+    """Returns the settings that have no effect, by name, and why."""
+    ignored = {}
+    if settings.smoothing == 1:
+        ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
+    if settings.delta != "auto":
+        ignored["lssr"] = f"with delta={settings.delta:g}, which is constant: set delta='auto'"
+    return ignored
 
 
 class GradientChangeTracker:
@@ -111,20 +151,20 @@ class Threshold:
     steps the share of local ones is lssr - (log delta_n - log delta_0) / (GAIN * n), whatever the changes are.
 
     Args:
-        config: the settings.
+        settings: of the algorithm.
 
     Attributes:
         delta: the threshold.
     """
 
-    def __init__(self, config: SelSyncConfig) -> None:
+    def __init__(self, settings: TriggerSettings) -> None:
         self._lssr: float | None = None
-        if config.delta != "auto":
-            self.delta = config.delta
-        elif config.lssr == 0:
+        if settings.delta != "auto":
+            self.delta = settings.delta
+        elif settings.lssr == 0:
             self.delta = 0.0
         else:
-            self.delta, self._lssr = FIRST_DELTA * config.smoothing, config.lssr
+            self.delta, self._lssr = FIRST_DELTA * settings.smoothing, settings.lssr
 
     def update(self, synchronized: bool) -> None:
         """Updates delta after a step in which the change of every rank was defined."""
@@ -166,20 +206,22 @@ class SelectiveSync:
     """Algorithm 1 on one rank, for the gradient of one optimizer.
 
     Args:
-        config: the settings.
+        settings: of the algorithm.
         name: name of the optimizer in error messages.
 
     Attributes:
         tracker: computes the relative gradient change.
         threshold: delta.
         decision: the decision about this step; None before :meth:`decide`.
+        is_local: whether no step is ever synchronized.
     """
 
-    def __init__(self, config: SelSyncConfig, name: str) -> None:
-        self.tracker = GradientChangeTracker(config.window, config.smoothing)
-        self.threshold = Threshold(config)
+    def __init__(self, settings: TriggerSettings, name: str) -> None:
+        self.tracker = GradientChangeTracker(settings.window, settings.smoothing)
+        self.threshold = Threshold(settings)
         self.decision: Decision | None = None
-        self._name, self._is_local = name, config.is_local
+        self.is_local = settings.delta == math.inf
+        self._name = name
         self._change = math.inf
         self._num_skipped = 0
 
@@ -192,7 +234,7 @@ class SelectiveSync:
             skipping: whether the user has skipped the step before this rank sends its flag.
         """
         self._change = self.tracker.update(squared_norm)
-        flag = SYNCHRONIZE * (self._change >= self.threshold.delta and not self._is_local)
+        flag = SYNCHRONIZE * (self._change >= self.threshold.delta and not self.is_local)
         flag |= UNDEFINED * math.isinf(self._change)
         flag |= MISSING_GRADIENT * missing_gradient
         flag |= NOT_FINITE * (not math.isfinite(squared_norm))

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
+from lightning_pipesync.methods.selsync.algorithm import check_trigger_settings, trigger_settings_without_effect
 from lightning_pipesync.methods.settings import Partition, Settings
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
@@ -89,22 +90,12 @@ class SelSyncConfig(Settings):
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.delta, str):
-            if self.delta != "auto":
-                raise ValueError(f"delta must be a number of at least 0, or 'auto', got {self.delta!r}.")
-        elif math.isnan(self.delta) or self.delta < 0:
-            raise ValueError(f"delta must be at least 0, got {self.delta!r}.")
-        if not 0 <= self.lssr < 1:
-            raise ValueError(f"lssr must be in [0, 1), got {self.lssr!r}.")
+        check_trigger_settings(self)
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(f"aggregation must be one of {get_args(Aggregation)}, got {self.aggregation!r}.")
         self._check_data()
         if self.overlap not in get_args(Overlap):
             raise ValueError(f"overlap must be one of {get_args(Overlap)}, got {self.overlap!r}.")
-        if self.window < 1 or self.window != int(self.window):
-            raise ValueError(f"window must be a whole number of at least 1, got {self.window!r}.")
-        if not 0 < self.smoothing <= 1:
-            raise ValueError(f"smoothing must be in (0, 1], got {self.smoothing!r}.")
         if not 0 < self.outer_lr < math.inf:
             raise ValueError(f"outer_lr must be a positive number, got {self.outer_lr!r}.")
         if self.outer_momentum != "auto" and (isinstance(self.outer_momentum, str) or not 0 <= self.outer_momentum < 1):
@@ -150,11 +141,7 @@ class SelSyncConfig(Settings):
 
     def without_effect(self) -> dict[str, str]:
         """Returns the settings that have no effect, by name, and why."""
-        ignored = {}
-        if self.smoothing == 1:
-            ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
-        if self.delta != "auto":
-            ignored["lssr"] = f"with delta={self.delta:g}, which is constant: set delta='auto'"
+        ignored = trigger_settings_without_effect(self)
         if self.aggregation == "gradients":
             for name in ("outer_lr", "outer_momentum", "overlap"):
                 ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"

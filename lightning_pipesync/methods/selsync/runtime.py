@@ -70,7 +70,7 @@ class SelSync(ReplicaMethod):
         self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
         self._stepped = self._optimizer_syncs[0]
         self._attach_replicas(parameters)
-        self.last = Decision(delta=self._optimizer_syncs[0].algorithm.threshold.delta)
+        self.last = Decision(delta=self._optimizer_syncs[0].trigger.algorithm.threshold.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
 
@@ -95,17 +95,14 @@ class SelSync(ReplicaMethod):
         """
         self.synchronize()  # before the update, also of weights that the last forward pass did not need
         sync = self._optimizer_syncs[index]
-        sync.measure()
-        # On CUDA the host would wait for the backward pass here, so that it enqueues the update first.
-        if sync.gradients is not None or self.transport.device.type != "cuda":
-            sync.send_flag()
-        if sync.gradients is None or not (decision := sync.decide()).synchronized:
+        sync.trigger.measure()
+        if sync.gradients is None or not (decision := sync.trigger.decide()).synchronized:
             return False
         sync.gradients.average(decision.missing_gradient)
         return decision.not_finite
 
     def _skip(self, index: int) -> None:
-        self._optimizer_syncs[index].skip_step()
+        self._optimizer_syncs[index].trigger.skip_step()
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and starts to average those of all ranks if the step is synchronized.
@@ -116,9 +113,7 @@ class SelSync(ReplicaMethod):
         """
         sync = self._optimizer_syncs[index]
         result = self._update_replica(index, update)  # Algorithm 1, line 9
-        if not sync.flag_sent:
-            sync.send_flag()
-        decision = sync.decide()
+        decision = sync.trigger.decide()
         if decision.synchronized:
             self.synchronize()  # another optimizer's averages: one thread at a time issues collectives
             self._non_trainable.average()
@@ -129,7 +124,7 @@ class SelSync(ReplicaMethod):
             self.num_local_steps += 1
             sync.replicas.diverged = True
         self._followers_diverged |= any(replicas.diverged for replicas in self._replicas)
-        sync.finish_step()
+        sync.trigger.finish_step()
         self._stepped, self.last = sync, decision
         if self._overlap:
             self._overlap.end_step()
@@ -151,7 +146,7 @@ class SelSync(ReplicaMethod):
         return {
             "lssr": self.lssr,
             "relative_gradient_change": self.last.relative_change,
-            "delta": self._stepped.algorithm.threshold.delta,
+            "delta": self._stepped.trigger.algorithm.threshold.delta,
             **super().metrics(),
         }
 

@@ -1,0 +1,137 @@
+"""What decides, by the gradients of one optimizer, which steps the ranks synchronize."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.selsync.algorithm import Decision, SelectiveSync, TriggerSettings
+
+#: After so many consecutive local steps a warning says that delta seems too large.
+MANY_LOCAL_STEPS = 500
+
+
+class GradientTrigger:
+    """Exchanges the flags of one optimizer's gradient, by which all ranks take the same decision (Algorithm 1).
+
+    Args:
+        parameters: whose gradient it is.
+        settings: of the algorithm.
+        name: name of the optimizer in error messages.
+        transport: the way to the other ranks.
+
+    Attributes:
+        algorithm: decides which steps are synchronized.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], settings: TriggerSettings, name: str, transport: Transport
+    ) -> None:
+        self.algorithm = SelectiveSync(settings, name)
+        self._flag_sent = False
+        self._parameters, self._settings, self._transport = parameters, settings, transport
+        self._norm: SquaredNorm | None = None
+        self._some_missing = False
+        self._flags: Handle[list[int]] | None = None
+        self._steps_in_a_row, self._largest_change = 0, 0.0
+
+    def measure(self) -> None:
+        """Starts to compute the norm of the gradient, in one pass; sends the flag, except on CUDA.
+
+        There the host would wait for the backward pass, so that it enqueues the update first.
+        """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        self._some_missing = len(gradients) < len(self._parameters)
+        self._norm = SquaredNorm(gradients)
+        if self._transport.device.type != "cuda":
+            self._send_flag()
+
+    def decide(self) -> Decision:
+        """Waits for the flags of all ranks, and decides whether the step is synchronized; once in a step.
+
+        Raises:
+            RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
+        """
+        if not self._flag_sent:
+            self._send_flag()
+        return self.algorithm.decision or self.algorithm.decide(self._receive_flags())
+
+    def finish_step(self) -> None:
+        """Ends a step that was taken."""
+        decision = self.decide()
+        self.algorithm.finish_step()
+        self._reset()
+        self._count_local_steps(decision)
+
+    def skip_step(self) -> None:
+        """Ends a step that the user has skipped; does nothing if its gradient was not measured.
+
+        All ranks skip it, or none. Every measured gradient has a flag, which reveals a rank that does otherwise.
+
+        Raises:
+            RuntimeError: another rank has not skipped it; or a peer is lost.
+        """
+        if self._norm is None:
+            return
+        if not self._flag_sent:
+            self._send_flag(skipping=True)
+        self.algorithm.skip_step(self._receive_flags())
+        self._reset()
+
+    def check_consolidation(self) -> None:
+        """Checks that all ranks are about to consolidate the weights, and have skipped the same steps.
+
+        Raises:
+            RuntimeError: they differ; or a peer is lost.
+        """
+        if not self.algorithm.is_local:
+            flag = self.algorithm.consolidation_flag(skipping=self._norm is not None)
+            self.algorithm.check(self._transport.exchange_flags(flag).wait())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the tracker and of the threshold."""
+        return {
+            "tracker": self.algorithm.tracker.state_dict(),
+            "threshold": self.algorithm.threshold.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+        self.algorithm.tracker.load_state_dict(state["tracker"])
+        self.algorithm.threshold.load_state_dict(state["threshold"])
+
+    def _send_flag(self, skipping: bool = False) -> None:
+        """Waits for the norm, and sends this rank's flag; ``skipping``: whether the user has skipped the step."""
+        assert self._norm is not None
+        flag = self.algorithm.measure(self._norm.item(), self._some_missing, skipping)
+        self._flag_sent = True
+        if not self.algorithm.is_local:  # otherwise no step is ever synchronized
+            self._flags = self._transport.exchange_flags(flag)
+
+    def _receive_flags(self) -> list[int]:
+        return self._flags.wait() if self._flags else []
+
+    def _reset(self) -> None:
+        self._norm = self._flags = None
+        self._flag_sent = False
+
+    def _count_local_steps(self, decision: Decision) -> None:
+        """Warns once if the constant delta seems too large."""
+        if decision.synchronized or self._settings.delta == "auto" or self.algorithm.is_local:
+            self._steps_in_a_row, self._largest_change = 0, 0.0
+            return
+        self._steps_in_a_row += 1
+        self._largest_change = max(self._largest_change, decision.relative_change)
+        if self._steps_in_a_row == MANY_LOCAL_STEPS and self._transport.rank == 0:
+            warnings.warn(
+                f"{MANY_LOCAL_STEPS} local steps in a row. The gradient of rank 0 changed by at most "
+                f"{self._largest_change:.3g}, and delta={decision.delta:g}. If this is not intended, choose a smaller "
+                "delta or delta='auto'.",
+                stacklevel=5,
+            )
