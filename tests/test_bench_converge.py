@@ -16,11 +16,8 @@ import torch.distributed as dist
 
 from lightning_pipesync.bench import converge_report
 from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_method, spread_of, train
-from lightning_pipesync.bench.fedavg import FedAvg
-from lightning_pipesync.bench.ps_sync import PSSync
-from lightning_pipesync.bench.ssp import SSP, ParameterServer
+from lightning_pipesync.bench.ssp import ParameterServer
 from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
-from lightning_pipesync.bench.trainings import WithDDP, WithLocalSGD, WithPipeSGD, WithSelSync
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import Bucket
 from tests.harness import launch
@@ -64,41 +61,6 @@ def test_score_of_topics_is_the_loss() -> None:
     assert number == 3 * 64
     assert total.item() / number == pytest.approx(task.loss(module, batch).item())
     assert task.quality(math.log(7)) == pytest.approx(7)
-
-
-def fedavg(C: float) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], float | None, float]:
-    """Returns the weights after each of 6 steps, the last average, LSSR and MiB."""
-    torch.manual_seed(dist.get_rank())  # rank 0's weights must win
-    task = build_task("digits")
-    training = parse_method(f"fedavg:C={C},E=0.15")(task)  # 0.15 of an epoch of 19 steps: every 3
-    assert isinstance(training, FedAvg)
-    steps = []
-    for step in range(6):
-        images = torch.full((4, 1, 8, 8), 0.1 * step + 0.3 * dist.get_rank())
-        training.step([images, torch.arange(4)])
-        steps.append([parameter.detach().clone() for parameter in training.module.parameters()])
-    training.step([images, torch.arange(4)])
-    own = next(training.module.parameters()).detach().clone()
-    with training.consolidated() as module:
-        average = [parameter.detach().clone() for parameter in module.parameters()]
-    assert torch.equal(next(training.module.parameters()), own)
-    outcome = steps, average, training.lssr, training.mib_sent
-    training.close()
-    return outcome
-
-
-@pytest.mark.parametrize("C", [1.0, 0.5])
-def test_fedavg_averages_every_so_often(C: float) -> None:
-    outcomes = launch(fedavg, 4, C)
-    for step in range(6):
-        same = all(torch.equal(outcomes[0][0][step][0], outcome[0][step][0]) for outcome in outcomes[1:])
-        assert same == (step in (2, 5))
-    for rank, (steps, average, lssr, mib) in enumerate(outcomes):
-        assert all(torch.equal(a, b) for a, b in zip(average, steps[5], strict=True))
-        assert lssr == pytest.approx(5 / 7)
-        size = sum(parameter.numel() for parameter in average) * 4 / 2**20
-        initial = size if rank == 0 else 0
-        assert mib == pytest.approx(2 * 1.5 * size + initial, rel=0.01)
 
 
 def ssp(s: int) -> tuple[list[torch.Tensor], list[float], float]:
@@ -202,7 +164,12 @@ def test_pipe_sgd_without_delay_is_ddp() -> None:
     assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in pipe_sgd["points"]]
 
 
-SKEWED = ["ddp", "fedavg:E=0.5", "selsync:delta=1,partition=defdp", "selsync:delta=1,partition=defdp,injection=1:0.5"]
+SKEWED = [
+    "ddp",
+    "local_sgd:period=0.5epoch",
+    "selsync:delta=1,partition=defdp",
+    "selsync:delta=1,partition=defdp,injection=1:0.5",
+]
 
 
 def label_skewed() -> dict[str, tuple[list[torch.Tensor], int]]:
@@ -259,12 +226,19 @@ def test_a_synchronous_parameter_server_trains_as_ddp_does() -> None:
 
 
 def test_methods_are_parsed() -> None:
-    kinds = {"ddp": WithDDP, "fedavg:C=0.5": FedAvg, "ssp": SSP, "selsync:delta=0.3,partition=defdp": WithSelSync}
-    kinds["ps_sync"] = PSSync
-    kinds["local_sgd:period=4,outer_optimizer=nesterov"] = WithLocalSGD
-    kinds["pipe_sgd:delay_compensation=none,bucket_mb=none"] = WithPipeSGD
-    kinds["pipe_sgd:compression=int8,error_feedback=true"] = WithPipeSGD
-    assert set(kinds) == set(filter(parse_method, kinds))
+    methods = [
+        "alone",
+        "ddp",
+        "dear:compression=bf16",
+        "local_sgd:period=4,outer_optimizer=nesterov",
+        "local_sgd:period=0.25epoch,participation=0.5",
+        "pipe_sgd:delay_compensation=none,bucket_mb=none",
+        "pipe_sgd:compression=int8,error_feedback=true",
+        "ps_sync",
+        "selsync:delta=0.3,partition=defdp",
+        "ssp",
+    ]
+    assert all(map(parse_method, methods))
 
 
 def result_of(points: dict[str, list[list[float]]], higher_is_better: bool, target: float) -> dict[str, Any]:
@@ -298,6 +272,7 @@ def test_rows_of_the_table() -> None:
         "quick:x=1": [[99.0, 98.0], [99.0, 99.5]],
         "ddp": [[90.0, 98.5], [98.0, 98.5]],
         "lucky": [[99, 1], [1, 2]],
+        "alone": [[1, 2], [1, 2]],
     }
     result = result_of(qualities, True, 98.5)
     quick, ddp, lucky = converge_report.rows_of(result)
@@ -306,10 +281,11 @@ def test_rows_of_the_table() -> None:
     assert quick.difference_interval == pytest.approx(12.706 * 0.25, rel=1e-4), "of 99 - 98.5 and 99.5 - 98.5"
     assert quick.best_interval == pytest.approx(12.706 * 0.25, rel=1e-4), "Student's t with one degree of freedom"
     assert (ddp.steps, ddp.seconds, ddp.speedup, ddp.difference) == (20, 4.0, 1.0, 0.0)
-    assert (lucky.num_reached, lucky.steps, lucky.speedup) == (1, None, None)
+    assert (lucky.num_reached, lucky.steps, lucky.speedup, lucky.share_of_limit) == (1, None, None, None)
+    assert (quick.share_of_limit, ddp.share_of_limit) == (2.0, 0.5), "DDP's 20 steps of 0.1 s"
     text = converge_report.as_markdown([result])
     quality = "99.25 ± 3.18 | +0.75 ± 3.18 | 98.75 ± 9.53 | 1.50%"
-    assert f"| quick: x=1 | 10 | 0.500 | {quality} | 2 of 2 | 5.0 | 1.0 | 4.00 |" in text
+    assert f"| quick: x=1 | 10 | 0.500 | {quality} | 2 of 2 | 5.0 | 1.0 | 4.00 | 200% |" in text
     assert "at least 98.5" in text
     assert "digits on 2 hosts, 5 labels on each" in text
 
@@ -345,11 +321,11 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (["--task", "nope"], ["task='nope'", "digits, mnist1d, signals, topics"]),
         (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
-        (["--methods", "nope"], ["'nope'", "ddp, fedavg, local_sgd, pipe_sgd, ps_sync, ssp, selsync"]),
+        (["--methods", "nope"], ["'nope'", "alone, ddp, dear, local_sgd, pipe_sgd, ps_sync, selsync, ssp"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
         (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
         (["--methods", "selsync:delta=x"], ["delta must be a number", "'x'"]),
-        (["--methods", "fedavg:C=2"], ["C of FedAvg"]),
+        (["--methods", "local_sgd:participation=2"], ["participation must be in (0, 1]"]),
         (["--methods", "ssp:s=-1"], ["s of SSP"]),
         (["--methods", "ddp:bucket_mb=0"], ["bucket_mb"]),
         (["--methods", "ddp", "ddp"], ["different"]),

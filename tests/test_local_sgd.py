@@ -226,6 +226,8 @@ def test_nothing_is_sent_between_averages(settings: dict[str, Any], exchanges: f
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"period": 0}, ["period", "0"]),
     ({"period": 2.5}, ["period", "2.5"]),
+    ({"period": "often"}, ["period", "'often'", "'0.25 epoch'", "'selsync'"]),
+    ({"period": "selsync", "smoothing": 2.0}, ["smoothing", "2.0"]),
     ({"participation": 0.0}, ["participation", "0.0"]),
     ({"participation": 0.3}, ["participation=0.3", "2 ranks", "0.5"]),
     ({"overlap_steps": 5, "period": 4}, ["overlap_steps=5", "period=4"]),

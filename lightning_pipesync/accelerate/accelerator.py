@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_pipesync.accelerate.private import (
 from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.core.shutdown import at_shutdown
 from lightning_pipesync.data import DataInjection
+from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.step import check_unscaling
@@ -77,6 +79,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         at_shutdown(self._sessions.end)  # a script need not call end_training()
         self._preparing = False
         self._loader_checked = self._loader_is_for_training = False
+        self._num_batches: int | None = None  # of the training loader in an epoch
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -165,7 +168,9 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._synchronizes or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
         assert self.pipesync is not None
-        return loaders.for_training(self, data_loader, self.pipesync.config, lambda: self._injection)
+        prepared = loaders.for_training(self, data_loader, self.pipesync.config, lambda: self._injection)
+        self._num_batches = num_batches(prepared)
+        return prepared
 
     @contextmanager
     def preparing_train_loader(self) -> Iterator[None]:
@@ -334,9 +339,17 @@ class PipeSyncAccelerator(SavingAccelerator):
         if self._synchronizes and not self._preparing:
             assert self.pipesync is not None
             plan = MethodPlan(
-                self.pipesync.method, self.pipesync.config, ranks_of_host(), self._traffic_backend, loads_data=True
+                self.pipesync.method,
+                self.pipesync.config,
+                ranks_of_host(),
+                self._traffic_backend,
+                loads_data=True,
+                steps_per_epoch=self._steps_per_epoch,
             )
             self._sessions.attach(plan)
+
+    def _steps_per_epoch(self) -> int | None:
+        return None if self._num_batches is None else math.ceil(self._num_batches / self.gradient_accumulation_steps)
 
     @property
     def _optimizers_of_methods(self) -> list[SynchronizedOptimizer]:

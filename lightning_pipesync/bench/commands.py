@@ -182,7 +182,7 @@ def converge(
     task: str = "digits",
     methods: list[str] = [  # noqa: B006
         "ddp",
-        "fedavg:C=1,E=0.25",
+        "local_sgd:period=0.25epoch",
         "ssp:s=100",
         "selsync:delta=0.1",
         "selsync:delta=0.3",
@@ -205,8 +205,9 @@ def converge(
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves,
             accuracy) or topics (the text of Python's documentation, perplexity).
-        methods: ddp, fedavg, local_sgd, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
-            NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5.
+        methods: ddp, dear, local_sgd, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
+            NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5. FedAvg with C and E is
+            local_sgd:period=0.25epoch,participation=0.5. With alone, each rank by itself, the table has the limit.
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.
         epochs: Of each training; the task's own if not given.

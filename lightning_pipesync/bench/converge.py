@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, cast
 
@@ -14,25 +15,34 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_pipesync.bench.fedavg import FedAvg, FedAvgConfig
 from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.bench.ps_sync import PSSync, PSSyncConfig
 from lightning_pipesync.bench.ssp import SSP, SSPConfig
 from lightning_pipesync.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
-from lightning_pipesync.bench.trainings import DDPConfig, Training, WithDDP, WithLocalSGD, WithPipeSGD, WithSelSync
-from lightning_pipesync.methods.local_sgd import LocalSGDConfig
-from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
-from lightning_pipesync.methods.selsync import SelSyncConfig
+from lightning_pipesync.bench.trainings import (
+    Alone,
+    AloneConfig,
+    DDPConfig,
+    Training,
+    WithDDP,
+    WithMethod,
+    WithReplicas,
+)
+from lightning_pipesync.methods.dear import DeAR, DeARConfig
+from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 
 #: The training and the settings of each method, by name.
 METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
+    "alone": (Alone, AloneConfig),
     "ddp": (WithDDP, DDPConfig),
-    "fedavg": (FedAvg, FedAvgConfig),
-    "local_sgd": (WithLocalSGD, LocalSGDConfig),
-    "pipe_sgd": (WithPipeSGD, PipeSGDConfig),
+    "dear": (partial(WithMethod, method=DeAR), DeARConfig),
+    "local_sgd": (partial(WithReplicas, method=LocalSGD), LocalSGDConfig),
+    "pipe_sgd": (partial(WithMethod, method=PipeSGD), PipeSGDConfig),
     "ps_sync": (PSSync, PSSyncConfig),
+    "selsync": (partial(WithReplicas, method=SelSync), SelSyncConfig),
     "ssp": (SSP, SSPConfig),
-    "selsync": (WithSelSync, SelSyncConfig),
 }
 
 

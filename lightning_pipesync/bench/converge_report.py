@@ -37,6 +37,8 @@ class Row:
         seconds: the seconds to the target, the median over the seeds; None if not all of them have reached it.
         mib: the MiB that rank 0 has sent to the target, the median over the seeds; None if not all have reached it.
         speedup: the baseline's seconds over ``seconds``.
+        share_of_limit: the seconds that the baseline's steps to the target take without communication, over
+            ``seconds``; None if no rank was trained alone.
     """
 
     method: str
@@ -53,6 +55,7 @@ class Row:
     seconds: float | None
     mib: float | None
     speedup: float | None
+    share_of_limit: float | None
 
 
 def rows_of(result: dict[str, Any]) -> list[Row]:
@@ -70,8 +73,12 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
         points = reached[name]
         return median(point[what] for point in points) if len(points) == len(by_method[name]) else None
 
+    baseline_steps = to_target(baseline, "steps")
+    limit = baseline_steps * _seconds_alone(by_method["alone"]) if baseline_steps and "alone" in by_method else None
     rows = []
     for name, runs in by_method.items():
+        if name == "alone":  # its quality is that of one rank
+            continue
         lssr = [run["lssr"] for run in runs if run["lssr"] is not None]
         differences = [sign * (one - other) for one, other in zip(best[name], best[baseline], strict=True)]
         final = [run["points"][-1]["quality"] for run in runs]
@@ -92,6 +99,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
                 seconds=seconds,
                 mib=to_target(name, "mib"),
                 speedup=baseline_seconds / seconds if baseline_seconds and seconds else None,
+                share_of_limit=limit / seconds if limit and seconds else None,
             )
         )
     return rows
@@ -111,9 +119,10 @@ Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better
 {seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training. Best
 and final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's with the same seed
 the best is. LSSR: share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own
-weights to those that were measured, over their norm, the mean of all measurements.
+weights to those that were measured, over their norm, the mean of all measurements. Limit: DDP's steps to the target,
+each without communication, as the ranks of `alone` take them.
 """)
-        to_target = ["reached", "MiB", "seconds", "speed-up"]
+        to_target = ["reached", "MiB", "seconds", "speed-up", "share of the limit"]
         headings = ["", "steps", "LSSR", "best", "better by", "final", "spread", *to_target]
         parts.append(table(headings, [_cells(row, seeds) for row in rows_of(result)]))
     return "\n".join(parts)
@@ -143,6 +152,8 @@ def _title(result: dict[str, Any]) -> str:
 def _draw_quality(panel: Axes, result: dict[str, Any], what: str) -> None:
     """Draws a line per method, the mean over its seeds, and their range in a lighter shade."""
     for name, runs in _by_method(result).items():
+        if name == "alone":
+            continue
         curves = list(zip(*(run["points"] for run in runs), strict=True))
         x, y = ([fmean(point[key] for point in points) for points in curves] for key in (what, "quality"))
         [line] = panel.plot(x, y, "-o", markersize=3, label=readable(name))
@@ -169,6 +180,11 @@ def _by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return groups
 
 
+def _seconds_alone(runs: list[dict[str, Any]]) -> float:
+    """Returns the seconds of a step without communication, the median over the seeds."""
+    return median(run["points"][-1]["seconds"] / run["points"][-1]["steps"] for run in runs)
+
+
 def _best(points: Sequence[Point], sign: int) -> float:
     return max((point["quality"] for point in points), key=lambda quality: sign * quality)
 
@@ -191,6 +207,7 @@ def _cells(row: Row, seeds: int) -> list[str]:
         _number(row.mib, ".1f"),
         _number(row.seconds, ".1f"),
         _number(row.speedup, ".2f"),
+        _number(row.share_of_limit, ".0%"),
     ]
 
 

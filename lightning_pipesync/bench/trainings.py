@@ -19,9 +19,6 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
-from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
-from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 
@@ -148,10 +145,34 @@ class WithDDP(Training):
         return 2 * (world_size - 1) / world_size * self._num_bytes * self._steps / MIB
 
 
-class WithMethod(Training):
-    """A training with a method of this package."""
+@dataclass(frozen=True)
+class AloneConfig:
+    """Settings of training without communication: there are none."""
 
-    def __init__(self, task: Task, method: type[SyncMethod], config: Any) -> None:
+
+class Alone(Training):
+    """Every rank trains by itself. Its step is the shortest there can be: the limit of all methods."""
+
+    def __init__(self, task: Task, config: AloneConfig) -> None:
+        super().__init__(task)
+
+    def update(self) -> None:
+        self._clip()
+        self.optimizer.step()
+
+    @property
+    def mib_sent(self) -> float:
+        return 0.0
+
+    @property
+    def lssr(self) -> float | None:
+        return 1.0
+
+
+class WithMethod(Training):
+    """A training with a method of this package. Gradients that are under way at the end are dropped."""
+
+    def __init__(self, task: Task, config: Any, method: type[SyncMethod]) -> None:
         super().__init__(task)
         self.method = method(self.module, self.optimizer, config)
 
@@ -178,34 +199,8 @@ class WithMethod(Training):
         self.method.detach()
 
 
-class WithPipeSGD(WithMethod):
-    """Pipe-SGD; its last gradients are dropped, as in the paper."""
-
-    def __init__(self, task: Task, config: PipeSGDConfig) -> None:
-        super().__init__(task, PipeSGD, config)
-
-
 class WithReplicas(WithMethod):
     """A method whose ranks train replicas of their own, with its order of the data and its data injection."""
 
     def loader(self, seed: int) -> TrainLoader:
         return self.method.prepare_train_loader(self._in_order(seed))
-
-
-class WithSelSync(WithReplicas):
-    """SelSync."""
-
-    def __init__(self, task: Task, config: SelSyncConfig) -> None:
-        super().__init__(task, SelSync, config)
-
-
-class WithLocalSGD(WithReplicas):
-    """Local SGD."""
-
-    def __init__(self, task: Task, config: LocalSGDConfig) -> None:
-        super().__init__(task, LocalSGD, config)
-
-    @property
-    def lssr(self) -> float | None:
-        """The share of steps after which nothing is averaged."""
-        return 1 - min(1.0, self.method.config.fragments / self.method.config.period)

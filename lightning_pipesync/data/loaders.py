@@ -170,6 +170,14 @@ def with_seed_of_its_own(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader
 
 
+def num_batches(loader: Any) -> int | None:
+    """Returns the number of batches in an epoch; None if a data set does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def batch_size(loader: DataLoader[Any]) -> int:
     """Returns the batch size; 1 if the loader does not batch.
 

@@ -15,6 +15,7 @@ from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (
     batch_size_before_injection,
     has_default_order,
+    num_batches,
     resumable,
     sampler_of,
     with_order,
@@ -55,11 +56,16 @@ class TrainingData:
         injection: appends other ranks' rows to a batch; None unless ``injection`` is set.
         followed: whether somebody follows the settings: true from the first batch of a prepared loader on. An adapter
             to a framework that sees to the data itself sets it.
+        steps_per_epoch: returns the number of steps of an epoch; None if it is not known. Set by an adapter to a
+            framework, or by :meth:`prepare`, for which each batch is a step.
     """
+
+    steps_per_epoch: Callable[[], int | None]
 
     def __init__(self, settings: DataSettings, transport: Transport) -> None:
         self.injection = None if settings.injection is None else DataInjection(*settings.injection, transport)
         self.followed = False
+        self.steps_per_epoch = lambda: None
         self._settings, self._transport = settings, transport
 
     def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None) -> TrainLoader:
@@ -70,7 +76,9 @@ class TrainingData:
         except ValueError as error:
             problem = error
         raise_on_all_ranks(self._transport, problem)
-        check_same(self._transport, [("the number of training batches in an epoch", str(_num_batches(loader)))])
+        number = num_batches(loader)
+        check_same(self._transport, [("the number of training batches in an epoch", str(number))])
+        self.steps_per_epoch = lambda: number
 
         def finish(batch: Any) -> Any:
             self.followed = True
@@ -136,11 +144,3 @@ class TrainingData:
                 "its own. Set partition='defdp' to say so.",
                 stacklevel=5,
             )
-
-
-def _num_batches(loader: DataLoader[Any]) -> int | None:
-    """Returns the number of batches in an epoch; None if a data set does not know."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -85,7 +86,9 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
 
     @property
     def _plan(self) -> MethodPlan:
-        return MethodPlan(self.name, self.config, self.num_processes, self._traffic_backend, loads_data=True)
+        return MethodPlan(
+            self.name, self.config, self.num_processes, self._traffic_backend, True, self._steps_per_epoch
+        )
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -230,6 +233,12 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         return self.method.optimizer_state_dict(unwrapped(optimizer))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _steps_per_epoch(self) -> int | None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        batches = trainer.num_training_batches
+        return None if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class MethodPlan:
         ranks_per_host: number of ranks on this host.
         backend: backend of the method's communication, see :class:`Transport`.
         loads_data: whether the framework follows the settings of the training data itself.
+        steps_per_epoch: returns the number of steps of an epoch, if it is known; None: see :class:`TrainingData`.
     """
 
     name: str
@@ -35,6 +36,7 @@ class MethodPlan:
     ranks_per_host: int
     backend: str | None = None
     loads_data: bool = False
+    steps_per_epoch: Callable[[], int | None] | None = None
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
         """Attaches the method; a collective call.
@@ -46,6 +48,8 @@ class MethodPlan:
         config = self.config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
         method: SyncMethod = make(module, optimizers, config, backend=self.backend)
         method.data.followed = self.loads_data
+        if self.steps_per_epoch is not None:
+            method.data.steps_per_epoch = self.steps_per_epoch
         return method
 
 

@@ -70,6 +70,7 @@ METHODS = {
             typical=(
                 {"period": 3, "participation": 0.5, "average_optimizer_states": True},
                 {"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov", "compression": "int8"},
+                {"period": "selsync", "lssr": 0.5, "fragments": 2, "overlap_steps": 1},
             ),
             wrong=("period", 0),
         ),

@@ -68,7 +68,7 @@ def lose_ranks() -> Lost:
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
+            process.wait(HUNG_S)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         codes = folder / "exit codes"

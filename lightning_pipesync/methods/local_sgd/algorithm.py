@@ -3,8 +3,8 @@
 One rank does in a step (DiLoCo, Algorithm 1; Streaming DiLoCo, Algorithm 2)::
 
     update the weights                              # the inner optimizer
-    for fragment in rounds.applied(step): replace its weights by the agreed ones, or blend both
-    for fragment in rounds.started(step): start to average its weights
+    for fragment whose average is due: replace its weights by the agreed ones, or blend both
+    for fragment in the next rounds.started(step), in turn: start to average its weights
 """
 
 from __future__ import annotations
@@ -20,27 +20,24 @@ class Rounds:
     Attributes:
         period: H, in steps.
         fragments: number of fragments.
-        overlap_steps: tau, the steps from the start of an average to its application, ``period`` at most.
     """
 
     period: int
     fragments: int = 1
-    overlap_steps: int = 0
 
-    def started(self, step: int) -> list[int]:
-        """Returns the fragments whose average starts at the end of a step.
+    def started(self, step: int) -> int:
+        """Returns how many fragments' averages start at the end of a step: the next ones in turn.
 
         Args:
             step: from 1 on, without those of the warm-up. That of the last fragment starts at the end of a period.
         """
-        return [f for f in range(self.fragments) if step % self.period == self._offset(f)]
+        return self._started_until(step) - self._started_until(step - 1)
 
-    def applied(self, step: int) -> list[int]:
-        """Returns the fragments whose average is applied at the end of a step, before others start."""
-        return self.started(step - self.overlap_steps) if step > self.overlap_steps else []
-
-    def _offset(self, fragment: int) -> int:
-        return (fragment + 1) * self.period // self.fragments % self.period
+    def _started_until(self, step: int) -> int:
+        # The first is due after a share 1 / fragments of the period, rounded down, but not before the first step.
+        periods, within = divmod(step, self.period)
+        of_this = sum(0 < (f + 1) * self.period // self.fragments <= within for f in range(self.fragments))
+        return periods * self.fragments + of_this
 
 
 def number_of_participants(participation: float, world_size: int) -> int:

@@ -11,7 +11,9 @@ from torch.optim import SGD, Adam
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.local_sgd.period import BY_GRADIENT, epochs_of
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
+from lightning_pipesync.methods.selsync.algorithm import check_trigger_settings, trigger_settings_without_effect
 from lightning_pipesync.methods.settings import Partition, Settings
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
@@ -32,8 +34,10 @@ class LocalSGDConfig(Settings):
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
-    period: int = 16
-    """H: each fragment is averaged every so many steps. 1: after every step."""
+    period: int | str = 16
+    """H: each fragment is averaged every so many steps. 1: after every step. ``"0.25 epoch"``: that share of an epoch's
+    steps (E of FedAvg). ``"selsync"``: when the gradient has changed enough on some rank (SelSync, Algorithm 1); then
+    ``delta``, ``lssr``, ``window`` and ``smoothing`` apply, and the next fragment in turn is averaged."""
 
     participation: float = 1.0
     """C of FedAvg: the share of the ranks, drawn anew in each round, whose weights are averaged, in (0, 1]. All ranks
@@ -70,6 +74,19 @@ class LocalSGDConfig(Settings):
     """With ``overlap_steps``: the share of a rank's own weights that stays when an average is applied, in [0, 1]
     (Streaming DiLoCo's alpha)."""
 
+    delta: float | Literal["auto"] = "auto"
+    """With ``period="selsync"``: threshold on the relative gradient change. ``auto``: so that the share ``lssr`` of the
+    steps is local."""
+
+    lssr: float = 0.8
+    """With ``period="selsync"`` and ``delta="auto"``: the target share of local steps, in [0, 1)."""
+
+    window: int = 25
+    """With ``period="selsync"``: steps over which the squared gradient norm is smoothed."""
+
+    smoothing: float = 0.16
+    """With ``period="selsync"``: smoothing factor of the moving average, in (0, 1]."""
+
     average_optimizer_states: bool = False
     """Whether the optimizers' states are averaged at the end of each period, too. Otherwise each rank keeps its own."""
 
@@ -101,11 +118,13 @@ class LocalSGDConfig(Settings):
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
-        for name, least in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0)):
+        in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
+        check_trigger_settings(self)
+        for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or value != int(value) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-        if self.overlap_steps > self.period:
+        if in_steps and self.overlap_steps > int(self.period):
             raise ValueError(
                 f"overlap_steps={self.overlap_steps!r} is longer than period={self.period!r}: a fragment's average "
                 "must be applied before the next one of it starts."
@@ -170,7 +189,10 @@ class LocalSGDConfig(Settings):
 
     def without_effect(self) -> dict[str, str]:
         """Returns the settings that have no effect, by name, and why."""
-        ignored = {}
+        ignored = trigger_settings_without_effect(self)
+        if self.period != BY_GRADIENT:
+            reason = f"with period={self.period!r}: set period={BY_GRADIENT!r}"
+            ignored |= dict.fromkeys(("delta", "lssr", "window", "smoothing"), reason)
         kind = self.outer_optimizer
         if kind not in OUTER_LR:
             ignored["outer_lr"] = f"with outer_optimizer={kind!r}: set 'sgd', 'nesterov' or 'adam'"

@@ -50,8 +50,14 @@ class LocalSGD(ReplicaMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._rounds = [
-            OptimizerRounds(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
-            for i, opt in enumerate(self.optimizers)
+            OptimizerRounds(
+                optimizer,
+                [parameter for parameter in parameters if parameter.group and parameter.group[0] == i],
+                self.config,
+                self.transport,
+                self.data,
+            )
+            for i, optimizer in enumerate(self.optimizers)
         ]
         self._attach_replicas(parameters)
 
@@ -65,15 +71,18 @@ class LocalSGD(ReplicaMethod):
 
     def _drop_averages(self) -> None:
         for rounds in self._rounds:
-            rounds.drop_flights()
+            rounds.drop_averages()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
-        """Averages the gradient in the warm-up.
+        """Averages the gradient in the warm-up, or measures it.
 
         Returns:
             Whether it was averaged with one that is not finite.
         """
-        return self._rounds[index].average_gradients()
+        return self._rounds[index].take_gradient()
+
+    def _skip(self, index: int) -> None:
+        self._rounds[index].skip_step()
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and averages what is due."""
@@ -84,8 +93,10 @@ class LocalSGD(ReplicaMethod):
         return result
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of rounds, MiB sent and seconds of exposed communication."""
-        return {"rounds": self._rounds[0].num_rounds, **super().metrics()}
+        """Returns the number of rounds, the share of local steps, MiB sent and seconds of exposed communication."""
+        rounds = self._rounds[0]
+        lssr = rounds.num_local_steps / rounds.num_steps if rounds.num_steps else 0.0
+        return {"rounds": rounds.num_rounds, "lssr": lssr, **super().metrics()}
 
     def _problem(self) -> ValueError | None:
         config, world_size = self.config, self.transport.world_size

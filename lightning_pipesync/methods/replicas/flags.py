@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 #: The rank has loaded weights since its last step.
 LOADED = 128
+#: It is about to consolidate the weights, and takes no step.
+CONSOLIDATE = 64
 
 
-def raise_if_not_all_consolidate(flags: Sequence[int], bit: int) -> None:
+def raise_if_not_all_consolidate(flags: Sequence[int]) -> None:
     """Checks that all ranks are about to consolidate the weights, or none.
-
-    Args:
-        flags: of all ranks.
-        bit: of a flag, which says so.
 
     Raises:
         RuntimeError: they differ.
     """
-    consolidating = [rank for rank, flag in enumerate(flags) if flag & bit]
+    consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
     if 0 < len(consolidating) < len(flags):
         raise RuntimeError(
             f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or "

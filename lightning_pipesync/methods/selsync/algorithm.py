@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
+from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, raise_if_not_all_consolidate, raise_if_not_all_loaded
 
 #: Step size of the search for ``delta="auto"``, in units of log delta.
 GAIN = 0.5
@@ -34,8 +34,7 @@ SYNCHRONIZE = 1  # its relative gradient change is at least delta
 MISSING_GRADIENT = 2  # a parameter has no gradient
 NOT_FINITE = 4  # its gradient is not finite
 SKIPPED = 8, 16  # it has skipped an even or an odd number of steps; one of the two is set in every flag
-CONSOLIDATE = 32  # it is about to consolidate the weights, and takes no step
-UNDEFINED = 64  # its relative gradient change is not defined: the step is synchronized, and does not update delta
+UNDEFINED = 32  # its relative gradient change is not defined: the step is synchronized, and does not update delta
 
 
 class TriggerSettings(Protocol):
@@ -293,7 +292,7 @@ class SelectiveSync:
             RuntimeError: they differ.
         """
         raise_if_not_all_loaded(flags)
-        raise_if_not_all_consolidate(flags, CONSOLIDATE)
+        raise_if_not_all_consolidate(flags)
         others = [rank for rank, flag in enumerate(flags) if flag & sum(SKIPPED) != flags[0] & sum(SKIPPED)]
         if others:
             raise RuntimeError(

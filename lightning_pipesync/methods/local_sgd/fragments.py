@@ -1,0 +1,179 @@
+"""The fragments of one optimizer's parameters, and their averages under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.local_sgd.algorithm import in_fragments
+from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
+from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, raise_if_not_all_consolidate, raise_if_not_all_loaded
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
+
+#: A rank's flag has the number of its steps modulo this: when it consolidates the weights, and when an average starts.
+#: That has neither of the bits SKIPPED, of which the flag of a gradient always has one: no flag is taken for another.
+STEPS, STEPS_AT_START = 64, 8
+
+
+@dataclass
+class Flight:
+    """An average of a fragment that has started and is not applied yet.
+
+    Attributes:
+        due: the step at whose end it is applied.
+        flags: of all ranks; None once they are checked.
+        handles: of the fragment's buckets.
+        results: the averages of these, once they have been moved out of the buffers.
+    """
+
+    due: int
+    flags: Handle[list[int]] | None = None
+    handles: Sequence[Handle[Tensor]] = ()
+    results: Sequence[Tensor] = ()
+
+
+class Fragments:
+    """Averages an optimizer's parameters fragment by fragment. One average of a fragment is under way at a time.
+
+    Args:
+        parameters: those that no earlier optimizer has, in the order of their layers.
+        config: the settings.
+        transport: the way to the other ranks.
+
+    Attributes:
+        buckets: the parameters of each bucket.
+        replicas: averages the buckets.
+
+    Raises:
+        ValueError: there are fewer layers than fragments.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], config: LocalSGDConfig, transport: Transport) -> None:
+        self._config, self._transport = config, transport
+        self.buckets: list[list[Tensor]] = []
+        self._fragments: list[range] = []  # indices of their buckets
+        for fragment in _divided(parameters, config.fragments):
+            plan = plan_buckets(fragment, Fusion(bucket_mb=config.bucket_mb))
+            self._fragments.append(range(len(self.buckets), len(self.buckets) + len(plan)))
+            self.buckets += [[parameter.tensor for parameter in bucket] for bucket in plan]
+        world_size, feedback = transport.world_size, config.uses_error_feedback
+        outer, force = config.make_outer_optimizer(world_size), config.force(world_size)
+        self.replicas = ReplicatedTensors(self.buckets, transport, config.compression, feedback, outer, force)
+        self._flights: dict[int, Flight] = {}
+
+    def __contains__(self, fragment: int) -> bool:
+        """Returns whether an average of the fragment is under way."""
+        return fragment in self._flights
+
+    def start(self, fragment: int, step: int, ranks: Sequence[int] | None) -> None:
+        """Starts to average a fragment at the end of a step, and without overlap applies the average.
+
+        Args:
+            fragment: its number.
+            step: the number of this rank's step.
+            ranks: those whose weights are averaged; None: all.
+
+        Raises:
+            RuntimeError: the ranks have not taken as many steps; or a peer is lost.
+        """
+        overlap = self._config.overlap_steps
+        flight = Flight(step + overlap, self._transport.exchange_flags(step % STEPS_AT_START))
+        if not overlap:  # otherwise nobody waits yet
+            _check(flight)
+        flight.handles = [self.replicas.start(index, ranks) for index in self._fragments[fragment]]
+        self._flights[fragment] = flight
+        if not overlap:
+            self._apply(fragment, own_share=0.0)
+
+    def apply_due(self, step: int) -> None:
+        """Applies the averages that are due at the end of a step."""
+        for fragment in [fragment for fragment, flight in self._flights.items() if flight.due == step]:
+            self._apply(fragment, self._config.own_share)
+
+    def check_consolidation(self, step: int) -> None:
+        """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages.
+
+        Raises:
+            RuntimeError: they differ; or a peer is lost.
+        """
+        _raise_if_they_differ(self._transport.exchange_flags(CONSOLIDATE | step % STEPS).wait())
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits for the averages under way, and moves them out of the buffers, which others may use."""
+        for fragment, flight in self._flights.items():
+            if not flight.results:
+                self._wait(fragment, flight)
+                with torch.inference_mode(False):
+                    flight.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
+
+    def drop(self) -> None:
+        """Drops the averages under way: training continues from other weights."""
+        for fragment in list(self._flights):
+            self._apply(fragment, own_share=1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's replica, the outer optimizer's state, and the averages under way."""
+        self.settle()
+        flights = {fragment: (flight.due, to_cpu(flight.results)) for fragment, flight in self._flights.items()}
+        return {"replicas": self.replicas.state_dict(), "flights": flights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+        self.settle()
+        self.replicas.load_state_dict(state["replicas"])
+        flights = state["flights"] if self._config.overlap_steps else {}
+        self._flights = {fragment: Flight(due, results=results) for fragment, (due, results) in flights.items()}
+
+    def _wait(self, fragment: int, flight: Flight) -> None:
+        """Blocks until the average has arrived, on which all ranks then agree."""
+        _check(flight)
+        for handle, index in zip(flight.handles, self._fragments[fragment], strict=True):
+            handle.wait()
+            self.replicas.agree_on_average(index)
+
+    def _apply(self, fragment: int, own_share: float) -> None:
+        flight = self._flights.pop(fragment)
+        if flight.results:
+            for index, result in zip(self._fragments[fragment], flight.results, strict=True):
+                self.replicas.result(index).copy_(result)
+        else:
+            self._wait(fragment, flight)
+        for index in self._fragments[fragment]:
+            self.replicas.apply(index, own_share)
+
+
+def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[NamedParameter]]:
+    """Divides parameters by layers."""
+    layers = [list(members) for _, members in groupby(parameters, key=lambda parameter: parameter.layer)]
+    if len(layers) < number:
+        raise ValueError(f"fragments={number!r} is more than the {len(layers)} layers with parameters of an optimizer.")
+    sizes = [sum(map(num_bytes, layer)) for layer in layers]
+    return [[p for index in indices for p in layers[index]] for indices in in_fragments(sizes, number)]
+
+
+def _check(flight: Flight) -> None:
+    if flight.flags is not None:
+        _raise_if_they_differ(flight.flags.wait())
+        flight.flags = None
+
+
+def _raise_if_they_differ(flags: Sequence[int]) -> None:
+    """Raises if ranks have taken other numbers of steps, or only some are about to consolidate the weights."""
+    if len(set(flags)) == 1:
+        return
+    raise_if_not_all_loaded(flags)
+    raise_if_not_all_consolidate(flags)
+    others = [rank for rank, flag in enumerate(flags) if flag != flags[0]]
+    raise RuntimeError(
+        f"Rank {', '.join(map(str, others))} and rank 0 have not taken as many steps: all ranks take a step, or none."
+    )

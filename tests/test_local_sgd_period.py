@@ -1,0 +1,238 @@
+"""Periods of local SGD that are no number of steps: SelSync's trigger, and shares of an epoch."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipesync import LocalSGD, LocalSGDStrategy, PipeSyncAccelerator, PipeSyncPlugin
+from tests.harness import launch, raised
+from tests.lightning_models import Classifier, dataset, trainer
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_selsync import simulate
+
+STEPS = 16
+EPOCH = TensorDataset(
+    torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+)  # 12 batches of 2 on each of 2 ranks
+
+
+# --- period="selsync" -------------------------------------------------------------------------------------------------
+
+
+def train_by_gradient(optimizer_name: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Trains STEPS steps, and skips one; in the middle a new model, optimizer and method go on."""
+
+    def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, LocalSGD]:
+        model = seeded_mlp(seed, batch_norm=True)
+        optimizer = OPTIMIZERS[optimizer_name](model)
+        return model, optimizer, LocalSGD(model, optimizer, period="selsync", bucket_mb=1e-4, **settings)
+
+    model, optimizer, sync = begin(0)
+    for i in range(STEPS):
+        if i == STEPS // 2 + 1:
+            sync.flush()
+            weights, saved = state(model), copy.deepcopy(sync.state_dict())
+            sync.detach()
+            model, optimizer, sync = begin(1)
+            model.load_state_dict(weights)
+            sync.load_state_dict(saved)
+        if i == 3:  # measured, and skipped by all
+            model.eval()
+            loss(model, 100, dist.get_rank()).backward()
+            sync.after_backward()
+            model.train()
+        optimizer.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+    outcome = state(model), sync.metrics()
+    sync.detach()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "trigger", "settings", "outer"),
+    [
+        ("sgd", {"delta": 0.2, "smoothing": 0.3}, {}, {}),
+        ("adamw", {"delta": 0.2}, {"outer_optimizer": "nesterov"}, {"outer_lr": 0.7, "outer_momentum": 0.9}),
+        ("sgd", {"delta": "auto", "lssr": 0.9, "window": 3}, {}, {}),
+    ],
+)
+def test_the_gradient_decides_as_in_selsync(
+    optimizer: str, trigger: dict[str, Any], settings: dict[str, Any], outer: dict[str, Any]
+) -> None:
+    """Bit for bit what Algorithm 1 trains, resumed in between."""
+    outcomes = launch(train_by_gradient, 3, optimizer, {**trigger, **settings})
+    model = seeded_mlp(batch_norm=True)
+    replicas, synchronized, _ = simulate(
+        model, OPTIMIZERS[optimizer], loss, world_size=3, num_steps=STEPS, **trigger, **outer
+    )
+    assert 0 < sum(synchronized) < STEPS, "steps of both kinds"
+    for replica, (weights, metrics) in zip(replicas, outcomes, strict=True):
+        for name, value in state(replica).items():
+            assert torch.equal(weights[name], value), name
+        assert metrics["rounds"] == sum(synchronized)
+        assert metrics["lssr"] == 1 - sum(synchronized) / STEPS
+
+
+def skip_alone() -> tuple[str, str] | None:
+    model = seeded_mlp()
+    sync = LocalSGD(model, OPTIMIZERS["sgd"](model), period="selsync", timeout_s=10)
+
+    def skip() -> None:
+        for i in range(3):
+            model.zero_grad()
+            loss(model, i, dist.get_rank()).backward()
+            sync.after_backward()
+            if i != 1 or dist.get_rank() != 1:
+                sync.step()
+
+    outcome = raised(skip)
+    sync.detach(timeout_s=1.0)
+    return outcome
+
+
+def test_a_rank_that_skips_a_step_alone_is_named() -> None:
+    for outcome in launch(skip_alone, 3):
+        assert outcome is not None
+        assert outcome[0] == "RuntimeError"
+        assert "Rank 1 and rank 0" in outcome[1]
+
+
+def streams_by_gradient() -> tuple[list[int], float]:
+    """All steps are synchronized, and an average takes three steps: the fragments wait for their turn."""
+    model = seeded_mlp()
+    sync = LocalSGD(
+        model, OPTIMIZERS["sgd"](model), period="selsync", delta=0.0, fragments=2, overlap_steps=3, bucket_mb=1e-4
+    )
+    under_way = []
+    for i in range(9):
+        model.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+        under_way.append(sum(fragment in sync._rounds[0]._fragments for fragment in range(2)))
+    rounds = sync.metrics()["rounds"]
+    sync.detach()
+    return under_way, rounds
+
+
+def test_a_fragment_under_way_is_not_started_again() -> None:
+    for under_way, rounds in launch(streams_by_gradient, 2):
+        assert under_way == [1, 2, 2, 2, 2, 2, 2, 2, 2]
+        assert rounds == 3, "6 averages of 2 fragments: at steps 1, 2, 4, 5, 7, 8"
+
+
+# --- shares of an epoch -----------------------------------------------------------------------------------------------
+
+
+def train_in_epochs(period: int | str, warmup_steps: int) -> tuple[dict[str, Tensor], float]:
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = LocalSGD(model, optimizer, period=period, warmup_steps=warmup_steps)
+    loader = sync.prepare_train_loader(DataLoader(EPOCH, 2, shuffle=True))
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            sync.step()
+    outcome = state(model), sync.metrics()["rounds"]
+    sync.detach()
+    return outcome
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_a_share_of_an_epoch_is_its_steps(warmup_steps: int) -> None:
+    expected = launch(train_in_epochs, 2, 5, warmup_steps)
+    actual = launch(train_in_epochs, 2, "0.4 epoch", warmup_steps)
+    for (weights, rounds), (theirs, _) in zip(actual, expected, strict=True):
+        assert rounds == 4
+        assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+
+
+def step_without_a_length() -> list[tuple[str, str] | None]:
+    outcomes = []
+    for settings in ({"period": "0.5 epoch"}, {"period": "0.1 epoch", "overlap_steps": 3}):
+        model = nn.Linear(6, 2)
+        sync = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+        if "overlap_steps" in settings:
+            sync.prepare_train_loader(DataLoader(EPOCH, 2))
+        model(torch.ones(1, 6)).sum().backward()
+        outcomes.append(raised(sync.step))
+        sync.detach()
+    return outcomes
+
+
+def test_an_epoch_of_unknown_or_little_length() -> None:
+    for unknown, short in launch(step_without_a_length, 2):
+        assert unknown is not None
+        assert unknown[0] == "ValueError"
+        assert "period='0.5 epoch'" in unknown[1]
+        assert "prepare_train_loader" in unknown[1]
+        assert short is not None
+        assert short[0] == "ValueError"
+        assert "overlap_steps=3" in short[1]
+        assert "period='0.1 epoch'" in short[1]
+
+
+def fit(directory: Path, period: int | str, save_at: int | None = None, resume: bool = False) -> tuple[Tensor, float]:
+    """8 batches an epoch, two of which make a step."""
+    save = ModelCheckpoint(directory, "{step}", every_n_train_steps=save_at, save_top_k=-1)
+    callbacks: list[pl.Callback] = [save] if save_at else []
+    run = trainer(
+        LocalSGDStrategy(period=period),
+        2,
+        directory,
+        accumulate_grad_batches=2,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        max_epochs=3,
+    )
+    model = Classifier()
+    run.fit(model, DataLoader(dataset(), 4, shuffle=True), ckpt_path=str(directory / "step=5.ckpt") if resume else None)
+    return model.weights(), run.callback_metrics.get("local_sgd/rounds", torch.tensor(-1.0)).item()
+
+
+def test_a_share_of_an_epoch_in_a_trainer(tmp_path: Path) -> None:
+    """Also in a run that resumes within an epoch."""
+    [(expected, _), _] = launch(partial(fit, tmp_path, 3), 2, init=False)
+    [(whole, rounds), _] = launch(partial(fit, tmp_path, "0.75 epoch", 5), 2, init=False)
+    [(resumed, _), _] = launch(partial(fit, tmp_path, "0.75 epoch", None, True), 2, init=False)
+    assert torch.equal(whole, expected)
+    assert torch.equal(resumed, expected)
+    assert rounds == 4
+
+
+def accelerate(period: int | str) -> Tensor:
+    accelerator = PipeSyncAccelerator(PipeSyncPlugin("local_sgd", period=period), gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = accelerator.prepare_train_loader(DataLoader(EPOCH, 2, shuffle=True))
+    for _ in range(2):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
+    accelerator.end_training()
+    return weights
+
+
+def test_a_share_of_an_epoch_with_accelerate() -> None:
+    """Of 6 steps."""
+    expected = launch(accelerate, 2, 2, init=False)
+    actual = launch(accelerate, 2, "0.33 epoch", init=False)
+    for weights, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(weights, theirs)
