@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """What trains in the tests' own process leaves a process group and threads there: `launch` is for that."""
+    yield
+    assert torch.get_num_threads() == 1
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.fixture

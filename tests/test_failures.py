@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync
 from lightning_pipesync.core.diagnosis import chain, find_fault
-from lightning_pipesync.core.failure import FRACTION_OF_TIMEOUT, PeerWatch
+from lightning_pipesync.core.failure import FRACTION_OF_TIMEOUT, PeerWatch, is_connection_error
 from lightning_pipesync.core.heartbeat import Beat, Wait
 from lightning_pipesync.core.transport import Transport
 from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
@@ -295,3 +295,16 @@ def test_who_is_at_fault(beats: list[Beat], silent: set[int], fault: tuple[str, 
 def test_the_chain_of_those_who_wait() -> None:
     assert chain([waiting_for(2), Beat(), waiting_for(1)], 0, 1) == [0, 2, 1]
     assert chain([waiting_for(2), Beat(), Beat()], 0, 1) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[/root/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer",
+        "Gloo connectFullMesh failed with [/root/gloo/transport/tcp/pair.cc:144] Connect timeout",
+        "Application timeout caused pair closure",
+    ],
+)
+def test_gloos_errors_are_connection_errors(message: str) -> None:
+    assert is_connection_error(RuntimeError(message))
+    assert not is_connection_error(RuntimeError(f"a bug: {message}"))

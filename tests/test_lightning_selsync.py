@@ -168,9 +168,12 @@ def fit_averaging(directory: Path, kind: str, strategy: Any) -> tuple[Tensor, li
     return outcome["weights"], outcome["validated_with"], watch.steps
 
 
-def test_ema_is_that_of_the_average(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy", [LOCAL, {"name": "local_sgd", "period": 5}, {"name": "local_sgd", "period": 4, "overlap_steps": 3}]
+)
+def test_ema_is_that_of_the_average(strategy: dict[str, Any], tmp_path: Path) -> None:
     """The EMA of each rank's replica, averaged, is the EMA of the averaged replicas: checked on every batch end."""
-    outcomes = launch(partial(fit_averaging, tmp_path, "ema", LOCAL), 2, init=False)
+    outcomes = launch(partial(fit_averaging, tmp_path, "ema", strategy), 2, init=False)
     averages = [mean(list(step)).double() for step in zip(*(steps for _, _, steps in outcomes), strict=True)]
     ema = averages[0]
     for average in averages[1:]:
