@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync
+from lightning_pipesync import DeAR, EAPipe, LocalSGD, PipeSGD, SelSync
 from tests.harness import launch
 from tests.models import average_gradients, batch
 
@@ -56,6 +56,7 @@ def sgd(parameters: Iterable[Tensor]) -> Optimizer:
 
 METHODS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "DeAR": DeAR,
+    "Local SGD": lambda model, optimizer: LocalSGD(model, optimizer, warmup_steps=NUM_STEPS),
     "SelSync": lambda model, optimizer: SelSync(model, optimizer, delta=0.0, aggregation="gradients"),
     "Pipe-SGD": lambda model, optimizer: PipeSGD(model, optimizer, staleness=0),
 }

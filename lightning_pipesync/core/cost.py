@@ -11,7 +11,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The alpha-beta model of a network (DeAR, Section II-D): the time of its ring collectives.
+    """The alpha-beta model of a network (DeAR, Section II-D): the time of its ring collectives and parameter servers.
+
+    Links are full duplex, and what a rank computes on the way, such as sums, takes no time.
 
     Attributes:
         alpha: latency of a message, in seconds.
@@ -65,6 +67,34 @@ class LinkCost:
     def all_reduce(self, num_bytes: float, world_size: int) -> float:
         """Returns the seconds of an all-reduce (Eq. 5)."""
         return self.reduce_scatter(num_bytes, world_size) + self.all_gather(num_bytes, world_size)
+
+    def central_server(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of a push and pull through one server, on a rank: 2 N (P - 1) bytes pass its link."""
+        return self.sharded_servers(num_bytes, world_size, servers=1)
+
+    def sharded_servers(self, num_bytes: float, world_size: int, servers: int | None = None) -> float:
+        """Returns the seconds in which all ranks push N bytes of gradients to servers, then pull as many of weights.
+
+        Each of the first S ranks serves a shard of N / S bytes beside its own work. The most loaded links are theirs:
+        (P - 1) N / S bytes come in with the push, and as many go out with the pull. With S = P these are the
+        2 N (P - 1) / P bytes of a ring. But the P - 1 messages of a half are under way at once, where those of a ring
+        follow each other. So alpha counts once a half, which assumes that it is latency; of what it has of processor
+        time for a message, a server spends P - 1 times as much, as in a ring.
+
+        Args:
+            num_bytes: N.
+            world_size: P.
+            servers: S, from 1 to P; None: P.
+
+        Raises:
+            ValueError: there is no such number of servers.
+        """
+        servers = world_size if servers is None else servers
+        if not 1 <= servers <= world_size:
+            raise ValueError(f"servers must be from 1 to the number of ranks, {world_size}, got {servers!r}.")
+        if world_size == 1:
+            return 0.0
+        return 2 * (self.alpha + (world_size - 1) * num_bytes / servers * self.beta)
 
 
 @dataclass(frozen=True)

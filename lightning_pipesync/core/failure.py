@@ -33,7 +33,9 @@ UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
 
 #: The start of a connection error's message: a place in Gloo's source; none if the call has its own timeout or the
 #: connection has timed out before.
-CONNECTION_ERROR = re.compile(r"\[\S*/gloo/|Application timeout caused pair closure|Operation timed out!")
+CONNECTION_ERROR = re.compile(
+    r"(Gloo connectFullMesh failed with )?\[\S*/gloo/|Application timeout caused pair closure|Operation timed out!"
+)
 
 #: The timeout of the store, in seconds.
 STORE_S = 5.0
@@ -137,7 +139,7 @@ class PeerWatch:
         if self._heartbeat is None or self._left:
             return
         error = error or sys.exc_info()[1]
-        self._left, self._error = True, None if _is_normal_end(error) else error
+        self._left, self._error = True, None if is_normal_end(error) else error
         last = self._describe(0)
         if has_raised(last) and self._fault is None:
             self._heartbeat.tell(Fault("raised", self._rank, self._host, self._pid, last.left or "", last.at))
@@ -242,7 +244,7 @@ class PeerWatch:
             [Wait(*waited) for waited in list(self._waits.values())],
             None if self._fault is None else self._fault.rank,
             left,
-            lost_peer=error is not None and (is_connection_error(error) or is_connection_error(error.__cause__)),
+            lost_peer=error is not None and is_lost_peer(error),
         )
 
     @property
@@ -281,7 +283,12 @@ def is_connection_error(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and CONNECTION_ERROR.match(str(error)) is not None
 
 
-def _is_normal_end(error: BaseException | None) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
+    """Returns whether another rank has caused ``error``: a connection error, or what names the rank at fault."""
+    return is_connection_error(error) or is_connection_error(error.__cause__)
+
+
+def is_normal_end(error: BaseException | None) -> bool:
     """Returns whether a process that ends with ``error`` has succeeded."""
     if isinstance(error, SystemExit):
         return error.code in (0, None)

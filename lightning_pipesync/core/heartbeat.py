@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +22,8 @@ from lightning_pipesync.core.shutdown import join_thread
 
 #: The key of the first fault that a rank has found.
 _FAULT_KEY = "pipesync/fault"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,20 +123,32 @@ class Heartbeat:
         """Publishes a beat, and returns the last beat of each rank, by rank; updates :attr:`fault`.
 
         Raises:
+            RuntimeError: as :meth:`call`.
+        """
+
+        def read() -> list[Beat]:
+            self._beat()
+            return self._read()
+
+        return self.call(read, timeout_s)
+
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """Returns the result of ``function``, which calls the store, see [Note: only the heartbeat's thread ...].
+
+        Raises:
             RuntimeError: the store does not answer within ``timeout_s`` seconds, or has failed before.
         """
         if not self._thread.is_alive():
             raise RuntimeError("The store does not answer any more.")
-        answer: Future[list[Beat]] = Future()
+        answer: Future[T] = Future()
 
-        def read() -> None:
+        def run() -> None:
             try:
-                self._beat()
-                answer.set_result(self._read())
+                answer.set_result(function())
             except Exception as error:
                 answer.set_exception(error)
 
-        self._jobs.put(read)
+        self._jobs.put(run)
         try:
             return answer.result(timeout_s)
         except Exception as error:

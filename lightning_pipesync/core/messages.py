@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from copy import copy
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,10 +27,20 @@ class Messages:
         tag: distinguishes these messages from others in flight.
         watch: has the timeout of a message, and names the rank at fault if it does not arrive.
         ahead: whether a thread receives messages before this rank needs them, see :meth:`awaiting`.
+        timeout: the time to wait for a message, after which all waits of the group end; None: the watch's.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tag: int, watch: PeerWatch, *, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        watch: PeerWatch,
+        *,
+        ahead: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
         self._group, self._tag, self._watch, self._ahead = group, tag, watch, ahead
+        self._timeout = timeout or watch.timeout
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = [dist.get_global_rank(group, peer) for peer in range(self.world_size)]
         self._arrivals = [f"a message from rank {rank}" for rank in self._ranks]
@@ -53,16 +65,25 @@ class Messages:
     def wait_received(self, work: dist.Work, peer: int) -> None:
         """Blocks until a receive of :meth:`start_receiving` is complete."""
         with self._receiving(peer):
-            work.wait(self._watch.timeout)
+            work.wait(self._timeout)
 
     def wait_sent(self, work: dist.Work, peer: int) -> None:
         """Blocks until a send of :meth:`start_sending` is complete, and its tensor may be changed."""
         with self._sending(peer):
-            work.wait(self._watch.timeout)
+            work.wait(self._timeout)
 
     def awaiting(self, peer: int) -> AbstractContextManager[None]:
         """Context in which this rank waits for a message that a thread receives from ``peer``."""
         return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], ahead=False)
+
+    def accuse(self, error: Exception, peer: int) -> RuntimeError:
+        """Returns the error that names the rank at fault for a message from ``peer`` that does not arrive."""
+        return self._watch.accuse(self._arrivals[peer], self._ranks[peer], error)
+
+    def end_waits(self) -> None:
+        """Ends all waits of the group with an error, for good: that is what Gloo does when one of them times out."""
+        with suppress(RuntimeError):
+            self._group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, self._tag).wait(timedelta(0, 0.001))
 
     def _receiving(self, peer: int) -> Waiting:
         return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], self._ahead)

@@ -15,9 +15,9 @@ from lightning_pipesync.core.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.reshard import slices_in_shard
-from lightning_pipesync.methods.dear.update import BucketUpdate, Piece
+from lightning_pipesync.methods.reshard import slices_in_shard
 
 
 class FusedBucket:

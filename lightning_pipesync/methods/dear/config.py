@@ -6,14 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.bucket_update import ELEMENTWISE
 from lightning_pipesync.methods.settings import Settings
-
-#: Element-wise optimizers, which can update a shard without the rest.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 Update = Literal["sharded", "replicated"]
 Overlap = Literal["eager", "paper"]

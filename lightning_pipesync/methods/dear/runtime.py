@@ -26,7 +26,7 @@ from lightning_pipesync.methods.execution_order import ExecutionOrder
 from lightning_pipesync.methods.feedpipe import FeedPipe
 from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.step import replaced_step
+from lightning_pipesync.methods.step import run_without_update
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ class DeAR(SyncMethod):
         """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
         optimizer, stepped, result = self.optimizers[index], True, None
         if update is not None:
-            stepped, result = self._run(update, optimizer)
+            stepped, result = run_without_update(update, optimizer)
         self.after_backward(optimizer)
         if stepped:  # otherwise a loss scaler skips the step
             self._feedpipe.start(self._fused.of_optimizer(index))
@@ -279,24 +279,6 @@ class DeAR(SyncMethod):
         self._members = group_members(self.optimizers)
         self._loaded.clear()
         self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
-
-    def _run(self, update: Callable[[], T], optimizer: Optimizer) -> tuple[bool, T]:
-        """Runs ``update``; the ``optimizer.step()`` within it evaluates a closure and makes no update.
-
-        Returns:
-            Whether ``optimizer.step`` was called, and what ``update`` returned.
-        """
-        stepped = False
-
-        def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-            nonlocal stepped
-            result = None if closure is None else closure()
-            stepped = True
-            return result
-
-        with replaced_step(optimizer, step):
-            result = update()
-        return stepped, result
 
     def _own_gradients(self, index: int) -> list[Tensor]:
         """Returns this rank's shards of an optimizer's averaged gradient."""

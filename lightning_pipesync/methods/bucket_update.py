@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_pipesync.core.torch_private import twin_optimizer
+
+#: Element-wise optimizers, which can update a shard without the rest.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,27 @@ class BucketUpdate:
         self._optimizer, self._group, self._pieces = optimizer, group, pieces
         self._values, self._gradient = values, gradient
         self._copy = twin_optimizer(optimizer, [dict(optimizer.param_groups[group])], {})
-        self._set_states(
-            {
-                piece.values: {name: piece.cut(value) for name, value in optimizer.state[piece.parameter].items()}
-                for piece in pieces
-                if piece.parameter in optimizer.state
-            }
-        )
+        self.read_states()
 
     def copy_hyperparameters(self) -> None:
         """Copies the current hyper-parameters of the user's optimizer."""
-        for name, value in self._optimizer.param_groups[self._group].items():
+        self.set_hyperparameters(self._optimizer.param_groups[self._group])
+
+    def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Copies hyper-parameters, by name."""
+        for name, value in values.items():
             if name != "params":
                 self._copy.param_groups[0][name] = value.clone() if isinstance(value, Tensor) else value
+
+    def read_states(self) -> None:
+        """Copies the current state of the user's optimizer."""
+        self._set_states(
+            {
+                piece.values: {name: piece.cut(value) for name, value in self._optimizer.state[piece.parameter].items()}
+                for piece in self._pieces
+                if piece.parameter in self._optimizer.state
+            }
+        )
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Returns the optimizer state of each piece, by the parameter's name."""
@@ -122,7 +133,7 @@ class BucketUpdate:
             if value is not before.get(name) and value != before.get(name):
                 raise RuntimeError(
                     f"{type(self._copy).__name__} changes {name!r} of its parameter groups in a step, as if it were a "
-                    "hyper-parameter: DeAR steps copies of it, one for each bucket, and cannot keep them together."
+                    "hyper-parameter: copies of it step, one for each bucket, and cannot be kept together."
                 )
 
     def _hyperparameters(self) -> dict[str, Any]:

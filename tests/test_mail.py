@@ -1,0 +1,108 @@
+"""Mail: messages among all ranks at any time."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipesync.core.transport import Transport
+from tests.harness import kill_stopped_siblings, launch
+
+
+class Recorder:
+    """Mail of this rank, whose messages and losses a test takes one by one."""
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self.transport = Transport(timeout_s=timeout_s)
+        self.arrived: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self.lost: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.mail = self.transport.mail()
+        self.mail.start(
+            lambda rank, message: self.arrived.put((rank, message)),
+            lambda rank, error: self.lost.put((rank, str(error))),
+        )
+
+    def close(self) -> None:
+        self.mail.close(5.0)
+        self.transport.close()
+
+
+def everyone_to_everyone() -> dict[int, list[Any]]:
+    recorder = Recorder()
+    rank, world_size = recorder.transport.rank, recorder.transport.world_size
+    for number in range(3):
+        for peer in range(world_size):
+            recorder.mail.send(peer, {"number": number, "tensors": [torch.full((1000,), float(rank)), torch.empty(0)]})
+    received: dict[int, list[Any]] = {peer: [] for peer in range(world_size)}
+    for _ in range(3 * world_size):
+        peer, message = recorder.arrived.get(timeout=20)
+        received[peer].append((message["number"], message["tensors"][0].unique().tolist(), len(message["tensors"][1])))
+    recorder.close()
+    return received
+
+
+def test_messages_arrive_in_order() -> None:
+    for received in launch(everyone_to_everyone, 3):
+        assert received == {peer: [(number, [float(peer)], 0) for number in range(3)] for peer in range(3)}
+
+
+def idle(timeout_s: float) -> list[Any]:
+    recorder = Recorder(timeout_s)
+    time.sleep(2.5 * timeout_s)
+    recorder.mail.send(1 - recorder.transport.rank, "still here")
+    arrived = recorder.arrived.get(timeout=10)[1]
+    lost = recorder.lost.qsize()
+    recorder.close()
+    return [arrived, lost]
+
+
+def test_silence_is_no_loss() -> None:
+    assert launch(idle, 2, 2.0) == [["still here", 0]] * 2
+
+
+def lose(how: int) -> tuple[int, str] | None:
+    recorder = Recorder(timeout_s=3.0)
+    rank = recorder.transport.rank
+    if rank == 2:
+        os.kill(os.getpid(), how)
+    lost = recorder.lost.get(timeout=40)
+    recorder.mail.send(1 - rank, "alive")
+    assert recorder.arrived.get(timeout=10) == (1 - rank, "alive"), "the others can still talk"
+    recorder.mail.close(1.0)
+    if how == signal.SIGSTOP and rank == 0:
+        kill_stopped_siblings()
+    return lost
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_and_the_others_go_on(how: int) -> None:
+    outcomes = launch(lose, 3, int(how), may_die=(2,), timeout_s=90)
+    for outcome in outcomes[:2]:
+        assert outcome[0] == 2
+        assert "Rank 2 " in outcome[1]
+        assert "at fault" in outcome[1]
+
+
+def end_with_an_error() -> tuple[int, str] | None:
+    recorder = Recorder()
+    if recorder.transport.rank == 1:
+        with suppress(KeyError):
+            try:
+                raise KeyError("a bug")
+            finally:
+                recorder.close()
+        return None
+    return recorder.lost.get(timeout=20)
+
+
+def test_who_ends_with_an_error_is_lost() -> None:
+    """Who ends without one is not: see the other tests."""
+    outcome = launch(end_with_an_error, 2)[0]
+    assert outcome[0] == 1
