@@ -26,43 +26,49 @@ def simulate(
     make_outer: Callable[[list[Tensor]], Optimizer] | None = None,
     fragments: Sequence[Sequence[str]] | None = None,
     overlap_steps: int = 0,
-    own_share: float = 0.0,
+    own_share: float | str = 0.0,
     elastic_force: float = 0.0,
+    group_size: int = 1,
 ) -> tuple[list[nn.Module], nn.Module]:
-    """Returns the replicas, and the agreed weights.
+    """Returns the replicas, one for each group of ranks, and the agreed weights.
 
-    `fragments` are the names of the parameters of each; the gradients of all ranks are averaged in the warm-up, the
-    weights of `participants` ranks in a round.
+    `fragments` are the names of the parameters of each; the gradients of all ranks are averaged in the warm-up, those
+    of a group later, the weights of `participants` replicas in a round.
     """
-    replicas = [copy.deepcopy(model) for _ in range(world_size)]
+    replicas = [copy.deepcopy(model) for _ in range(world_size // group_size)]
     optimizers = [make_optimizer(replica) for replica in replicas]
     agreed = copy.deepcopy(model)
     pieces = fragments or [[name for name, _ in model.named_parameters()]]
     outer = [make_outer([agreed.get_parameter(name) for name in piece]) if make_outer else None for piece in pieces]
     arriving: dict[tuple[int, int], dict[str, Tensor]] = {}  # by step and fragment
+    starts: dict[int, list[nn.Module]] = {}  # the replicas when the average of a fragment started
     for step in range(1 - warmup_steps, num_steps - warmup_steps + 1):
+        gradients = []  # by rank
+        for rank in range(world_size):
+            replica = replicas[rank // group_size]
+            replica.zero_grad()
+            loss(replica, step - 1 + warmup_steps, rank).backward()
+            gradients.append([p.grad for p in replica.parameters()])
         for n, replica in enumerate(replicas):
-            optimizers[n].zero_grad()
-            loss(replica, step - 1 + warmup_steps, n).backward()
-        if step <= 0:  # post-local SGD: synchronous at first
-            for of_ranks in zip(*(replica.parameters() for replica in replicas), strict=True):
-                gradient = mean([p.grad for p in of_ranks])
-                for p in of_ranks:
-                    p.grad = gradient.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+            group = slice(n * group_size, (n + 1) * group_size)
+            averaged = gradients if step <= 0 else gradients[group]  # post-local SGD: all, at first
+            for p, *values in zip(replica.parameters(), *averaged, strict=True):
+                p.grad = mean(values)
+            optimizers[n].step()
         if step == 0:
             agreed.load_state_dict(replicas[0].state_dict())
         if step <= 0:
             continue
         with torch.no_grad():
             for f, piece in enumerate(pieces):
-                if overlap_steps and (step, f) in arriving:
-                    apply(replicas, arriving.pop((step, f)), own_share)
+                if overlap_steps and (step, f) in arriving and own_share == "progress":
+                    add_progress(replicas, arriving.pop((step, f)), starts[f])
+                elif overlap_steps and (step, f) in arriving:
+                    apply(replicas, arriving.pop((step, f)), float(own_share))
                 if step % period == (f + 1) * period // len(pieces) % period:
-                    result = exchange(
-                        replicas, agreed, piece, outer[f], chosen(participants, world_size, step, period), elastic_force
-                    )
+                    starts[f] = copy.deepcopy(replicas)
+                    ranks = chosen(participants, len(replicas), step, period)
+                    result = exchange(replicas, agreed, piece, outer[f], ranks, elastic_force)
                     arriving[step + overlap_steps, f] = {} if elastic_force else result
                 if not overlap_steps and (step, f) in arriving:
                     apply(replicas, arriving.pop((step, f)), 0.0)
@@ -74,11 +80,11 @@ def simulate(
     return replicas, agreed
 
 
-def chosen(participants: int | None, world_size: int, step: int, period: int) -> list[int]:
-    """FedAvg: a random subset of the ranks, another one in each round."""
+def chosen(participants: int | None, number: int, step: int, period: int) -> list[int]:
+    """FedAvg: a random subset of the replicas, another one in each round."""
     if participants is None:
-        return list(range(world_size))
-    return sorted(random.Random((step - 1) // period).sample(range(world_size), participants))
+        return list(range(number))
+    return sorted(random.Random((step - 1) // period).sample(range(number), participants))
 
 
 def exchange(
@@ -114,3 +120,10 @@ def apply(replicas: Sequence[nn.Module], result: dict[str, Tensor], own_share: f
         for replica in replicas:
             parameter = replica.get_parameter(name)
             parameter.copy_(torch.lerp(parameter, value, 1 - own_share) if own_share else value)
+
+
+def add_progress(replicas: Sequence[nn.Module], result: dict[str, Tensor], starts: Sequence[nn.Module]) -> None:
+    """CoCoD-SGD, Algorithm 1: the average, and what a rank has moved since."""
+    for name, value in result.items():
+        for replica, start in zip(replicas, starts, strict=True):
+            replica.get_parameter(name).add_(value - start.get_parameter(name))

@@ -61,6 +61,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"period": 3, "fragments": 2, "overlap_steps": 3, "own_share": 0.5},
         {"period": 3, "fragments": [FIRST, SECOND], "overlap_steps": 3, "own_share": 0.5},
     ),
+    "CoCoD-SGD": ("sgd", {"period": 4, "overlap_steps": 4}, {"period": 4, "overlap_steps": 4, "own_share": "progress"}),
+    "streaming, with the progress since": (
+        "adamw",
+        {"period": 4, "fragments": 2, "overlap_steps": 3, "outer_optimizer": "nesterov"},
+        {
+            "period": 4,
+            "fragments": [FIRST, SECOND],
+            "overlap_steps": 3,
+            "own_share": "progress",
+            "make_outer": partial(SGD, lr=0.7, momentum=0.9, nesterov=True),
+        },
+    ),
     "fragments": ("sgd", {"period": 4, "fragments": 2}, {"period": 4, "fragments": [FIRST, SECOND]}),
     "EASGD": ("sgd", {"period": 2, "outer_optimizer": "elastic"}, {"period": 2, "elastic": 0.9}),
     "EASGD, overlapped": (
@@ -79,7 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def train(optimizer_name: str, settings: dict[str, Any], interrupted: bool = True) -> dict[str, Any]:
     """Trains STEPS steps; if interrupted, a new model, optimizer and method go on in the middle of a round."""
     rank = dist.get_rank()
-    settings = {"bucket_mb": 1e-4, **settings}
+    settings = {"bucket_mb": 1e-4, "lr_scale": 1.0, **settings}
 
     def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, LocalSGD]:
         model = seeded_mlp(seed, batch_norm=True)
@@ -229,7 +241,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"period": "often"}, ["period", "'often'", "'0.25 epoch'", "'selsync'"]),
     ({"period": "selsync", "smoothing": 2.0}, ["smoothing", "2.0"]),
     ({"participation": 0.0}, ["participation", "0.0"]),
-    ({"participation": 0.3}, ["participation=0.3", "2 ranks", "0.5"]),
+    ({"participation": 0.3}, ["participation=0.3", "2 replicas", "0.5"]),
     ({"overlap_steps": 5, "period": 4}, ["overlap_steps=5", "period=4"]),
     ({"fragments": 3}, ["fragments=3", "2 layers"]),
     ({"outer_optimizer": "nesterov", "outer_lr": 0.0}, ["outer_lr", "0.0"]),
@@ -240,6 +252,9 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"outer_optimizer": "elastic", "elastic_force": 0.6}, ["elastic_force=0.6", "2 replicas", "0.5"]),
     ({"participation": 0.5, "compression": "int8"}, ["participation=0.5", "int8"]),
     ({"own_share": 2.0}, ["own_share", "2.0"]),
+    ({"own_share": "half"}, ["own_share", "'half'", "'progress'"]),
+    ({"lr_scale": 0.0}, ["lr_scale", "0.0"]),
+    ({"lr_scale": "large"}, ["lr_scale", "'large'"]),
 ]
 
 

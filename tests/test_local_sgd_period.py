@@ -36,7 +36,7 @@ def train_by_gradient(optimizer_name: str, settings: dict[str, Any]) -> tuple[di
     def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, LocalSGD]:
         model = seeded_mlp(seed, batch_norm=True)
         optimizer = OPTIMIZERS[optimizer_name](model)
-        return model, optimizer, LocalSGD(model, optimizer, period="selsync", bucket_mb=1e-4, **settings)
+        return model, optimizer, LocalSGD(model, optimizer, period="selsync", lr_scale=1.0, bucket_mb=1e-4, **settings)
 
     model, optimizer, sync = begin(0)
     for i in range(STEPS):

@@ -17,6 +17,7 @@ from lightning_pipesync.methods.selsync.algorithm import check_trigger_settings,
 from lightning_pipesync.methods.settings import Partition, Settings
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
+OnLostRank = Literal["raise", "continue"]
 
 #: ``outer_lr="auto"``: DiLoCo's, and torch's defaults.
 OUTER_LR = {"sgd": 1.0, "nesterov": 0.7, "adam": 0.001}
@@ -40,8 +41,17 @@ class LocalSGDConfig(Settings):
     ``delta``, ``lssr``, ``window`` and ``smoothing`` apply, and the next fragment in turn is averaged."""
 
     participation: float = 1.0
-    """C of FedAvg: the share of the ranks, drawn anew in each round, whose weights are averaged, in (0, 1]. All ranks
-    continue from that average."""
+    """C of FedAvg: the share of the ranks, or groups, drawn anew in each round, whose weights are averaged, in (0, 1].
+    All ranks continue from that average."""
+
+    replicas_per_group: int = 1
+    """Number of neighboring ranks that train one replica together, such as those of a host: their gradients are
+    averaged in each step. The groups are averaged as single ranks are otherwise. It must divide the number of ranks."""
+
+    lr_scale: float | Literal["auto"] = "auto"
+    """Factor on the optimizer's learning rate in local steps. ``auto``: for torch's Adam, AdamW, NAdam and RAdam as
+    measured, from 1 to the root of the number of replicas, so that a step, which the noise of a rank's own batch
+    shortens, is as long as with averaged gradients; 1 for others."""
 
     warmup_steps: int = 0
     """Steps at the beginning whose gradients are averaged, as DDP does (post-local SGD)."""
@@ -60,7 +70,7 @@ class LocalSGDConfig(Settings):
 
     elastic_force: float | Literal["auto"] = "auto"
     """alpha of EASGD, in (0, 1): the share of its distance to the agreed weights by which a replica is attracted, and
-    they by it. ``auto``: 0.9 / number of ranks."""
+    they by it. ``auto``: 0.9 / number of replicas."""
 
     fragments: int = 1
     """Number of pieces of the model, in the order of its layers, which are averaged in turns within a period (Streaming
@@ -70,9 +80,10 @@ class LocalSGDConfig(Settings):
     """tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied, at most
     ``period``. 0: the step waits for it."""
 
-    own_share: float = 0.5
-    """With ``overlap_steps``: the share of a rank's own weights that stays when an average is applied, in [0, 1]
-    (Streaming DiLoCo's alpha)."""
+    own_share: float | Literal["progress"] = "progress"
+    """With ``overlap_steps``: what stays of a rank's own weights when an average is applied. ``progress``: what they
+    have moved since it started is added to it (CoCoD-SGD). A number in [0, 1]: that share (Streaming DiLoCo's alpha).
+    """
 
     delta: float | Literal["auto"] = "auto"
     """With ``period="selsync"``: threshold on the relative gradient change. ``auto``: so that the share ``lssr`` of the
@@ -113,6 +124,10 @@ class LocalSGDConfig(Settings):
     timeout_s: float = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
+    on_lost_rank: OnLostRank = "raise"
+    """What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``: they repeat
+    the average without it, and go on. In plain loops, with Gloo, and as long as rank 0 lives."""
+
     checkpoint_replicas: bool = True
     """Whether a checkpoint holds each rank's own weights and optimizer state besides the average. Without them it is
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
@@ -120,7 +135,7 @@ class LocalSGDConfig(Settings):
     def __post_init__(self) -> None:
         in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
         check_trigger_settings(self)
-        for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0)):
+        for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0), ("replicas_per_group", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or value != int(value) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
@@ -137,12 +152,14 @@ class LocalSGDConfig(Settings):
             )
         if self.outer_lr != "auto" and (isinstance(self.outer_lr, str) or not 0 < self.outer_lr < math.inf):
             raise ValueError(f"outer_lr must be 'auto' or a positive number, got {self.outer_lr!r}.")
+        if self.lr_scale != "auto" and (isinstance(self.lr_scale, str) or not 0 < self.lr_scale < math.inf):
+            raise ValueError(f"lr_scale must be 'auto' or a positive number, got {self.lr_scale!r}.")
         if self.outer_momentum != "auto" and (isinstance(self.outer_momentum, str) or not 0 <= self.outer_momentum < 1):
             raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
         if self.elastic_force != "auto" and (isinstance(self.elastic_force, str) or not 0 < self.elastic_force < 1):
             raise ValueError(f"elastic_force must be 'auto' or in (0, 1), got {self.elastic_force!r}.")
-        if not 0 <= self.own_share <= 1:
-            raise ValueError(f"own_share must be in [0, 1], got {self.own_share!r}.")
+        if self.own_share != "progress" and (isinstance(self.own_share, str) or not 0 <= self.own_share <= 1):
+            raise ValueError(f"own_share must be 'progress' or in [0, 1], got {self.own_share!r}.")
         if self.outer_optimizer == "elastic" and self.participation < 1:
             raise ValueError(
                 f"outer_optimizer='elastic' pulls at all replicas: set participation=1, not {self.participation!r}."
@@ -154,9 +171,40 @@ class LocalSGDConfig(Settings):
                 "compression='none'."
             )
         self._check_data()
+        self._check_on_lost_rank()
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         Fusion(bucket_mb=self.bucket_mb)
+
+    def _check_on_lost_rank(self) -> None:
+        if self.on_lost_rank not in get_args(OnLostRank):
+            raise ValueError(f"on_lost_rank must be one of {get_args(OnLostRank)}, got {self.on_lost_rank!r}.")
+        if self.on_lost_rank == "raise":
+            return
+        if self.period == BY_GRADIENT:
+            raise ValueError(
+                "on_lost_rank='continue' goes on from one average to the next, and period='selsync' needs all ranks at "
+                "each step: set a period in steps or epochs."
+            )
+        if self.replicas_per_group > 1:
+            raise ValueError(
+                f"on_lost_rank='continue' cannot go on with replicas_per_group={self.replicas_per_group!r}, as "
+                "the group of a lost rank has one less: set replicas_per_group=1."
+            )
+        if self.injection is not None:
+            raise ValueError(
+                f"on_lost_rank='continue' cannot go on with injection={self.injection!r}, which needs all ranks' rows "
+                "in each batch: set injection=None."
+            )
+
+    def check_for_framework(self) -> None:
+        """Checks that no setting is for plain loops only, see :class:`Settings`."""
+        if self.on_lost_rank == "continue":
+            raise ValueError(
+                "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
+                "themselves, among all ranks. Use LocalSGD(model, optimizer, on_lost_rank='continue') in a loop, or "
+                "set on_lost_rank='raise' and restart from a checkpoint, with any number of ranks."
+            )
 
     def force(self, world_size: int) -> float:
         """Returns the elastic force; 0 without ``outer_optimizer="elastic"``."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +17,8 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.local_sgd.algorithm import in_fragments
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, raise_if_not_all_consolidate, raise_if_not_all_loaded
-from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
+from lightning_pipesync.methods.replicas.groups import exchange_flags, replicas_of
+from lightning_pipesync.methods.replicas.tensors import Agreed, ReplicatedTensors, to_cpu
 
 #: A rank's flag has the number of its steps modulo this: when it consolidates the weights, and when an average starts.
 #: That has neither of the bits SKIPPED, of which the flag of a gradient always has one: no flag is taken for another.
@@ -33,12 +34,16 @@ class Flight:
         flags: of all ranks; None once they are checked.
         handles: of the fragment's buckets.
         results: the averages of these, once they have been moved out of the buffers.
+        starts: the rank's own weights when it started, if what they have moved since is to stay.
+        agreed: what the buckets' ranks agreed on before it started, if it can be undone.
     """
 
     due: int
     flags: Handle[list[int]] | None = None
     handles: Sequence[Handle[Tensor]] = ()
     results: Sequence[Tensor] = ()
+    starts: Sequence[Tensor] = ()
+    agreed: Mapping[int, Agreed] = field(default_factory=dict)
 
 
 class Fragments:
@@ -65,8 +70,8 @@ class Fragments:
             plan = plan_buckets(fragment, Fusion(bucket_mb=config.bucket_mb))
             self._fragments.append(range(len(self.buckets), len(self.buckets) + len(plan)))
             self.buckets += [[parameter.tensor for parameter in bucket] for bucket in plan]
-        world_size, feedback = transport.world_size, config.uses_error_feedback
-        outer, force = config.make_outer_optimizer(world_size), config.force(world_size)
+        number, feedback = replicas_of(transport).world_size, config.uses_error_feedback
+        outer, force = config.make_outer_optimizer(number), config.force(number)
         self.replicas = ReplicatedTensors(self.buckets, transport, config.compression, feedback, outer, force)
         self._flights: dict[int, Flight] = {}
 
@@ -89,15 +94,19 @@ class Fragments:
         flight = Flight(step + overlap, self._transport.exchange_flags(step % STEPS_AT_START))
         if not overlap:  # otherwise nobody waits yet
             _check(flight)
+        if overlap and self._config.on_lost_rank == "continue":
+            flight.agreed = self.replicas.agreed_of(self._fragments[fragment])
+        if overlap and self._config.own_share == "progress":
+            flight.starts = [self.replicas.packed(index).clone() for index in self._fragments[fragment]]
         flight.handles = [self.replicas.start(index, ranks) for index in self._fragments[fragment]]
         self._flights[fragment] = flight
         if not overlap:
-            self._apply(fragment, own_share=0.0)
+            self._apply(fragment)
 
     def apply_due(self, step: int) -> None:
         """Applies the averages that are due at the end of a step."""
         for fragment in [fragment for fragment, flight in self._flights.items() if flight.due == step]:
-            self._apply(fragment, self._config.own_share)
+            self._apply(fragment)
 
     def check_consolidation(self, step: int) -> None:
         """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages.
@@ -105,7 +114,7 @@ class Fragments:
         Raises:
             RuntimeError: they differ; or a peer is lost.
         """
-        _raise_if_they_differ(self._transport.exchange_flags(CONSOLIDATE | step % STEPS).wait())
+        _raise_if_they_differ(exchange_flags(self._transport, CONSOLIDATE | step % STEPS))
         self.settle()
 
     def settle(self) -> None:
@@ -119,12 +128,20 @@ class Fragments:
     def drop(self) -> None:
         """Drops the averages under way: training continues from other weights."""
         for fragment in list(self._flights):
-            self._apply(fragment, own_share=1.0)
+            self._arrive(fragment)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns :meth:`ReplicatedTensors.snapshot`, as if the averages under way had not started."""
+        under_way = [flight.agreed for flight in self._flights.values() if not flight.results]
+        return self.replicas.snapshot({index: agreed for each in under_way for index, agreed in each.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, the outer optimizer's state, and the averages under way."""
         self.settle()
-        flights = {fragment: (flight.due, to_cpu(flight.results)) for fragment, flight in self._flights.items()}
+        flights = {
+            fragment: {"due": flight.due, "results": to_cpu(flight.results), "starts": to_cpu(flight.starts)}
+            for fragment, flight in self._flights.items()
+        }
         return {"replicas": self.replicas.state_dict(), "flights": flights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,7 +149,7 @@ class Fragments:
         self.settle()
         self.replicas.load_state_dict(state["replicas"])
         flights = state["flights"] if self._config.overlap_steps else {}
-        self._flights = {fragment: Flight(due, results=results) for fragment, (due, results) in flights.items()}
+        self._flights = {fragment: Flight(**saved) for fragment, saved in flights.items()}
 
     def _wait(self, fragment: int, flight: Flight) -> None:
         """Blocks until the average has arrived, on which all ranks then agree."""
@@ -141,15 +158,29 @@ class Fragments:
             handle.wait()
             self.replicas.agree_on_average(index)
 
-    def _apply(self, fragment: int, own_share: float) -> None:
+    def _apply(self, fragment: int) -> None:
+        """Sets the weights of a fragment by its average."""
+        overlap, own_share = self._config.overlap_steps, self._config.own_share
+        starts = self._arrive(fragment).starts
+        for place, index in enumerate(self._fragments[fragment]):
+            if not overlap:
+                self.replicas.apply(index)
+            elif own_share != "progress":
+                self.replicas.apply(index, own_share)
+            elif starts:
+                self.replicas.add_progress(index, starts[place])
+            else:  # it was saved by a run with a number for own_share
+                self.replicas.apply(index)
+
+    def _arrive(self, fragment: int) -> Flight:
+        """Returns an average that is no longer under way, and whose results are in the buffers."""
         flight = self._flights.pop(fragment)
         if flight.results:
             for index, result in zip(self._fragments[fragment], flight.results, strict=True):
                 self.replicas.result(index).copy_(result)
         else:
             self._wait(fragment, flight)
-        for index in self._fragments[fragment]:
-            self.replicas.apply(index, own_share)
+        return flight
 
 
 def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[NamedParameter]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,9 +18,11 @@ from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.local_sgd.algorithm import Rounds, number_of_participants, participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.fragments import Fragments
+from lightning_pipesync.methods.local_sgd.gradients import SynchronousGradients
 from lightning_pipesync.methods.local_sgd.period import BY_GRADIENT, epochs_of, steps_of
-from lightning_pipesync.methods.local_sgd.warm_up import WarmUp
+from lightning_pipesync.methods.local_sgd.step_size import StepSize
 from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.selsync.trigger import GradientTrigger
 
 
@@ -51,16 +55,22 @@ class OptimizerRounds:
     ) -> None:
         self._optimizer, self._config, self._transport, self._data = optimizer, config, transport, data
         self.num_steps = self.num_local_steps = 0
+        self._num_replicas = replicas_of(transport).world_size
         self._fragments = Fragments(parameters, config, transport)
         self.replicas = self._fragments.replicas
-        self._num_participants = number_of_participants(config.participation, transport.world_size)
+        # One at least, if ranks are lost: at the beginning a share that gives none is refused.
+        self._num_participants = max(1, number_of_participants(config.participation, self._num_replicas))
+        self._step_size = StepSize(optimizer, config.lr_scale, self._num_participants)
         self._num_started = 0  # averages of fragments
         self._rounds: Rounds | None = None
         self._trigger: GradientTrigger | None = None
         if config.period == BY_GRADIENT:
             tensors = [parameter.tensor for parameter in parameters]
             self._trigger = GradientTrigger(tensors, config, type(optimizer).__name__, transport)
-        self._warm_up: WarmUp | None = None
+        self._in_group: SynchronousGradients | None = None
+        if transport.row is not None:
+            self._in_group = SynchronousGradients(optimizer, self._fragments.buckets, transport, in_group=True)
+        self._warm_up: SynchronousGradients | None = None
         self._set_warm_up()
 
     @property
@@ -68,8 +78,26 @@ class OptimizerRounds:
         """Number of rounds in which each fragment was averaged."""
         return self._num_started // self._config.fragments
 
+    @property
+    def meets_next(self) -> bool:
+        """Whether an average starts or is applied at the end of the next step, or was to be applied and is dropped.
+
+        It is the same on all ranks, of which some may not have come to a step yet whose average the others drop.
+        """
+        if self._warm_up is not None:
+            return False
+        if self._rounds is None:  # they may have to agree on it
+            return True
+        step, overlap = self.num_steps + 1 - self._config.warmup_steps, self._config.overlap_steps
+        return self._rounds.started(step) > 0 or (step > overlap and self._rounds.started(step - overlap) > 0)
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rate of local steps."""
+        return self._step_size.scale
+
     def take_gradient(self) -> bool:
-        """Averages the gradient in the warm-up; afterwards measures it, if it decides when to average the weights.
+        """Averages the gradient in the warm-up, later in the group; measures it, if it decides about averages.
 
         Returns:
             Whether the gradient was averaged with one that is not finite.
@@ -80,9 +108,14 @@ class OptimizerRounds:
         """
         if self._warm_up is not None:
             return self._warm_up.average()
+        overflow = self._in_group is not None and self._in_group.average()
         if self._trigger is not None:
             self._trigger.measure()
-        return False
+        return overflow
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Returns a context in which ``optimizer.step`` has scaled learning rates, if the step is local."""
+        return nullcontext() if self._warm_up is not None else self._step_size.in_use()
 
     def skip_step(self) -> None:
         """Ends a step that the user has skipped after :meth:`take_gradient`.
@@ -132,12 +165,36 @@ class OptimizerRounds:
         """Drops the averages under way: training continues from other weights."""
         self._fragments.drop()
 
+    def snapshot(self) -> dict[str, Any]:
+        """Returns copies of all that a round changes, without averages under way; not a collective call."""
+        averaged = self._tensors_of_states().values() if self._config.average_optimizer_states else []
+        return {
+            "replicas": self._fragments.snapshot(),
+            "averaged": [tensor.clone() for tensor in averaged],
+            "steps": [self.num_steps, self.num_local_steps],
+            "started": self._num_started,
+            "rounds": self._rounds,
+            "step_size": self._step_size.state_dict(),
+        }
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continues from what :meth:`snapshot` returned on this rank, see :meth:`ReplicatedTensors.restore`."""
+        self.replicas.restore(snapshot["replicas"])
+        for tensor, value in zip(self._tensors_of_states().values(), snapshot["averaged"], strict=False):
+            tensor.copy_(value)
+        self.num_steps, self.num_local_steps = snapshot["steps"]
+        self._num_started, self._rounds = snapshot["started"], snapshot["rounds"]
+        self._step_size.load_state_dict(snapshot["step_size"])
+        self._set_warm_up()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns optimizer state, this rank's replica, the outer optimizer's state, averages under way, counters."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "fragments": self._fragments.state_dict(),
             "trigger": self._trigger.state_dict() if self._trigger else {},
+            "step_size": self._step_size.state_dict(),
             "steps": [self.num_steps, self.num_local_steps],
             "started": self._num_started,
         }
@@ -146,6 +203,8 @@ class OptimizerRounds:
         """Resumes from what :meth:`state_dict` returned on this rank."""
         self._fragments.load_state_dict(state["fragments"])
         self._optimizer.load_state_dict(state["optimizer"])
+        if "step_size" in state:  # not in checkpoints of earlier versions
+            self._step_size.load_state_dict(state["step_size"])
         self.num_steps, self.num_local_steps = state["steps"]
         self._num_started = state["started"]
         if self._trigger is not None and state["trigger"]:
@@ -154,7 +213,9 @@ class OptimizerRounds:
 
     def _set_warm_up(self) -> None:
         warming_up = self.num_steps < self._config.warmup_steps
-        self._warm_up = WarmUp(self._optimizer, self._fragments.buckets, self._transport) if warming_up else None
+        self._warm_up = None
+        if warming_up:
+            self._warm_up = SynchronousGradients(self._optimizer, self._fragments.buckets, self._transport)
 
     def _fragments_due(self) -> list[int]:
         """Returns the fragments whose average starts now: the next ones in turn."""
@@ -183,11 +244,10 @@ class OptimizerRounds:
         return Rounds(steps, self._config.fragments)
 
     def _ranks(self, round_: int) -> list[int] | None:
-        """Returns the ranks whose weights are averaged; None: all."""
-        world_size = self._transport.world_size
-        if self._num_participants == world_size:
+        """Returns the replicas whose weights are averaged; None: all."""
+        if self._num_participants == self._num_replicas:
             return None
-        return participants(self._num_participants, world_size, round_)
+        return participants(self._num_participants, self._num_replicas, round_)
 
     def _end_round(self) -> None:
         config = self._config
@@ -198,12 +258,16 @@ class OptimizerRounds:
 
     def _average_states(self) -> None:
         """Averages the optimizer states that all ranks have; counters of steps stay."""
-        states = {
+        states = self._tensors_of_states()
+        everywhere = set.intersection(*(set(names) for names in self._transport.gather_objects(list(states))))
+        shared = [states[name] for name in sorted(everywhere)]
+        exchange_fused(shared, self._config.bucket_mb, lambda flat: self._transport.all_reduce(flat, mean=True))
+
+    def _tensors_of_states(self) -> dict[tuple[int, str], Tensor]:
+        """Returns the optimizer's states that can be averaged, by the index of the parameter and their name."""
+        return {
             (index, kind): value
             for index, parameter in enumerate(parameters_of(self._optimizer))
             for kind, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
         }
-        everywhere = set.intersection(*(set(names) for names in self._transport.gather_objects(list(states))))
-        shared = [states[name] for name in sorted(everywhere)]
-        exchange_fused(shared, self._config.bucket_mb, lambda flat: self._transport.all_reduce(flat, mean=True))

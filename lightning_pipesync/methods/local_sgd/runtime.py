@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.local_sgd.algorithm import number_of_participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
+from lightning_pipesync.methods.local_sgd.recovery import Recovery, Snapshot, reshard
+from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 
 T = TypeVar("T")
+
+#: The attributes of the method itself that a section changes.
+FLAGS = ("flushed", "_loaded", "_loaded_since_flush", "_followers_diverged")
 
 
 class LocalSGD(ReplicaMethod):
@@ -47,19 +58,13 @@ class LocalSGD(ReplicaMethod):
     shown_metrics = ("rounds", "mib_sent")
 
     config: LocalSGDConfig
+    _recovery: Recovery | None = None
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        self._rounds = [
-            OptimizerRounds(
-                optimizer,
-                [parameter for parameter in parameters if parameter.group and parameter.group[0] == i],
-                self.config,
-                self.transport,
-                self.data,
-            )
-            for i, optimizer in enumerate(self.optimizers)
-        ]
+        self._parameters = parameters
+        self._rounds = self._new_rounds()
         self._attach_replicas(parameters)
+        self._recovery = Recovery(self, self.config.timeout_s) if self._can_undo else None
 
     @property
     def _units(self) -> list[OptimizerRounds]:
@@ -68,6 +73,21 @@ class LocalSGD(ReplicaMethod):
     @property
     def _averages_later(self) -> bool:
         return self.config.overlap_steps > 0
+
+    @property
+    def _can_undo(self) -> bool:
+        return self.config.on_lost_rank == "continue"
+
+    def _new_rounds(self) -> list[OptimizerRounds]:
+        """Returns the rounds of each optimizer, among the ranks of the transport."""
+        of_optimizer = [
+            [parameter for parameter in self._parameters if parameter.group and parameter.group[0] == index]
+            for index in range(len(self.optimizers))
+        ]
+        return [
+            OptimizerRounds(optimizer, parameters, self.config, self.transport, self.data)
+            for optimizer, parameters in zip(self.optimizers, of_optimizer, strict=True)
+        ]
 
     def _drop_averages(self) -> None:
         for rounds in self._rounds:
@@ -86,23 +106,92 @@ class LocalSGD(ReplicaMethod):
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and averages what is due."""
-        result = self._update_replica(index, update)
-        if self._rounds[index].end_step() and index == 0:
-            self._non_trainable.average()
+        if update == self.optimizers[index].step:  # bound before it is replaced
+            update = None
+        with self._rounds[index].in_step():
+            result = self._update_replica(index, update)
+        if self._rounds[index].meets_next:
+            self._together(partial(self._end_step, index))
+            self._non_trainable.keep_average()
+        else:
+            self._end_step(index)
         self._followers_diverged |= any(replicas.diverged for replicas in self._replicas)
         return result
 
+    def _end_step(self, index: int) -> None:
+        if self._rounds[index].end_step() and index == 0:
+            self._non_trainable.average(self._can_undo)
+
     def metrics(self) -> dict[str, float]:
-        """Returns the number of rounds, the share of local steps, MiB sent and seconds of exposed communication."""
+        """Returns what the first optimizer did, MiB sent and seconds of exposed communication.
+
+        ``rounds`` is their number, ``lssr`` the share of local steps, ``lr_scale`` the factor on their learning rate.
+        With groups, ``mib_between_groups`` is ``mib_sent`` without what a group exchanges among itself; with
+        ``on_lost_rank="continue"``, ``ranks`` is the number of those that are left.
+        """
         rounds = self._rounds[0]
         lssr = rounds.num_local_steps / rounds.num_steps if rounds.num_steps else 0.0
-        return {"rounds": rounds.num_rounds, "lssr": lssr, **super().metrics()}
+        metrics = {"rounds": rounds.num_rounds, "lssr": lssr, "lr_scale": rounds.lr_scale, **super().metrics()}
+        if self.transport.row is not None:
+            in_group = self.transport.row.bytes_sent
+            metrics["mib_between_groups"] = (self.transport.traffic.total_bytes_sent - in_group) / MIB
+        if self._can_undo:
+            metrics["ranks"] = self.transport.world_size
+        return metrics
+
+    # --- lost ranks -------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Returns what a section may change, see :class:`Recovery`; not a collective call."""
+        units = [rounds.snapshot() for rounds in self._rounds]
+        flags = {name: getattr(self, name) for name in FLAGS}
+        return Snapshot(self.transport.rank, self.transport.world_size, units, flags)
+
+    def regroup(self, snapshot: Snapshot) -> None:
+        """Continues from ``snapshot`` with the ranks of the present default process group; a collective call.
+
+        Averages under way are dropped, and a lossy codec's residuals start at zero.
+        """
+        traffic = self.transport.traffic.state_dict()
+        self.transport = self._make_transport(self.transport.device, self.transport.backend)
+        self.transport.traffic.load_state_dict(traffic)
+        self.data.transport = self.transport
+        for tensors in (self._non_trainable, *self._followers):
+            tensors.transport = self.transport
+        self._rounds = self._new_rounds()
+        for rounds, unit in zip(self._rounds, snapshot.units, strict=True):
+            replicas = unit["replicas"]
+            agreed = reshard(replicas["agreed"], snapshot, self.transport)
+            rounds.restore({**unit, "replicas": {**replicas, "agreed": agreed}})
+        for name, value in snapshot.flags.items():
+            setattr(self, name, value)
+
+    def undo_averages(self) -> None:
+        """Restores what averages have replaced that no optimizer updates; not a collective call."""
+        for tensors in (self._non_trainable, *self._followers):
+            tensors.undo_average()
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the method's threads and process groups. The weights stay as they are."""
+        if self._recovery is not None:
+            self._recovery.close()
+        super().detach(timeout_s)
+
+    def _together(self, section: Callable[[], T]) -> T:
+        return section() if self._recovery is None else self._recovery.run(section)
+
+    def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
+        size = self.config.replicas_per_group
+        if size == 1:
+            return super()._make_transport(device, backend)
+        check_group_size(size, dist.get_world_size())
+        return Transport(device, timeout_s=self.config.timeout_s, backend=backend, topology="rows", torus_columns=size)
 
     def _problem(self) -> ValueError | None:
-        config, world_size = self.config, self.transport.world_size
+        config, world_size = self.config, replicas_of(self.transport).world_size
         if number_of_participants(config.participation, world_size) == 0:
             return ValueError(
-                f"participation={config.participation!r} of {world_size} ranks gives no rank to average: set at least "
+                f"participation={config.participation!r} of {world_size} replicas gives none to average: set at least "
                 f"{1 / world_size:.3g}."
             )
         if world_size * (force := config.force(world_size)) > 1:
@@ -110,6 +199,13 @@ class LocalSGD(ReplicaMethod):
                 f"elastic_force={force!r} moves the agreed weights by {world_size * force:.3g} times their distance to "
                 f"{world_size} replicas, beyond them: set {1 / world_size:.3g} at most (EASGD: ranks * alpha <= 1)."
             )
+        if config.on_lost_rank == "continue":
+            backends = {dist.get_backend(), self.transport.backend}
+            if backends != {"gloo"}:
+                return ValueError(
+                    f"on_lost_rank='continue' makes new Gloo groups, and the process groups here use "
+                    f"{', '.join(sorted(backends))}: call init_process_group('gloo'), and give LocalSGD backend='gloo'."
+                )
         return None
 
     def _shape_settings(self) -> dict[str, Any]:
@@ -121,5 +217,6 @@ class LocalSGD(ReplicaMethod):
             "bucket_mb": config.bucket_mb,
             "outer_optimizer": config.outer_optimizer,
             "fragments": config.fragments,
+            "replicas_per_group": config.replicas_per_group,
             "warmup_steps": config.warmup_steps,
         }

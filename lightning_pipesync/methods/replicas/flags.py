@@ -10,13 +10,17 @@ LOADED = 128
 CONSOLIDATE = 64
 
 
-def raise_if_not_all_consolidate(flags: Sequence[int]) -> None:
+def raise_if_not_all_consolidate(flags: Sequence[int], ranks: Sequence[int] | None = None) -> None:
     """Checks that all ranks are about to consolidate the weights, or none.
+
+    Args:
+        flags: of the ranks.
+        ranks: their numbers; None: those of all ranks.
 
     Raises:
         RuntimeError: they differ.
     """
-    consolidating = [rank for rank, flag in enumerate(flags) if flag & CONSOLIDATE]
+    consolidating = [rank for rank, flag in zip(ranks or range(len(flags)), flags, strict=True) if flag & CONSOLIDATE]
     if 0 < len(consolidating) < len(flags):
         raise RuntimeError(
             f"Rank {', '.join(map(str, consolidating))} is about to consolidate the weights, for an evaluation or "
@@ -24,13 +28,13 @@ def raise_if_not_all_consolidate(flags: Sequence[int]) -> None:
         )
 
 
-def raise_if_not_all_loaded(flags: Sequence[int]) -> None:
-    """Checks that all ranks have loaded weights, or none.
+def raise_if_not_all_loaded(flags: Sequence[int], ranks: Sequence[int] | None = None) -> None:
+    """Checks that all ranks have loaded weights, or none; arguments as of :func:`raise_if_not_all_consolidate`.
 
     Raises:
         RuntimeError: they differ.
     """
-    loaded = [rank for rank, flag in enumerate(flags) if flag & LOADED]
+    loaded = [rank for rank, flag in zip(ranks or range(len(flags)), flags, strict=True) if flag & LOADED]
     if 0 < len(loaded) < len(flags):
         raise RuntimeError(
             f"Rank {', '.join(map(str, loaded))} has loaded weights since the last step, and the others have not: all "

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.collectives import Collectives
 from lightning_pipesync.core.torch_private import foreach_copy_
-from lightning_pipesync.core.transport import Transport
 
 
 class GradientAggregation:
@@ -19,19 +19,19 @@ class GradientAggregation:
 
     Args:
         buckets: parameters of each bucket, of one dtype on one device.
-        transport: the way to the other ranks.
+        collectives: the way to the ranks that average them.
         codec: of the all-reduce.
         error_feedback: whether the error of a lossy codec is added to what is sent next.
     """
 
     def __init__(
-        self, buckets: Sequence[list[Tensor]], transport: Transport, codec: str | Codec, error_feedback: bool
+        self, buckets: Sequence[list[Tensor]], collectives: Collectives, codec: str | Codec, error_feedback: bool
     ) -> None:
         self._parameters = list(buckets)
-        self._transport = transport
+        self._collectives = collectives
         self._codec = get_codec(codec)
         self._buckets = [Bucket(parameters) for parameters in self._parameters]
-        self._feedback = [transport.feedback(bucket.flat) if error_feedback else None for bucket in self._buckets]
+        self._feedback = [collectives.feedback(bucket.flat) if error_feedback else None for bucket in self._buckets]
 
     @torch.no_grad()
     def average(self, some_missing: bool) -> None:
@@ -46,7 +46,7 @@ class GradientAggregation:
         handles = []
         for bucket, parameters, feedback in zip(self._buckets, self._parameters, self._feedback, strict=True):
             bucket.pack_gradients(parameters)
-            handles.append(self._transport.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
+            handles.append(self._collectives.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
         for handle, bucket, parameters in zip(handles, self._buckets, self._parameters, strict=True):
             handle.wait()
             pairs = [(p.grad, v) for p, v in zip(parameters, bucket.views, strict=True) if p.grad is not None]
@@ -65,7 +65,7 @@ class GradientAggregation:
     def _add_missing(self) -> None:
         """Sets gradients to zero that another rank has and this one has not."""
         parameters = [parameter for bucket in self._parameters for parameter in bucket]
-        somewhere = self._transport.union([parameter.grad is not None for parameter in parameters]).wait()
+        somewhere = self._collectives.union([parameter.grad is not None for parameter in parameters]).wait()
         for parameter, present in zip(parameters, somewhere, strict=True):
             if present and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

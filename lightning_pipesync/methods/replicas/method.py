@@ -12,6 +12,7 @@ from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.replicas.flags import LOADED, raise_if_not_all_loaded
+from lightning_pipesync.methods.replicas.groups import exchange_flags
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -56,6 +57,11 @@ class ReplicaMethod(SyncMethod):
     @property
     def _averages_later(self) -> bool:
         """Whether an average is applied to weights of a later step."""
+        return False
+
+    @property
+    def _can_undo(self) -> bool:
+        """Whether averages keep what they replace until all ranks are known to have them."""
         return False
 
     @property
@@ -108,16 +114,9 @@ class ReplicaMethod(SyncMethod):
         if self.flushed:
             return
         self.synchronize()
-        for unit in self._units:
-            unit.check_consolidation()
-        for replicas in self._replicas:
-            replicas.swap_in_average()
-        self._non_trainable.swap_in_average()
-        if self._followers_diverged:
-            for follower in self._followers:
-                follower.average()
-        self._followers_diverged = False
-        self.flushed = True
+        self._together(self._consolidate)
+        for follower in self._followers:
+            follower.keep_average()
 
     def resume(self) -> None:
         """Restores this rank's own replica, except the tensors that were written to since the flush."""
@@ -170,11 +169,11 @@ class ReplicaMethod(SyncMethod):
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Makes weights that were consolidated or loaded those that training continues from; reduces nothing yet."""
-        if self.flushed or self._loaded:
-            self._drop_averages()
         if self.flushed:  # the gradient was computed at the consolidated weights
+            self._drop_averages()
             self._keep_average()
-        self._agree_on_loaded()
+        if self._loaded:
+            self._together(self._agree_on_loaded)
 
     def _update_replica(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights.
@@ -194,6 +193,23 @@ class ReplicaMethod(SyncMethod):
             )
         return result
 
+    def _consolidate(self) -> None:
+        """Sets the weights and buffers to the average of the replicas, see :meth:`flush`."""
+        for unit in self._units:
+            unit.check_consolidation()
+        for replicas in self._replicas:
+            replicas.swap_in_average()
+        self._non_trainable.swap_in_average()
+        if self._followers_diverged:
+            for follower in self._followers:
+                follower.average(self._can_undo)
+        self._followers_diverged = False
+        self.flushed = True
+
+    def _together(self, section: Callable[[], T]) -> T:
+        """Runs a section of a step, or of a flush, in which all ranks communicate."""
+        return section()
+
     def _after_loading(self, *_: Any) -> None:
         """Notes that weights were loaded, from which the next steps move away."""
         if self.flushed:
@@ -208,15 +224,14 @@ class ReplicaMethod(SyncMethod):
         self._loaded_since_flush = False
 
     def _agree_on_loaded(self) -> None:
-        """Makes weights that were loaded since the last step the agreed ones; a collective call then.
+        """Makes weights that were loaded since the last step the agreed ones; a collective call.
 
         Raises:
             RuntimeError: not all ranks have loaded weights; or a peer is lost.
         """
-        if not self._loaded:
-            return
+        self._drop_averages()
         self._loaded = False
-        raise_if_not_all_loaded(self.transport.exchange_flags(LOADED).wait())
+        raise_if_not_all_loaded(exchange_flags(self.transport, LOADED))
         for replicas in self._replicas:
             replicas.agree_on_present()
 

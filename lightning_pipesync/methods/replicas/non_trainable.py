@@ -24,6 +24,9 @@ class NonTrainableTensors:
     Buffers are compared with a copy. Parameters may be many, and are compared by autograd's version counter and by
     their norm, since ``p.data.copy_(...)`` does not change the counter.
 
+    Attributes:
+        transport: the way to the other ranks; to be replaced when there are others.
+
     Args:
         parameters: the parameters, the same on all ranks.
         read_buffers: returns the current buffers; modules may replace them during training.
@@ -39,23 +42,35 @@ class NonTrainableTensors:
         bucket_mb: float,
     ) -> None:
         self._parameters, self._read_buffers = list(parameters), read_buffers
-        self._transport, self._bucket_mb = transport, bucket_mb
+        self.transport, self._bucket_mb = transport, bucket_mb
         self._own: dict[int, Tensor] = {}
         self._average: dict[int, Tensor] = {}
         self._record_common()
 
-    def average(self) -> None:
-        """Averages the tensors that some rank has changed; a collective call."""
-        self._average_tensors(self._changed_anywhere())
+    def average(self, keep_own: bool = False) -> None:
+        """Averages the tensors that some rank has changed; a collective call.
+
+        Args:
+            keep_own: whether to keep this rank's own values for :meth:`undo_average`, until :meth:`keep_average`.
+        """
+        changed = self._changed_anywhere()
+        if keep_own:
+            self._own = {index: tensor.detach().clone() for index, tensor in self._pick(changed).items()}
+        self._average_tensors(changed)
+
+    @torch.no_grad()
+    def undo_average(self) -> None:
+        """Restores the values that an average, complete or not, has kept."""
+        for index, tensor in self._pick(list(self._own)).items():
+            tensor.copy_(self._own[index])
+        self.keep_average()
 
     def swap_in_average(self) -> None:
         """Calls :meth:`average`, and keeps this rank's own values for :meth:`swap_back`."""
         if self._own:
             return
-        changed, tensors = self._changed_anywhere(), self._tensors()
-        self._own = {index: tensors[index].detach().clone() for index in changed}
-        self._average_tensors(changed)
-        self._average = {index: tensor.detach().clone() for index, tensor in self._pick(changed).items()}
+        self.average(keep_own=True)
+        self._average = {index: tensor.detach().clone() for index, tensor in self._pick(list(self._own)).items()}
 
     @torch.no_grad()
     def swap_back(self) -> None:
@@ -94,15 +109,15 @@ class NonTrainableTensors:
         tensors = list(self._pick(indices).values())
         mean = [tensor for tensor in tensors if can_be_averaged(tensor)]
         rank_0 = [tensor for tensor in tensors if not can_be_averaged(tensor)]
-        exchange_fused(mean, self._bucket_mb, lambda flat: self._transport.all_reduce(flat, mean=True))
-        exchange_fused(rank_0, self._bucket_mb, self._transport.broadcast)
+        exchange_fused(mean, self._bucket_mb, lambda flat: self.transport.all_reduce(flat, mean=True))
+        exchange_fused(rank_0, self._bucket_mb, self.transport.broadcast)
         if indices:
             self._record_common()
 
     def _changed_anywhere(self) -> list[int]:
         """Returns the indices of the tensors that some rank has changed; a collective call."""
         changed = self._changed()
-        return [i for i, anywhere in enumerate(self._transport.union(changed).wait()) if anywhere] if changed else []
+        return [i for i, anywhere in enumerate(self.transport.union(changed).wait()) if anywhere] if changed else []
 
     def _changed(self) -> list[bool]:
         parameters = [now != then for now, then in zip(self._marks(), self._common_marks, strict=True)]

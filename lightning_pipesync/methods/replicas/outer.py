@@ -46,8 +46,12 @@ class OuterStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizers' state of this rank's shards, on the CPU; the agreed weights are not included."""
-        states = [optimizer.state_dict()["state"] for optimizer in self._optimizers]
-        return {"states": map_tensors(lambda tensor: tensor.to("cpu", copy=True), states)}
+        return {"states": [self.state_of(index) for index in range(len(self._optimizers))]}
+
+    def state_of(self, index: int) -> Any:
+        """Returns a copy on the CPU of the state of one shard."""
+        state = self._optimizers[index].state_dict()["state"]
+        return map_tensors(lambda tensor: tensor.to("cpu", copy=True), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank.

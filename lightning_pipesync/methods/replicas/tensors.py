@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.torch_private import foreach_add_, foreach_lerp_
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_of
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer, OuterStep
+
+#: A bucket's agreed values, and the outer optimizer's state of this rank's shard of them.
+Agreed: TypeAlias = tuple[Tensor, Any]
 
 
 class ReplicatedTensors:
@@ -46,7 +50,7 @@ class ReplicatedTensors:
         elastic_force: float = 0.0,
     ) -> None:
         self.tensors = list(buckets)
-        self._transport = transport
+        self._transport, self._replicas = transport, replicas_of(transport)
         self._codec = get_codec(codec)
         self._elastic_force = elastic_force
         self._own: list[Bucket] = []
@@ -59,8 +63,8 @@ class ReplicatedTensors:
         if outer or not self._codec.lossless:
             self._agreed = [torch.zeros_like(bucket.flat) for bucket in self._buckets]
             self.agree()
-            self._feedback = [transport.feedback(b.flat) if error_feedback else None for b in self._buckets]
-        self._outer = OuterStep([transport.shard(agreed) for agreed in self._agreed], outer) if outer else None
+            self._feedback = [self._replicas.feedback(b.flat) if error_feedback else None for b in self._buckets]
+        self._outer = OuterStep([self._replicas.shard(agreed) for agreed in self._agreed], outer) if outer else None
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -85,22 +89,21 @@ class ReplicatedTensors:
         for tensor in (tensor for tensors in self.tensors for tensor in tensors):
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         if len(set(self._transport.gather_objects(digest.hexdigest()))) > 1:
-            self.average()
+            self._average_over(self._transport)
         self.agree()
+
+    def packed(self, index: int) -> Tensor:
+        """Returns the tensors of a bucket, fused; until :meth:`start`, or another average, uses the buffer."""
+        self._buckets[index].pack(self.tensors[index])
+        return self._buckets[index].flat
 
     def result(self, index: int) -> Tensor:
         """Returns the buffer of a bucket's average between :meth:`start` and :meth:`finish`."""
         return self._buckets[index].flat
 
     def average(self) -> None:
-        """Sets the tensors to their exact average over the ranks; a collective call."""
-        handles = []
-        for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
-            bucket.pack(tensors)
-            handles.append(self._transport.all_reduce(bucket.flat, mean=True))
-        for handle, bucket, tensors in zip(handles, self._buckets, self.tensors, strict=True):
-            handle.wait()
-            bucket.unpack(tensors)
+        """Sets the tensors to their exact average over the replicas; a collective call."""
+        self._average_over(self._replicas)
         self.diverged = False
 
     def synchronize(self) -> None:
@@ -116,7 +119,7 @@ class ReplicatedTensors:
 
         Args:
             index: index of the bucket.
-            participants: the ranks whose values are averaged; None: all.
+            participants: the replicas whose values are averaged; None: all.
         """
         bucket = self._buckets[index]
         bucket.pack(self.tensors[index])
@@ -124,10 +127,10 @@ class ReplicatedTensors:
             bucket.flat.sub_(self._agreed[index])
         if self._elastic_force:
             foreach_add_(self.tensors[index], bucket.views, alpha=-self._elastic_force)
-        if participants is not None and self._transport.rank not in participants:
+        if participants is not None and self._replicas.rank not in participants:
             bucket.flat.zero_()
         count = None if participants is None else len(participants)
-        return self._transport.all_reduce(
+        return self._replicas.all_reduce(
             bucket.flat,
             codec=self._codec,
             mean=participants is None,
@@ -158,12 +161,34 @@ class ReplicatedTensors:
             own_share: the share of this rank's own values that stays, from 0 to 1.
         """
         bucket = self._buckets[index]
-        if self._elastic_force or own_share == 1:
+        if self._elastic_force:
             return
         if own_share:
             foreach_lerp_(self.tensors[index], bucket.views, 1 - own_share)
         else:
             bucket.unpack(self.tensors[index])
+
+    @torch.no_grad()
+    def add_progress(self, index: int, before: Tensor) -> None:
+        """Adds to the average of a bucket, which has arrived, what its tensors have moved since it started.
+
+        Args:
+            index: index of the bucket.
+            before: its values when the average started, fused; they are on the CPU after a resume.
+        """
+        bucket = self._buckets[index]
+        if not self._elastic_force:
+            bucket.flat.sub_(before.to(bucket.flat.device))
+            foreach_add_(self.tensors[index], bucket.views, alpha=1)
+
+    def _average_over(self, collectives: Transport | ReplicaGroups) -> None:
+        handles = []
+        for bucket, tensors in zip(self._buckets, self.tensors, strict=True):
+            bucket.pack(tensors)
+            handles.append(collectives.all_reduce(bucket.flat, mean=True))
+        for handle, bucket, tensors in zip(handles, self._buckets, self.tensors, strict=True):
+            handle.wait()
+            bucket.unpack(tensors)
 
     @torch.no_grad()
     def _between(self, index: int, count: int | None, own: Tensor) -> None:
@@ -172,7 +197,7 @@ class ReplicatedTensors:
             own.div_(count)
         if self._outer is None:
             return
-        agreed = self._transport.shard(self._agreed[index])
+        agreed = self._replicas.shard(self._agreed[index])
         before = None if self._codec.lossless else agreed.clone()
         stepped = self._outer.step(index, own.to(agreed.device))
         if before is None:
@@ -193,9 +218,7 @@ class ReplicatedTensors:
         for own, tensors in zip(self._own, self.tensors, strict=True):
             own.pack(tensors)
         if self._elastic_force:
-            for bucket, agreed, tensors in zip(self._buckets, self._agreed, self.tensors, strict=True):
-                bucket.flat.copy_(agreed)
-                bucket.unpack(tensors)
+            self._set(self._agreed)
         else:
             self.average()
         self._swapped_in = True
@@ -221,6 +244,50 @@ class ReplicatedTensors:
     def keep_average(self) -> None:
         """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
         self._swapped_in = False
+
+    def snapshot(self, agreed: Mapping[int, Agreed]) -> dict[str, Any]:
+        """Returns copies on the CPU of all that an average changes, except a codec's residuals; not collective.
+
+        With it the average can be undone, and repeated with other ranks, see :meth:`restore`.
+
+        Args:
+            agreed: what :meth:`agreed_of` returned of the buckets whose average is under way, before it started.
+        """
+        own = [bucket.views for bucket in self._own] if self._swapped_in else self.tensors
+        return {
+            "own": [to_cpu(tensors) for tensors in own],
+            "average": to_cpu([bucket.flat for bucket in self._buckets]) if self._swapped_in else None,
+            "agreed": {**self.agreed_of(set(range(len(self.tensors))) - set(agreed)), **agreed},
+            "diverged": self.diverged,
+        }
+
+    def agreed_of(self, indices: Iterable[int]) -> dict[int, Agreed]:
+        """Returns copies on the CPU of the agreed values and the outer state of buckets, by index; none if none agree.
+
+        No average of these buckets may be under way.
+        """
+        if not self._agreed:
+            return {}
+        return {i: (to_cpu([self._agreed[i]])[0], self._outer.state_of(i) if self._outer else {}) for i in indices}
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continues from what :meth:`snapshot` returned on this rank, with the outer state of its present shards."""
+        agreed = [snapshot["agreed"][index] for index in range(len(self._agreed))]
+        for tensors, values in zip(self.tensors, snapshot["own"], strict=True):
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        for present, (value, _) in zip(self._agreed, agreed, strict=True):
+            present.copy_(value)
+        if self._outer:
+            self._outer.load_state_dict({"states": [outer for _, outer in agreed]})
+        self.diverged = snapshot["diverged"]
+        if snapshot["average"] is not None:
+            self._own = [Bucket(tensors) for tensors in self.tensors]
+            for own, tensors in zip(self._own, self.tensors, strict=True):
+                own.pack(tensors)
+            self._set(snapshot["average"])
+            self._swapped_in = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, this rank's own values if they differ, and what the codec and the outer step need."""
@@ -251,6 +318,12 @@ class ReplicatedTensors:
                 feedback.load_state_dict(residuals)
             if self._outer:
                 self._outer.load_state_dict(state["outer"])
+
+    def _set(self, flats: Sequence[Tensor]) -> None:
+        """Sets the tensors to the values of flat buffers."""
+        for bucket, flat, tensors in zip(self._buckets, flats, self.tensors, strict=True):
+            bucket.flat.copy_(flat)
+            bucket.unpack(tensors)
 
 
 def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.replicas.groups import exchange_flags
 from lightning_pipesync.methods.selsync.algorithm import Decision, SelectiveSync, TriggerSettings
 
 #: After so many consecutive local steps a warning says that delta seems too large.
@@ -92,7 +93,7 @@ class GradientTrigger:
         """
         if not self.algorithm.is_local:
             flag = self.algorithm.consolidation_flag(skipping=self._norm is not None)
-            self.algorithm.check(self._transport.exchange_flags(flag).wait())
+            self.algorithm.check(exchange_flags(self._transport, flag))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the tracker and of the threshold."""

@@ -1,0 +1,106 @@
+"""Groups of neighboring ranks that train one replica, synchronized in each step, and are averaged with other groups.
+
+That is local SGD between hosts or racks, and synchronous training within, as HSDP with DiLoCo. The ranks stand in rows,
+one for each group. Between groups each rank averages its part of the replica with the ranks of its column, which have
+the same part: 1 / ranks of a group is all that each link between groups carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.collectives import Collectives
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
+
+
+class ReplicaGroups:
+    """The collectives among replicas, of which each group of ranks has one: those of a transport among ranks.
+
+    Attributes:
+        rank: number of this rank's group, and so of its replica.
+        world_size: number of groups.
+
+    Args:
+        row: the collectives in this rank's group, all of whose ranks have the same values.
+        column: those among the ranks with the same place in their groups.
+    """
+
+    def __init__(self, row: Collectives, column: Collectives) -> None:
+        self._row, self._column = row, column
+        self.rank, self.world_size = column.rank, column.world_size
+
+    def all_reduce(
+        self,
+        flat: Tensor,
+        *,
+        codec: str | Codec = "none",
+        mean: bool = False,
+        feedback: ErrorFeedback | None = None,
+        between: Callable[[Tensor], object] | None = None,
+    ) -> Handle[Tensor]:
+        """Sums ``flat`` over the groups; arguments as of :meth:`Collectives.all_reduce`.
+
+        In the group, each rank's part of the sum is gathered without loss when the handle is waited for: wait in the
+        order of the calls, on all ranks.
+        """
+        part = self._row.shard(flat)
+        summed = self._column.all_reduce(part, codec=codec, mean=mean, feedback=feedback, between=between)
+
+        def wait() -> Tensor:
+            summed.wait()
+            return self._row.all_gather(flat).wait()
+
+        return Handle(wait)
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """Returns the slice of ``flat`` that this rank owns, of all ranks: a view."""
+        return self._column.shard(self._row.shard(flat))
+
+    def feedback(self, flat: Tensor) -> ErrorFeedback:
+        """Returns new residuals for ``flat``, on the device where it is encoded."""
+        return self._column.feedback(self._row.shard(flat))
+
+
+def replicas_of(transport: Transport) -> Transport | ReplicaGroups:
+    """Returns the collectives among replicas: each rank has one, or each row of ranks."""
+    if transport.row is None or transport.column is None:
+        return transport
+    return ReplicaGroups(transport.row, transport.column)
+
+
+def exchange_flags(transport: Transport, flag: int) -> list[int]:
+    """All-gathers ``flag`` as :meth:`Collectives.exchange_flags` does, first in the group.
+
+    The ranks of a group meet in each step: one that consolidates or loads weights alone meets the others there.
+
+    Returns:
+        The flags by rank.
+
+    Raises:
+        RuntimeError: only some ranks of the group do so; or a peer is lost.
+    """
+    if transport.row is not None:
+        of_group = transport.row.exchange_flags(flag).wait()
+        raise_if_not_all_loaded(of_group, transport.row.ranks)
+        raise_if_not_all_consolidate(of_group, transport.row.ranks)
+    return transport.exchange_flags(flag).wait()
+
+
+def check_group_size(size: int, world_size: int) -> None:
+    """Checks that ranks can be divided into groups.
+
+    Raises:
+        ValueError: they cannot; the message names the setting and what is possible.
+    """
+    possible = [number for number in range(1, world_size) if world_size % number == 0]
+    if size not in possible:
+        raise ValueError(
+            f"replicas_per_group={size!r} does not divide {world_size} ranks into two or more groups: set one of "
+            f"{', '.join(map(str, possible)) or '1'}."
+        )

@@ -1,0 +1,140 @@
+"""Local SGD with ranks that are lost, in one process, with plain tensors: a round is of those that are left."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.reference_selsync import mean
+
+#: A flat buffer has each tensor at a multiple of so many values: 64 bytes of fp32.
+ALIGNED = 16
+
+
+def simulate(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    *,
+    world_size: int,
+    num_steps: int,
+    period: int,
+    lost: dict[int, int],
+    participation: float = 1.0,
+    make_outer: Callable[[list[Tensor], int], Optimizer] | None = None,
+    elastic: float = 0.0,
+    average_states: bool = False,
+    overlap_steps: int = 0,
+    own_share: float = 0.0,
+    dropped: Collection[int] = (),
+) -> dict[int, nn.Module]:
+    """Returns the replicas of the ranks that are left.
+
+    `lost` has the ranks that the average of a step, or a later one, is without, each with that step; `make_outer` gets
+    the number of ranks; the elastic force is `elastic` divided by it. The averages of the steps `dropped` were under
+    way when a rank was lost.
+    """
+    replicas = {rank: copy.deepcopy(model) for rank in range(world_size)}
+    optimizers = {rank: make_optimizer(replica) for rank, replica in replicas.items()}
+    agreed = copy.deepcopy(model)
+    weights = list(agreed.parameters())
+    outer = make_outer(weights, world_size) if make_outer else None
+    arriving: dict[int, list[Tensor]] = {}
+    for step in range(1, num_steps + 1):
+        for rank, replica in replicas.items():
+            optimizers[rank].zero_grad()
+            loss(replica, step - 1, rank).backward()
+            optimizers[rank].step()
+        if overlap_steps and step in arriving:
+            blend(replicas.values(), arriving[step], own_share)
+        if step % period:
+            continue
+        ranks = sorted(replicas)
+        gone = [rank for rank in ranks if lost.get(rank, num_steps + 1) <= step]
+        if gone and outer is not None and make_outer is not None:
+            shards = [(ranks.index(rank), len(ranks)) for rank in gone]
+            outer = with_lost_shards(outer, make_outer(weights, len(ranks) - len(gone)), weights, shards)
+        for rank in gone:
+            del replicas[rank], optimizers[rank]
+        if step in dropped:
+            continue
+        force = elastic / len(replicas)
+        exchange(list(replicas.values()), agreed, outer, participation, force, (step - 1) // period)
+        if overlap_steps:
+            arriving[step + overlap_steps] = [p.detach().clone() for p in weights]
+        elif not force:
+            blend(replicas.values(), weights, 0.0)
+        average([list(replica.buffers()) for replica in replicas.values()])
+        if average_states:
+            average([momentum_of(optimizers[rank], replicas[rank]) for rank in replicas])
+    return replicas
+
+
+@torch.no_grad()
+def exchange(
+    replicas: Sequence[nn.Module],
+    agreed: nn.Module,
+    outer: Optimizer | None,
+    participation: float,
+    force: float,
+    round_: int,
+) -> None:
+    """Moves the agreed weights, and has them attract the replicas."""
+    number = max(1, int(participation * len(replicas) + 1e-9))
+    drawn = random.Random(round_).sample(range(len(replicas)), number) if number < len(replicas) else range(number)
+    for weights, *own in zip(agreed.parameters(), *(replica.parameters() for replica in replicas), strict=True):
+        if outer is None:  # FedAvg
+            weights.copy_(sum(p if n in drawn else torch.zeros_like(p) for n, p in enumerate(own)) / number)
+        else:  # DiLoCo, Algorithm 1, line 12; EASGD, Eq. 5
+            movements = [p - weights for p in own]
+            weights.grad = -mean(movements)
+            for p, movement in zip(own, movements, strict=True):
+                p.add_(movement, alpha=-force)
+    if outer is not None:
+        outer.step()
+
+
+@torch.no_grad()
+def blend(replicas: Collection[nn.Module], values: Sequence[Tensor], own_share: float) -> None:
+    """Streaming DiLoCo, Eq. 3: blends a rank's own weights and the agreed ones."""
+    for replica in replicas:
+        for p, value in zip(replica.parameters(), values, strict=True):
+            p.copy_(torch.lerp(p, value, 1 - own_share) if own_share else value)
+
+
+@torch.no_grad()
+def average(of_ranks: Sequence[Sequence[Tensor]]) -> None:
+    """Averages tensors that each rank has; integers are those of the first."""
+    for tensors in zip(*of_ranks, strict=True):
+        result = mean(list(tensors)) if tensors[0].is_floating_point() else tensors[0].clone()
+        for tensor in tensors:
+            tensor.copy_(result)
+
+
+def momentum_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+    return [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+
+
+def with_lost_shards(
+    before: Optimizer, after: Optimizer, weights: Sequence[Tensor], shards: Sequence[tuple[int, int]]
+) -> Optimizer:
+    """Returns the optimizer `after` with the state of `before`, which is zero in shards: each an index, of how many."""
+    starts = [0]
+    for p in weights:
+        starts.append(starts[-1] + -(-p.numel() // ALIGNED) * ALIGNED)
+    for p, start in zip(weights, starts, strict=False):
+        for name, value in before.state[p].items():
+            if isinstance(value, Tensor) and value.dim():
+                flat = torch.zeros(starts[-1])
+                flat[start : start + p.numel()] = value.flatten()
+                for index, number in shards:
+                    size = -(-starts[-1] // number)
+                    flat[index * size : (index + 1) * size] = 0
+                value.copy_(flat[start : start + p.numel()].view_as(p))
+            after.state[p][name] = value
+    return after

@@ -1,0 +1,193 @@
+"""A group of ranks trains as one rank does: on its averaged gradient, and in what it tells the other groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipesync import LocalSGD
+from tests.harness import launch
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+
+STEPS, GROUPS, SIZE = 13, 2, 2
+
+
+# --- as half as many ranks --------------------------------------------------------------------------------------------
+
+
+def wide_network() -> nn.Module:
+    """Two layers of 64 * 64 weights: each rank's shard, of 4 and of 2 ranks, is whole chunks of int8 and of int4."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
+
+
+def wide_loss(model: nn.Module, step: int, replica: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * replica + step)
+    x = torch.randn(8, 64, generator=generator) * (1 + (step * 7 + replica * 3) % 5)
+    return (model(x) - x.roll(1, dims=1)).square().mean()
+
+
+def train(settings: dict[str, Any], group_size: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], float]:
+    """Returns the weights after each step, the consolidated ones, and the number of rounds."""
+    model = wide_network()
+    optimizer = OPTIMIZERS["adamw"](model)
+    sync = LocalSGD(model, optimizer, replicas_per_group=group_size, bucket_mb=1e-4, **settings)
+    weights = []
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        wide_loss(model, i, dist.get_rank() // group_size).backward()
+        sync.step()
+        weights.append(state(model))
+    rounds = sync.metrics()["rounds"]
+    sync.flush()
+    sync.detach()
+    return weights, state(model), rounds
+
+
+def train_each(cases: list[dict[str, Any]], group_size: int) -> list[Any]:
+    return [train(settings, group_size) for settings in cases]
+
+
+def test_groups_on_the_same_batches_are_half_as_many_ranks() -> None:
+    """Bit for bit: the mean of equal gradients is that gradient, and the columns send what the ranks do."""
+    cases: list[dict[str, Any]] = [
+        {"period": 3, "compression": "int8", "outer_optimizer": "nesterov"},
+        {"period": 3, "compression": "int8", "error_feedback": False},
+        {"period": 4, "compression": "int4", "fragments": 2, "overlap_steps": 2, "own_share": 0.5},
+        {"period": 2, "participation": 0.5},
+        {"period": "selsync", "delta": 0.2, "smoothing": 0.5},
+        {"period": 3, "lr_scale": "auto"},
+    ]
+    alone = launch(train_each, GROUPS, cases, 1)
+    grouped = launch(train_each, GROUPS * SIZE, cases, SIZE)
+    for index, settings in enumerate(cases):
+        for rank in range(GROUPS * SIZE):
+            weights, consolidated, rounds = grouped[rank][index]
+            expected, expected_consolidated, expected_rounds = alone[rank // SIZE][index]
+            assert 0 < rounds == expected_rounds, (settings, rank)
+            for i, (own, of_rank) in enumerate(zip(weights, expected, strict=True)):
+                torch.testing.assert_close(own, of_rank, rtol=0, atol=0, msg=f"{settings}, rank {rank}, step {i}")
+            torch.testing.assert_close(consolidated, expected_consolidated, rtol=0, atol=0)
+
+
+# --- its gradient -----------------------------------------------------------------------------------------------------
+
+
+def clip_accumulated() -> tuple[list[Tensor], float, list[Tensor]]:
+    """Returns this rank's gradient of two batches, the norm by which it is clipped, and the clipped gradient."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=4, replicas_per_group=SIZE)
+    with sync.no_sync():
+        loss(model, 0, dist.get_rank()).backward()
+    loss(model, 1, dist.get_rank()).backward()
+    own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    norm = float(sync.clip(0.1))
+    clipped = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    sync.step()
+    sync.detach()
+    return own, norm, clipped
+
+
+def test_the_averaged_gradient_of_the_group_is_clipped() -> None:
+    outcomes = launch(clip_accumulated, GROUPS * SIZE)
+    for group in range(GROUPS):
+        members = outcomes[group * SIZE : (group + 1) * SIZE]
+        parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in members[0][0]]
+        for parameter, first, second in zip(parameters, members[0][0], members[1][0], strict=True):
+            assert not torch.equal(first, second)
+            parameter.grad = (first + second) / 2
+        norm = float(nn.utils.clip_grad_norm_(parameters, 0.1))
+        assert norm > 0.1, "there is something to clip"
+        for _, of_rank, clipped in members:
+            assert of_rank == norm
+            assert all(torch.equal(p.grad, value) for p, value in zip(parameters, clipped, strict=True))  # type: ignore[arg-type]
+
+
+def overflow_on_rank_1() -> tuple[list[bool], dict[str, Tensor]]:
+    """Returns whether the loss scaler has let the optimizer take each step, and the weights after an average."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, period=3, replicas_per_group=SIZE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    stepped = []
+    for i in range(3):
+        before = scaler.get_scale()
+        optimizer.zero_grad()
+        scaler.scale(loss(model, i, dist.get_rank())).backward()
+        if i == 0 and dist.get_rank() == 1:
+            next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
+        sync.unscale(scaler)
+        sync.step(lambda: scaler.step(optimizer))
+        scaler.update()
+        stepped.append(scaler.get_scale() == before)
+    weights = state(model)
+    sync.detach()
+    return stepped, weights
+
+
+def test_an_overflow_skips_the_step_of_the_whole_group() -> None:
+    """It is a step nevertheless: the groups meet for their average."""
+    outcomes = launch(overflow_on_rank_1, GROUPS * SIZE)
+    for rank, (stepped, weights) in enumerate(outcomes):
+        assert stepped == [rank // SIZE != 0, True, True]
+        assert all(value.isfinite().all() for value in weights.values())
+        torch.testing.assert_close(weights, outcomes[0][1], rtol=0, atol=0)
+
+
+def rounds_with_a_jump(jumps: list[list[float]]) -> list[float]:
+    """Returns the number of rounds if this rank's gradient, which is 1, changes by its jump in the last step."""
+    numbers = []
+    for jump in jumps:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = OPTIMIZERS["sgd"](model)
+        settings: dict[str, Any] = {"period": "selsync", "delta": 1.0, "window": 2, "smoothing": 0.5}
+        sync = LocalSGD(model, optimizer, replicas_per_group=SIZE, **settings)
+        for i in range(8):
+            optimizer.zero_grad()
+            (model.weight.sum() * (1 + jump[dist.get_rank()] * (i == 7))).backward()
+            sync.step()
+        numbers.append(sync.metrics()["rounds"])
+        sync.detach()
+    return numbers
+
+
+def test_selsync_measures_the_averaged_gradient_of_the_group() -> None:
+    """Jumps that cancel each other in their group trigger nothing."""
+    jumps = [[0.0, 0.0, 0.0, 0.0], [100.0, -100.0, 0.0, 0.0], [100.0, 100.0, 0.0, 0.0]]
+    for none, cancelled, shared in launch(rounds_with_a_jump, GROUPS * SIZE, jumps):
+        assert cancelled == none
+        assert shared == none + 1
+
+
+# --- without groups ---------------------------------------------------------------------------------------------------
+
+
+def number_of_process_groups(group_sizes: list[int | None]) -> list[int]:
+    """Returns how many process groups the method makes with each size; None: the setting is not given."""
+    numbers, new_group = [], dist.new_group
+    for size in group_sizes:
+        made: list[Any] = []
+
+        def counted(*args: Any, made: list[Any] = made, **kwargs: Any) -> Any:
+            made.append(new_group(*args, **kwargs))
+            return made[-1]
+
+        model = seeded_mlp()
+        settings = {} if size is None else {"replicas_per_group": size}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "new_group", counted)
+            sync = LocalSGD(model, OPTIMIZERS["sgd"](model), **settings)  # type: ignore[arg-type]
+        numbers.append(len(made))
+        sync.detach()
+    return numbers
+
+
+def test_without_groups_there_is_no_further_process_group() -> None:
+    for default, of_one, of_two in launch(number_of_process_groups, GROUPS * SIZE, [None, 1, SIZE]):
+        assert default == of_one == 1
+        assert of_two == 1 + GROUPS + SIZE, "a row for each group, and a column for each place in it"
