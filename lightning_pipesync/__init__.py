@@ -18,8 +18,10 @@ from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
 from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.parameter_server import ParameterServer, ParameterServerConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.training.linear_scaling import LinearScalingLR
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
@@ -35,9 +37,13 @@ __all__ = [
     "EAPipeConfig",
     "EAPipeStrategy",
     "LabelSkewedSampler",
+    "LinearScalingLR",
     "LocalSGD",
     "LocalSGDConfig",
     "LocalSGDStrategy",
+    "ParameterServer",
+    "ParameterServerConfig",
+    "ParameterServerStrategy",
     "PipeSGD",
     "PipeSGDConfig",
     "PipeSGDStrategy",

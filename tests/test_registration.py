@@ -13,12 +13,12 @@ assert imported.isdisjoint({"lightning", "lightning_fabric", "pytorch_lightning"
 
 import lightning.fabric, lightning.pytorch, lightning_fabric, pytorch_lightning
 for package in (lightning.pytorch, pytorch_lightning):
-    for name in ("dear", "ea_pipe", "local_sgd", "pipe_sgd", "selsync"):
+    for name in ("dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync"):
         strategy = package.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
         assert strategy.name == name
         assert isinstance(strategy, package.strategies.DDPStrategy)
 for package in (lightning.fabric, lightning_fabric):
-    for name in ("dear", "local_sgd", "pipe_sgd", "selsync"):
+    for name in ("dear", "local_sgd", "parameter_server", "pipe_sgd", "selsync"):
         strategy = package.Fabric(strategy=name, accelerator="cpu", devices=1).strategy
         assert strategy.name == name
         assert isinstance(strategy, package.strategies.DDPStrategy)

@@ -80,6 +80,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         self._preparing = False
         self._loader_checked = self._loader_is_for_training = False
         self._num_batches: int | None = None  # of the training loader in an epoch
+        self._batches_per_step = 1  # times gradient_accumulation_steps
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
@@ -173,9 +174,13 @@ class PipeSyncAccelerator(SavingAccelerator):
         return prepared
 
     @contextmanager
-    def preparing_train_loader(self) -> Iterator[None]:
-        """Context manager in which the next loader that is prepared is the training loader."""
-        self._loader_is_for_training = True
+    def preparing_train_loader(self, batches_per_step: int = 1) -> Iterator[None]:
+        """Context manager in which the next loader that is prepared is the training loader.
+
+        Args:
+            batches_per_step: batches that the caller accumulates by itself, besides ``gradient_accumulation_steps``.
+        """
+        self._loader_is_for_training, self._batches_per_step = True, batches_per_step
         try:
             yield
         finally:
@@ -349,7 +354,8 @@ class PipeSyncAccelerator(SavingAccelerator):
             self._sessions.attach(plan)
 
     def _steps_per_epoch(self) -> int | None:
-        return None if self._num_batches is None else math.ceil(self._num_batches / self.gradient_accumulation_steps)
+        batches_per_step = self._batches_per_step * self.gradient_accumulation_steps
+        return None if self._num_batches is None else math.ceil(self._num_batches / batches_per_step)
 
     @property
     def _optimizers_of_methods(self) -> list[SynchronizedOptimizer]:

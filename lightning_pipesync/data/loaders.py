@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_pipesync.core.torch_private import copy_loader
+from lightning_pipesync.data.handed_out import HandedOutBatches
 from lightning_pipesync.data.injection import adjusted_batch_size
 from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
@@ -103,6 +104,8 @@ def begin_at(
         Whether the loader starts within an epoch.
     """
     sampler = sampler_of(loader)
+    if isinstance(sampler, HandedOutBatches):
+        return True  # what was handed out before is not handed out again
     if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
         return False
     sampler.set_epoch(epoch)  # whoever iterates does so, too, but after worker processes have started to fetch

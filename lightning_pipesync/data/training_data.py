@@ -10,9 +10,12 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
+from lightning_pipesync.core.torch_private import copy_loader
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
 from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (
+    batch_size,
     batch_size_before_injection,
     has_default_order,
     num_batches,
@@ -30,7 +33,8 @@ class DataSettings(Protocol):
     """Settings of the training data.
 
     Attributes:
-        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` is the loader's own order.
+        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` is the loader's own order;
+            ``"handed_out"`` hands out an epoch's batches one by one.
         full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
         injection: (alpha, beta) of data injection; None: there is none.
     """
@@ -58,15 +62,18 @@ class TrainingData:
             to a framework that sees to the data itself sets it.
         steps_per_epoch: returns the number of steps of an epoch; None if it is not known. Set by an adapter to a
             framework, or by :meth:`prepare`, for which each batch is a step.
+        transport: the way to the other ranks; to be replaced when there are others.
+        ask: asks for the next batch, where they are handed out. Set by the method.
     """
 
+    ask: Ask
     steps_per_epoch: Callable[[], int | None]
 
     def __init__(self, settings: DataSettings, transport: Transport) -> None:
         self.injection = None if settings.injection is None else DataInjection(*settings.injection, transport)
         self.followed = False
         self.steps_per_epoch = lambda: None
-        self._settings, self._transport = settings, transport
+        self._settings, self.transport = settings, transport
 
     def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None) -> TrainLoader:
         """See :meth:`SyncMethod.prepare_train_loader`."""
@@ -75,9 +82,10 @@ class TrainingData:
             loader = self._in_order(loader, seed)
         except ValueError as error:
             problem = error
-        raise_on_all_ranks(self._transport, problem)
-        number = num_batches(loader)
-        check_same(self._transport, [("the number of training batches in an epoch", str(number))])
+        raise_on_all_ranks(self.transport, problem)
+        order = sampler_of(loader)
+        number = order.num_batches if isinstance(order, HandedOutBatches) else num_batches(loader)
+        check_same(self.transport, [("the number of training batches in an epoch", str(number))])
         self.steps_per_epoch = lambda: number
 
         def finish(batch: Any) -> Any:
@@ -114,7 +122,7 @@ class TrainingData:
                 f"{type(loader).__name__}: give it the DataLoader itself; or set injection=None, and call a "
                 "DataInjection on each batch."
             )
-        config, world_size = self._settings, self._transport.world_size
+        config, world_size = self._settings, self.transport.world_size
         samples = batch_size_before_injection(loader, config.injection, world_size)
         order = sampler_of(loader)
         iterable = isinstance(loader.dataset, IterableDataset)
@@ -122,12 +130,26 @@ class TrainingData:
             self._leave_order("an iterable data set" if iterable else f"a {type(order).__name__}", order)
             loader = copy(loader) if samples is None else with_order(loader, order, samples)
             return with_seed_of_its_own(loader)
+        shuffle = type(order) is not SequentialSampler
+        if config.partition == "handed_out":
+            return self._handed_out(loader, seed, shuffle)
         if type(order) is not DistributedSampler:
-            shuffle = type(order) is not SequentialSampler
-            order = DistributedSampler(loader.dataset, world_size, self._transport.rank, shuffle, seed)
+            order = DistributedSampler(loader.dataset, world_size, self.transport.rank, shuffle, seed)
         if config.partition == "seldp":
             return with_seldp(loader, order, full_pass=config.full_pass, num_samples=samples)
         return with_seed_of_its_own(with_order(loader, resumable(order), samples))
+
+    def _handed_out(self, loader: DataLoader[Any], seed: int, shuffle: bool) -> DataLoader[Any]:
+        if isinstance(order := sampler_of(loader), DistributedSampler):
+            seed, shuffle = order.seed, order.shuffle
+        if loader.batch_sampler is None:
+            raise ValueError(
+                "partition='handed_out' hands out batches, and this loader has batch_size=None: let it make them, or "
+                "set partition='defdp'."
+            )
+        drop_last = getattr(loader.batch_sampler, "drop_last", False)
+        batches = HandedOutBatches(loader.dataset, batch_size(loader), shuffle, seed, drop_last, self.ask)
+        return with_seed_of_its_own(copy_loader(loader, loader.sampler, batches))
 
     def _leave_order(self, what: str, order: Any) -> None:
         """Says which settings an order of the user's own leaves without effect."""
@@ -138,9 +160,9 @@ class TrainingData:
                 f"full_pass=True has no effect on {what}: give the loader a SelDPSampler(full_pass=True) or no "
                 "sampler, or set full_pass=False."
             )
-        if self._settings.partition == "seldp" and self._transport.rank == 0:
+        if self._settings.partition != "defdp" and self.transport.rank == 0:
             warnings.warn(
-                f"partition='seldp' has no effect on a loader with {what}, which itself has to give each rank data of "
-                "its own. Set partition='defdp' to say so.",
+                f"partition={self._settings.partition!r} has no effect on a loader with {what}, which itself has to "
+                "give each rank data of its own. Set partition='defdp' to say so.",
                 stacklevel=5,
             )

@@ -110,6 +110,21 @@ def without_rank(loader: DataLoader[Any]) -> None:
 
 
 @contextmanager
+def no_broadcast_of_signals(trainer: Trainer) -> Iterator[None]:
+    """Removes the broadcast before each batch of whether rank 0 has a SIGTERM, for which all ranks would wait.
+
+    A rank that has one itself still ends after its batch. Versions before the broadcast have nothing to remove.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+
+@contextmanager
 def no_warning_about_resuming() -> Iterator[None]:
     """Suppresses Lightning's warning that a loader without ``state_dict`` cannot resume within an epoch: ours can."""
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
-from lightning_pipesync.lightning.private import check_trainer, run_hooks_before_step
+from lightning_pipesync.lightning.private import check_trainer, no_broadcast_of_signals, run_hooks_before_step
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.step import check_unscaling
@@ -59,6 +59,8 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         self._begin_to_attach(trainer)
         self._check(module, self.optimizers)
         self.method = self._plan.attach(module, self.optimizers)
+        if not self.method.in_lockstep:
+            self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         self._check_checkpoint(self.method.transport)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for value in vars(callback).values():

@@ -65,6 +65,13 @@ class Settings:
         """Returns the names of settings that the other settings make ineffective, each with the reason."""
         return {}
 
+    def check_for_framework(self) -> None:
+        """Checks the settings of a method in a Trainer, Fabric or Accelerate, which adds communication of its own.
+
+        Raises:
+            ValueError: one of them is for plain loops only.
+        """
+
     def on_hosts_of(self: Config, num_processes: int, world_size: int) -> Config:
         """Returns the settings for hosts with ``num_processes`` ranks each."""
         return self

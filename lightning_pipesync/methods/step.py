@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.torch_private import handles_unscaling
+
+T = TypeVar("T")
 
 
 class Stage(IntEnum):
@@ -160,3 +162,31 @@ def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[No
             del optimizer.step
         else:
             optimizer.step = own  # type: ignore[method-assign]
+
+
+def run_without_update(
+    update: Callable[[], T],
+    optimizer: Optimizer,
+    evaluate: Callable[[Callable[[], Any]], Any] = lambda closure: closure(),
+) -> tuple[bool, T]:
+    """Runs ``update``; an ``optimizer.step()`` within it evaluates a closure and makes no update.
+
+    Args:
+        update: the user's or a framework's step.
+        optimizer: the user's own.
+        evaluate: evaluates the closure.
+
+    Returns:
+        Whether ``optimizer.step`` was called, and what ``update`` returned.
+    """
+    stepped = False
+
+    def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        nonlocal stepped
+        result = None if closure is None else evaluate(closure)
+        stepped = True
+        return result
+
+    with replaced_step(optimizer, step):
+        result = update()
+    return stepped, result

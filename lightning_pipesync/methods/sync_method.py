@@ -232,6 +232,11 @@ class SyncMethod(Method):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether all ranks are at the same step, so that a framework may let them wait for each other at each one."""
+        return True
+
+    @property
     def diverged(self) -> bool:
         """Whether the weights may be this rank's own."""
         return False

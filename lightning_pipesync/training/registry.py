@@ -12,12 +12,15 @@ from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.local_sgd import LocalSGD
 from lightning_pipesync.methods.method import Method
+from lightning_pipesync.methods.parameter_server import ParameterServer
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 from lightning_pipesync.methods.settings import Settings
 
 #: Every method by its name. Strategies, plugin, command line and docs derive from it.
-METHODS: dict[str, type[Method]] = {method.name: method for method in (DeAR, EAPipe, LocalSGD, PipeSGD, SelSync)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (DeAR, EAPipe, LocalSGD, ParameterServer, PipeSGD, SelSync)
+}
 
 
 def make_config(method: object, settings: Mapping[str, Any]) -> Settings:

@@ -42,8 +42,9 @@ class MethodPlan:
         """Attaches the method; a collective call.
 
         Raises:
-            ValueError: as :class:`SyncMethod`.
+            ValueError: as :class:`SyncMethod`; or a setting is for plain loops only.
         """
+        self.config.check_for_framework()
         make: Any = METHODS[self.name]
         config = self.config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
         method: SyncMethod = make(module, optimizers, config, backend=self.backend)

@@ -61,7 +61,7 @@ class PipeSyncTrainerMixin(Overriding, _Base):
 
     @override
     def get_train_dataloader(self) -> DataLoader[Any]:
-        with self.accelerator.preparing_train_loader():
+        with self.accelerator.preparing_train_loader(self.args.gradient_accumulation_steps):
             return super().get_train_dataloader()
 
     @override

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_pipesync import DeAR, EAPipe, LocalSGD, PipeSGD, SelSync, register_method
+from lightning_pipesync import DeAR, EAPipe, LocalSGD, ParameterServer, PipeSGD, SelSync, register_method
 from tests.conformance.example_method import Averaging
 
 register_method(Averaging)
@@ -80,6 +80,14 @@ METHODS = {
             exact={"staleness": 0},
             typical=({}, {"staleness": 2, "compression": "int8"}),
             wrong=("staleness", -1),
+        ),
+        Method(
+            "parameter_server",
+            ParameterServer,
+            exact={"policy": "sync"},
+            typical=({"policy": "sync", "compression": "int8"}, {"policy": "k_async", "servers": 1}),
+            wrong=("policy", "async_sync"),
+            sharded_norm=True,
         ),
         Method("averaging", Averaging, exact={}, typical=({"bucket_mb": 1e-4},), wrong=("bucket_mb", 0)),
         Method(

@@ -1,0 +1,173 @@
+"""The settings of SGD with parameter servers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.methods.bucket_update import ELEMENTWISE
+from lightning_pipesync.methods.parameter_server.algorithm import Policy
+from lightning_pipesync.methods.settings import Settings
+
+PolicyName = Literal["sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp"]
+StalenessLR = Literal["none", "mean", "gradient"]
+
+#: The policies with a setting of their own, by that setting.
+_POLICIES_WITH = {
+    "k": ("k_sync", "k_batch_sync", "k_async", "k_batch_async"),
+    "n": ("n_softsync",),
+    "staleness_bound": ("ssp",),
+}
+
+
+@dataclass(frozen=True)
+class ParameterServerConfig(Settings):
+    """Settings of SGD with parameter servers (lecture "Distributed Deep Learning", SGD variants).
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    policy: PolicyName = "k_batch_async"
+    """When the servers update the weights. ``sync``: when all learners have pushed a gradient. ``k_sync``: when ``k``
+    learners have; the others' passes are cancelled. ``k_batch_sync``: after ``k`` gradients, whoever pushed them; the
+    passes under way are cancelled. ``k_async`` and ``k_batch_async``: the same, and no pass is cancelled. ``async``:
+    after each gradient. ``n_softsync``: after every ranks / ``n`` gradients. ``ssp``: after each gradient, and no
+    learner is more than ``staleness_bound`` gradients ahead of the slowest one."""
+
+    k: int | None = None
+    """K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as many
+    as there are learners."""
+
+    n: int = 1
+    """n of ``n_softsync``, about the mean staleness: 1 is similar to ``sync``, the number of learners is ``async``."""
+
+    staleness_bound: int = 3
+    """s of ``ssp``: the most gradients that a learner may be ahead of the slowest one."""
+
+    servers: int | None = None
+    """Number of ranks, the first ones, that serve a share of the weights, beside their own training. None: all."""
+
+    staleness_lr: StalenessLR = "none"
+    """How the learning rate depends on the staleness of gradients, the number of updates since the weights at which
+    they were computed. ``mean``: it is divided by the mean staleness so far, where that is above 1. ``gradient``: each
+    gradient counts by 1 / staleness."""
+
+    elementwise: tuple[type[Optimizer], ...] = ()
+    """Classes of further element-wise optimizers, which can be divided among several servers."""
+
+    compression: Codec | str = "none"
+    """Codec of the gradients: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk."""
+
+    error_feedback: bool = True
+    """Whether the error of a lossy codec is added to the next values that it encodes."""
+
+    keep_log: bool = False
+    """Whether rank 0 keeps the log of all updates, from which the run can be replayed."""
+
+    partition: Literal["defdp", "handed_out"] = "defdp"
+    """Which rank trains on which data: ``defdp`` is the framework's order, with the same number of batches for all.
+    ``handed_out``: each rank asks for its next batch, so that an epoch is the whole data set, whoever trains on which
+    part of it. In plain loops, with ``prepare_train_loader``."""
+
+    timeout_s: float = 1800.0
+    """Seconds after which a rank that is not heard of counts as lost."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(PolicyName):
+            raise ValueError(f"policy must be one of {get_args(PolicyName)}, got {self.policy!r}.")
+        if self.partition not in ("defdp", "handed_out"):
+            raise ValueError(f"partition must be 'defdp' or 'handed_out', got {self.partition!r}.")
+        if self.staleness_lr not in get_args(StalenessLR):
+            raise ValueError(f"staleness_lr must be one of {get_args(StalenessLR)}, got {self.staleness_lr!r}.")
+        for name, least in (("k", 1), ("n", 1), ("staleness_bound", 0), ("servers", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value != int(value) or value < least):
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
+        get_codec(self.compression)
+
+    def check_for_framework(self) -> None:
+        """Checks that no setting is for plain loops only, see :class:`Settings`."""
+        if self.partition == "handed_out":
+            raise ValueError(
+                "partition='handed_out' is for plain loops: a Trainer, Fabric and Accelerate count on the same number "
+                "of batches on all ranks. Use ParameterServer(model, optimizer, partition='handed_out') in a loop, or "
+                "set partition='defdp'."
+            )
+
+    def policy_for(self, learners: int) -> Policy:
+        """Returns the policy with a number of learners.
+
+        Raises:
+            ValueError: ``k`` or ``n`` is more than there are learners.
+        """
+        for name in ("k", "n"):
+            value = getattr(self, name)
+            if self.policy in _POLICIES_WITH[name] and value is not None and value > learners:
+                raise ValueError(f"{name}={value!r} of policy={self.policy!r} is more than the {learners} learners.")
+        k = learners if self.k is None else self.k
+        return {
+            "sync": Policy(learners, waits=True, together=True),
+            "k_sync": Policy(k, waits=True, cancels=True),
+            "k_batch_sync": Policy(k, waits=False, cancels=True),
+            "k_async": Policy(k, waits=True),
+            "k_batch_async": Policy(k, waits=False),
+            "async": Policy(1, waits=True),
+            "n_softsync": Policy(learners // self.n, waits=False),
+            "ssp": Policy(1, waits=True, bound=self.staleness_bound),
+        }[self.policy]
+
+    def num_servers(self, world_size: int) -> int:
+        """Returns the number of servers.
+
+        Raises:
+            ValueError: there are fewer ranks.
+        """
+        if self.servers is not None and self.servers > world_size:
+            raise ValueError(f"servers={self.servers!r} is more than the {world_size} ranks.")
+        return world_size if self.servers is None else self.servers
+
+    def check_optimizer(self, optimizer: Optimizer, num_servers: int) -> None:
+        """Checks that an optimizer can be divided among the servers.
+
+        Raises:
+            ValueError: it is not known to be element-wise.
+        """
+        if num_servers > 1 and not self.is_elementwise(optimizer):
+            names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+            raise ValueError(
+                f"servers={self.servers!r} divides tensors among {num_servers} servers, and {type(optimizer).__name__} "
+                f"is not known to treat every value by itself, as {names} do: set servers=1, or name its class in "
+                "elementwise= if it does."
+            )
+
+    def is_elementwise(self, optimizer: Optimizer) -> bool:
+        """Returns whether this optimizer is known to treat every value by itself."""
+        return type(optimizer) in (*ELEMENTWISE, *self.elementwise)
+
+    @property
+    def uses_error_feedback(self) -> bool:
+        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
+        return self.error_feedback and not get_codec(self.compression).lossless
+
+    @property
+    def needs_as_many_ranks(self) -> bool:
+        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
+        return self.uses_error_feedback
+
+    def without_effect(self) -> dict[str, str]:
+        """Returns the settings that have no effect, by name, and why."""
+        ignored = {
+            name: f"with policy={self.policy!r}: set {' or '.join(map(repr, policies))}"
+            for name, policies in _POLICIES_WITH.items()
+            if self.policy not in policies
+        }
+        if self.policy in ("sync", "k_sync", "k_batch_sync"):
+            ignored["staleness_lr"] = f"with policy={self.policy!r}, in which no gradient is stale"
+        return ignored

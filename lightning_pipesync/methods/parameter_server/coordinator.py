@@ -1,0 +1,88 @@
+"""The coordinator, on one of the ranks: takes the decisions that all servers follow, and hands out batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_pipesync.data.handed_out import BatchQueue
+from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Sequencer, Update
+from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, StepSettings, Wish
+
+
+class Coordinator:
+    """Calls the sequencer with what arrives from learners, and sends its decisions in their order.
+
+    Its methods are called by the threads of the mail.
+
+    Attributes:
+        log: all updates so far, if they are kept.
+
+    Args:
+        sequencer: takes the decisions.
+        send: sends a message to a rank.
+        followers: the ranks that follow the decisions.
+        keep_log: whether to keep the log.
+    """
+
+    def __init__(
+        self, sequencer: Sequencer, send: Callable[[int, Any], object], followers: Sequence[int], keep_log: bool
+    ) -> None:
+        self.log: list[Update] = []
+        self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
+        self._handed_out = BatchQueue()
+        self._settings: dict[Gradient, StepSettings] = {}  # of the pushed gradients
+        self._lock = threading.Lock()
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean staleness of all gradients so far."""
+        return self._sequencer.staleness_lr.mean
+
+    def push(self, gradient: Gradient, settings: StepSettings) -> None:
+        """Takes a learner's gradient, and the settings of its step."""
+        with self._lock:
+            self._settings[gradient] = settings
+            self._decide(self._sequencer.push(gradient))
+
+    def grant(self, rank: int, wish: Wish) -> None:
+        """Takes a learner's wish."""
+        with self._lock:
+            if wish is Wish.FETCH:
+                self._decide(self._sequencer.fetch(rank))
+            elif wish is Wish.RETIRE:
+                self._decide(self._sequencer.retire(rank))
+            else:
+                self._decide(self._sequencer.check(rank, finite=wish is Wish.STEP))
+
+    def hand_out(self, rank: int, ask: Ask) -> None:
+        """Sends a learner the number of its next batch."""
+        with self._lock:
+            number = self._handed_out.take(ask.epoch, ask.num_batches)
+        self._send(rank, (Batch(number),))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the counters, while nothing is pending."""
+        staleness = self._sequencer.staleness_lr.state_dict()
+        return {"staleness": staleness, "handed_out": self._handed_out.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
+        """Resumes from what :meth:`state_dict` returned, with weights of a version."""
+        with self._lock:
+            self._sequencer.version = version
+            self._sequencer.staleness_lr.load_state_dict(state["staleness"])
+            self._handed_out.load_state_dict(state["handed_out"])
+
+    def _decide(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            settings = None
+            if decision.dropped is not None:
+                del self._settings[decision.dropped]
+            if decision.update is not None:
+                used = {gradient: self._settings.pop(gradient) for gradient in decision.update.gradients}
+                settings = used[max(used, key=lambda gradient: (gradient.version, -gradient.rank))]  # the newest one's
+                if self._keep_log:
+                    self.log.append(decision.update)
+            for rank in self._followers:
+                self._send(rank, (decision, settings))

@@ -1,0 +1,124 @@
+"""A learner: pushes its gradients, and receives weights."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.parameter_server.algorithm import Gradient
+from lightning_pipesync.methods.parameter_server.shards import SharedBucket
+
+
+class PassCancelled(BaseException):
+    """Ends a pass whose gradient would not be used. A BaseException, so that users' handlers of errors let it pass."""
+
+
+class Learner:
+    """This rank's weights, and what the servers send of them.
+
+    Attributes:
+        version: of the weights that this rank has.
+        steps: the number of steps that it has taken.
+        newest: the newest version that it knows of.
+
+    Args:
+        buckets: the parameters.
+        num_servers: the number of servers.
+        transport: names the rank at fault if the weights do not arrive.
+        timeout_s: the most seconds to wait for weights.
+    """
+
+    def __init__(
+        self, buckets: Sequence[SharedBucket], num_servers: int, transport: Transport, timeout_s: float
+    ) -> None:
+        self.version = self.steps = self.newest = 0
+        self._buckets, self._num_servers = buckets, num_servers
+        self._transport, self._timeout_s = transport, timeout_s
+        self._arrived: dict[int, tuple[int, list[Tensor] | None]] = {}  # by server: version and values
+        self._changed = threading.Condition()
+        self._skip: bool | None = None
+        self._batches: deque[int | None] = deque()
+        self._error: BaseException | None = None
+
+    def next_gradient(self, optimizer: int) -> Gradient:
+        """Returns the description of the gradient of the next step, which is one of the optimizer of that index."""
+        self.steps += 1
+        return Gradient(self._transport.rank, self.steps, self.version, optimizer)
+
+    def take(self, server: int, version: int, values: list[Tensor] | None) -> None:
+        """Takes weights from a server, by a thread of the mail; None: this rank has that version."""
+        with self._changed:
+            self._arrived[server] = (version, values)
+            self._changed.notify_all()
+
+    def take_batch(self, number: int | None) -> None:
+        """Takes the number of the batch to train on next, by a thread of the mail; None: there is no more."""
+        with self._changed:
+            self._batches.append(number)
+            self._changed.notify_all()
+
+    def await_batch(self) -> int | None:
+        """Waits for the number of the batch that this rank has asked for; returns it.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        self._await(lambda: bool(self._batches), "the next batch")
+        return self._batches.popleft()
+
+    def take_skip(self, skip: bool) -> None:
+        """Takes whether all learners skip a step, by a thread of the mail."""
+        with self._changed:
+            self._skip = skip
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Makes waiting for weights raise an error, from now on."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises the error that has ended the training, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+    def await_skip(self) -> bool:
+        """Waits until all learners have told of their gradients; returns whether all of them skip the step.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        self._await(lambda: self._skip is not None, "the gradients of all ranks")
+        skip, self._skip = bool(self._skip), None
+        return skip
+
+    def await_weights(self) -> None:
+        """Waits for the weights that this rank has asked for, and copies them into the parameters.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        self._await(lambda: len(self._arrived) == self._num_servers, "the weights of the parameter servers")
+        for server, (version, values) in self._arrived.items():
+            self.version = version
+            for bucket, shard in zip(self._buckets, values or (), strict=False):
+                bucket.receive(server, shard)
+        if any(values is not None for _, values in self._arrived.values()):
+            for bucket in self._buckets:
+                bucket.unpack()
+        self.newest = max(self.newest, self.version)
+        self._arrived.clear()
+
+    def _await(self, arrived: Callable[[], bool], what: str) -> None:
+        transport = self._transport
+        with transport.traffic.waiting("weights"), transport.watch.waiting(what), self._changed:
+            in_time = self._changed.wait_for(lambda: self._error is not None or arrived(), self._timeout_s)
+        self.check()
+        if not in_time:
+            silent = RuntimeError(f"nothing for {self._timeout_s:g} s")
+            raise transport.watch.accuse(what, None, silent)

@@ -1,0 +1,70 @@
+"""What learners, servers and the coordinator tell each other, besides tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_pipesync.methods.hyperparameters import Hyperparameters
+from lightning_pipesync.methods.parameter_server.algorithm import Gradient
+
+
+class Wish(Enum):
+    """What a learner wants of the coordinator."""
+
+    FETCH = "weights, after a cancelled pass"
+    STEP = "a step, which all take together"
+    SKIP = "no step, as its gradient is not finite"
+    RETIRE = "the same weights as all, once all want them"
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a learner's step asks for.
+
+    Attributes:
+        hyperparameters: of the optimizer's parameter groups.
+        max_norm: the L2 norm to which the mean gradient is clipped; None: it is not.
+        max_value: what its values are clipped to; None: they are not.
+    """
+
+    hyperparameters: Hyperparameters
+    max_norm: float | None = None
+    max_value: float | None = None
+
+
+@dataclass(frozen=True)
+class Push:
+    """A learner's gradient for one server; what goes to the coordinator has the settings of its step, too."""
+
+    gradient: Gradient
+    settings: StepSettings | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A server's shards of the weights."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class PartOfNorm:
+    """A server's part of the squared norm of the gradient that makes a version."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A learner asks for the next batch of an epoch with so many."""
+
+    epoch: int
+    num_batches: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The number of a batch that is handed out; None: there is no more."""
+
+    number: int | None

@@ -1,0 +1,379 @@
+"""SGD with parameter servers in a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.parameters import NamedParameter, hook_gradient, modules_with_parameters
+from lightning_pipesync.core.torch_private import mark_stepped
+from lightning_pipesync.methods.hyperparameters import current
+from lightning_pipesync.methods.method import group_members, parameters_of
+from lightning_pipesync.methods.module_hook import ModuleHook
+from lightning_pipesync.methods.parameter_server.algorithm import Decision, Sequencer, Update
+from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
+from lightning_pipesync.methods.parameter_server.learner import Learner, PassCancelled
+from lightning_pipesync.methods.parameter_server.messages import (
+    Ask,
+    Batch,
+    PartOfNorm,
+    Push,
+    StepSettings,
+    Weights,
+    Wish,
+)
+from lightning_pipesync.methods.parameter_server.server import Pushed, Server
+from lightning_pipesync.methods.parameter_server.shards import ServedShard, shared_buckets, whole_states
+from lightning_pipesync.methods.step import run_without_update
+from lightning_pipesync.methods.sync_method import SyncMethod
+
+T = TypeVar("T")
+
+#: The rank that takes the decisions; it is a server, too.
+COORDINATOR = 0
+
+
+class ParameterServer(SyncMethod):
+    """SGD with parameter servers: learners push gradients at their own pace, and servers update the weights by them.
+
+    The policy says when (lecture, "Synchronous SGD Variants", "Asynchronous SGD and Variants"). The servers are some of
+    the ranks, or all, each with a share of the weights, beside their own training. They run the user's own optimizer on
+    it, with the hyper-parameters that the learner with the newest gradient of an update had.
+
+    A plain loop::
+
+        sync = ParameterServer(model, optimizer)        # all ranks now have rank 0's weights
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            sync.step()                                 # in place of optimizer.step(): now the model has newer weights
+        sync.flush()                                    # the same weights on all ranks; all of them call this
+        validate(model)
+        sync.detach()
+
+    Ranks may take different numbers of steps between two calls of :meth:`flush`. A policy that cancels passes does so
+    in the midst of a pass if that is in a closure: ``sync.step(lambda: optimizer.step(closure))``. The closure is then
+    evaluated again, with newer weights. Otherwise the gradient of a cancelled pass is lost.
+
+    Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in
+    :class:`ParameterServerConfig`.
+    """
+
+    applies_grad = False  # the servers clip the mean
+    name = "parameter_server"
+    config_type = ParameterServerConfig
+    shown_metrics = ("updates", "staleness", "mib_sent")
+    shards_optimizer_state = True
+
+    config: ParameterServerConfig
+
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
+        transport, config = self.transport, self.config
+        self._policy = config.policy_for(transport.world_size)
+        self._num_servers = config.num_servers(transport.world_size)
+        self._buckets = shared_buckets(parameters, self._num_servers, config)
+        self._learner = Learner(self._buckets, self._num_servers, transport, config.timeout_s)
+        self._server: Server | None = None
+        self._shards: list[ServedShard] = []
+        if transport.rank < self._num_servers:
+            self._shards = [
+                ServedShard(b, transport.rank, self.optimizers[b.group[0]], config, self._num_servers)
+                for b in self._buckets
+            ]
+            self._server = Server(
+                self._shards, self._num_servers, self._send_weights, self._send_norm, self._learner.fail
+            )
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.data.ask = self._ask
+        self._members = group_members(self.optimizers)
+        self._may_cancel, self._accumulates, self._num_cancelled = False, False, 0
+        self._clipping: dict[int, dict[str, float]] = {}  # of each optimizer's next step
+        self._loaded = False
+        self._hooks = [one.register_load_state_dict_post_hook(self._after_loading) for one in self.optimizers]
+        arrived = ModuleHook(self._after_loading)
+        self._hooks += [child.register_load_state_dict_post_hook(arrived) for child in self._module.modules()]
+        if self._policy.cancels:
+            check = ModuleHook(self._cancel_if_late)
+            self._hooks += [m.register_forward_pre_hook(check) for m in modules_with_parameters(self._module)]
+            self._hooks += [hook_gradient(p.tensor, self._after_gradient) for p in parameters if p.group]
+        self._mail = transport.mail()
+        everyone = range(transport.world_size)
+        sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr)
+        followers = everyone if self._policy.cancels or self._policy.together else everyone[: self._num_servers]
+        self._coordinator = Coordinator(sequencer, self._mail.send, followers, config.keep_log)
+        self._mail.start(self._deliver, self._lose)
+
+    @property
+    def log(self) -> list[Update]:
+        """All updates so far, with ``keep_log=True``, on rank 0."""
+        return self._coordinator.log
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Does nothing: the gradient is pushed as it is when the optimizer steps."""
+
+    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+        """Returns whether the step is skipped, with a loss scaler and where all ranks take it together."""
+        if loss_scale is None or not self._policy.together:
+            return False
+        gradients = [p.grad for p in parameters_of(self.optimizers[index]) if p.grad is not None]
+        self._tell(Wish.SKIP if not all(bool(torch.isfinite(grad).all()) for grad in gradients) else Wish.STEP)
+        return self._learner.await_skip()
+
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Pushes the gradient, and waits for the weights to go on from."""
+        self._learner.check()
+        if self._members != group_members(self.optimizers):
+            raise RuntimeError(
+                "Parameters were added to an optimizer after parameter servers had begun to train: give it all of them "
+                "from the beginning, frozen ones, too."
+            )
+        if self._loaded:
+            self._settle()
+        stepped, result = True, None
+        optimizer = self.optimizers[index]
+        if update is not None:
+            stepped, result = run_without_update(update, optimizer, self._evaluate)
+        self.after_backward(optimizer)
+        if stepped:  # otherwise a loss scaler skips the step
+            self._push(index)
+            self._learner.await_weights()
+        self._clipping.pop(index, None)
+        self._accumulates = False
+        mark_stepped(optimizer)
+        self.flushed = False
+        return result
+
+    def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        """Makes the servers clip the mean gradient of the next update by its L2 norm.
+
+        Returns:
+            The norm of this rank's own gradient, 0-dim; no rank has the mean.
+        """
+        self._clipping.setdefault(self._index(optimizer), {})["max_norm"] = max_norm
+        gradients = [p.grad for p in self._trained(optimizer) if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
+        """Makes the servers clip every value of the mean gradient of the next update to ``[-max_value, max_value]``."""
+        self._clipping.setdefault(self._index(optimizer), {})["max_value"] = max_value
+
+    def _push(self, index: int) -> None:
+        """Pushes an optimizer's gradient, unless it is known not to be used."""
+        gradient = self._learner.next_gradient(index)
+        if self._is_late:
+            self._num_cancelled += 1
+            self._tell(Wish.FETCH)
+            return
+        buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
+        present = [bucket.pack() for bucket in buckets]
+        settings = StepSettings(current(self.optimizers[index]), **self._clipping.get(index, {}))
+        for server in range(self._num_servers):
+            pushed = Pushed([bucket.encoded(server) for bucket in buckets], present)
+            push = Push(gradient, settings if server == COORDINATOR else None)
+            self._mail.send(server, (push, pushed.wires, pushed.present))
+
+    def _evaluate(self, closure: Callable[[], T]) -> T:
+        """Evaluates a closure with a forward and a backward pass, again whenever its pass is cancelled."""
+        while True:
+            self._may_cancel = self._policy.cancels and not self._accumulates
+            try:
+                return closure()
+            except PassCancelled:
+                self._num_cancelled += 1
+                for bucket in self._buckets:
+                    bucket.clear_gradients()
+                self._tell(Wish.FETCH)
+                self._learner.await_weights()
+            finally:
+                self._may_cancel = False
+
+    def _cancel_if_late(self, *_: object) -> None:
+        """Ends the pass at the next layer if there are newer weights, and if it can be repeated."""
+        if self._may_cancel and self._is_late:
+            raise PassCancelled
+
+    def _after_gradient(self, _: Tensor) -> None:
+        self._accumulates |= not self.syncing  # what an earlier pass has added could not be repeated
+        self._cancel_if_late()
+
+    @property
+    def _is_late(self) -> bool:
+        return self._policy.cancels and self._learner.newest > self._learner.version
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_lockstep(self) -> bool:
+        return self._policy.together
+
+    def flush(self) -> None:
+        """Waits until all gradients are applied, and makes the weights the servers' newest; a collective call.
+
+        Gradients that are too few for an update make one nevertheless. The buffers become those of rank 0.
+        """
+        self._learner.check()
+        if self._loaded:
+            self._settle()
+        self._tell(Wish.RETIRE)
+        self._learner.await_weights()
+        self._broadcast_buffers()
+        self.flushed = True
+
+    def resume(self) -> None:
+        """Continues from the flushed weights."""
+        self.flushed = False
+
+    def _after_loading(self, *_: object) -> None:
+        """Makes the next step start from the weights and the optimizer's state that were loaded."""
+        self._loaded = True
+
+    def _settle(self) -> None:
+        """Gives the servers what was loaded on all ranks; a collective call."""
+        self._loaded = False
+        if self._server is not None:
+            self._server.reload(self._read_loaded)
+        self._tell(Wish.RETIRE)  # a learner goes on once all servers have read
+        self._learner.await_weights()
+
+    def _read_loaded(self) -> None:
+        for shard in self._shards:
+            shard.read_weights()
+            if self.optimizers[shard.bucket.group[0]].state:
+                shard.update.read_states()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the updates, this rank's cancelled passes, on rank 0 the mean staleness, and what the base does."""
+        counts = {"updates": float(self._learner.version), "cancelled": float(self._num_cancelled)}
+        if self.transport.rank == COORDINATOR:
+            counts["staleness"] = self._coordinator.mean_staleness
+        return {**counts, **super().metrics()}
+
+    def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """Returns what ``optimizer.state_dict()`` would be without servers, on every rank; a collective call.
+
+        Raises:
+            RuntimeError: a rank has trained since the last :meth:`flush`.
+        """
+        index = self._index(optimizer)
+        optimizer = self.optimizers[index]
+        if self._loaded:
+            return optimizer.state_dict()
+        optimizer.state.update(self._whole_states(index))
+        try:
+            return optimizer.state_dict()
+        finally:
+            optimizer.state.clear()
+
+    def return_optimizer_states(self) -> None:
+        """Sets the whole state of the optimizer, which :meth:`detach` would drop; a collective call."""
+        for index, optimizer in enumerate(self.optimizers if not self._loaded else ()):
+            optimizer.state.update(self._whole_states(index))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the counters and residuals of this rank, after :meth:`flush`."""
+        state: dict[str, Any] = {"version": self._learner.version, "steps": self._learner.steps}
+        residuals = [bucket.residual for bucket in self._buckets if bucket.residual is not None]
+        return {**state, "coordinator": self._coordinator.state_dict(), "residuals": residuals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded."""
+        self._learner.version = self._learner.newest = state["version"]
+        self._learner.steps = state["steps"]
+        self._coordinator.load_state_dict(state["coordinator"], state["version"])
+        if self._server is not None:
+            self._server.version = state["version"]
+        for bucket, residual in zip(self._buckets, state["residuals"], strict=False):
+            if bucket.residual is not None:
+                bucket.residual.copy_(residual)
+        self._loaded = True
+
+    def detach(self, timeout_s: float = 10.0) -> None:
+        """Ends the threads and the process groups. The weights stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._server is not None:
+            self._server.close(timeout_s)
+        self._mail.close(timeout_s)
+        super().detach(timeout_s)
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, wish: Wish) -> None:
+        """Tells the coordinator what this learner wants."""
+        self._mail.send(COORDINATOR, (wish,))
+
+    def _ask(self, epoch: int, num_batches: int) -> int | None:
+        """Returns the number of the next batch of an epoch with so many; None when there is no more."""
+        self._mail.send(COORDINATOR, (Ask(epoch, num_batches),))
+        return self._learner.await_batch()
+
+    def _send_weights(self, rank: int, version: int, values: list[Tensor] | None) -> None:
+        self._mail.send(rank, (Weights(version), values))
+
+    def _send_norm(self, version: int, part: Tensor) -> None:
+        for server in range(self._num_servers):
+            self._mail.send(server, (PartOfNorm(version), part))
+
+    def _deliver(self, rank: int, message: Any) -> None:
+        """Takes a message, by a thread of the mail."""
+        what, *rest = message
+        if isinstance(what, Push):
+            assert self._server is not None
+            self._server.push(rank, what.gradient.step, Pushed(*rest))
+            if what.settings is not None:
+                self._coordinator.push(what.gradient, what.settings)
+        elif isinstance(what, Wish):
+            self._coordinator.grant(rank, what)
+        elif isinstance(what, Ask):
+            self._coordinator.hand_out(rank, what)
+        elif isinstance(what, Batch):
+            self._learner.take_batch(what.number)
+        elif isinstance(what, Weights):
+            self._learner.take(rank, what.version, *rest)
+        elif isinstance(what, PartOfNorm):
+            assert self._server is not None
+            self._server.take_norm(rank, what.version, *rest)
+        else:
+            self._follow(what, *rest)
+
+    def _follow(self, decision: Decision, settings: StepSettings | None) -> None:
+        if decision.update is not None:
+            self._learner.newest = max(self._learner.newest, decision.update.version)
+        if decision.skip is not None:
+            self._learner.take_skip(decision.skip)
+        elif self._server is not None:
+            self._server.follow(decision, settings)
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        """Takes the loss of a rank, by a thread of the mail."""
+        self._learner.fail(error)
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _whole_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
+        """Returns an optimizer's state by parameter, on all ranks; a collective call."""
+        buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
+        shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
+        return whole_states(buckets, shards, self._num_servers, self.transport)
+
+    def _problem(self) -> ValueError | None:
+        world_size = self.transport.world_size
+        try:
+            self.config.policy_for(world_size)
+            for optimizer in self.optimizers:
+                self.config.check_optimizer(optimizer, self.config.num_servers(world_size))
+        except ValueError as error:
+            return error
+        return None

@@ -1,0 +1,214 @@
+"""The shards of the weights, one for each server: what a server holds, and what a learner sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.buckets import Bucket, of_one_kind, shard_of, shard_slice
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs.codec import accumulation_dtype
+from lightning_pipesync.core.feedback import encode_with_feedback
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
+from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from lightning_pipesync.methods.reshard import reshard, slices_in_shard
+
+
+class SharedBucket:
+    """Parameters of one group in one buffer, which is divided among the servers.
+
+    Attributes:
+        members: the parameters.
+        group: the indices of their optimizer and of their parameter group there.
+        places: by the parameter's name, its slice of the buffer.
+
+    Args:
+        members: the parameters, of one dtype and device.
+        num_servers: the number of servers.
+        codec: encodes the gradients.
+        feeds_back: whether the codec's error is added to the next gradient.
+    """
+
+    def __init__(self, members: Sequence[NamedParameter], num_servers: int, codec: Codec, feeds_back: bool) -> None:
+        assert members[0].group is not None
+        self.members, self.group = list(members), members[0].group
+        self._num_servers, self._codec = num_servers, codec
+        self._tensors = [member.tensor for member in members]
+        self._gradients, self._values = Bucket(self._tensors), Bucket(self._tensors)
+        self.places = {m.name: place for m, place in zip(members, self._gradients.places, strict=True)}
+        self.residual: Tensor | None = None
+        if feeds_back:
+            flat = self._gradients.flat
+            self.residual = torch.zeros_like(flat, dtype=accumulation_dtype(flat.dtype))
+
+    @property
+    def numel(self) -> int:
+        """The number of values of the buffer."""
+        return self._gradients.flat.numel()
+
+    def pack(self) -> list[bool]:
+        """Copies the gradients into the buffer, zeros for None; returns which parameters have one."""
+        return self._gradients.pack_gradients(self._tensors)
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients of the parameters."""
+        for tensor in self._tensors:
+            tensor.grad = None
+
+    def encoded(self, server: int) -> Tensor:
+        """Returns a server's shard of the packed gradients, encoded: 1-D, uint8."""
+        shard = shard_of(self._gradients.flat, server, self._num_servers)
+        wire = torch.empty(self._codec.wire_bytes(shard.numel(), shard.dtype), dtype=torch.uint8, device=shard.device)
+        residual = None if self.residual is None else shard_of(self.residual, server, self._num_servers)
+        encode_with_feedback(self._codec, shard, wire, residual)
+        return wire
+
+    def receive(self, server: int, values: Tensor) -> None:
+        """Takes a server's shard of the weights; see :meth:`unpack`."""
+        shard_of(self._values.flat, server, self._num_servers).copy_(values)
+
+    def unpack(self) -> None:
+        """Copies the received weights into the parameters."""
+        self._values.unpack(self._tensors)
+
+    def shard(self, server: int) -> slice:
+        """Returns the slice of the buffer that a server has."""
+        return shard_slice(self.numel, server, self._num_servers)
+
+    def slices(self, server: int) -> dict[str, slice]:
+        """Returns the slices of the parameters, by name, that a server has."""
+        return slices_in_shard(self.shard(server), self.places)
+
+
+class ServedShard:
+    """A server's shard of a bucket, with the user's optimizer for it.
+
+    Args:
+        bucket: the bucket.
+        server: the number of the server.
+        optimizer: the user's own; it keeps its state.
+        config: the settings.
+    """
+
+    def __init__(
+        self, bucket: SharedBucket, server: int, optimizer: Optimizer, config: ParameterServerConfig, num_servers: int
+    ) -> None:
+        self.bucket, self._server, self._codec = bucket, server, get_codec(config.compression)
+        tensors = [member.tensor for member in bucket.members]
+        if num_servers == 1:
+            self._whole = Bucket(tensors)
+            self.values, gradient = self._whole.flat, Bucket(tensors)
+            self._gradient = gradient.flat
+            rows = zip(bucket.members, self._whole.views, gradient.views, strict=True)
+            pieces = [Piece(i, m.name, m.tensor, view, grad, None) for i, (m, view, grad) in enumerate(rows)]
+        else:
+            shard, slices = bucket.shard(server), bucket.slices(server)
+            self.values = torch.zeros(shard.stop - shard.start, dtype=tensors[0].dtype, device=tensors[0].device)
+            self._gradient = torch.zeros_like(self.values)
+            pieces = []
+            for i, member in enumerate(bucket.members):
+                if member.name in slices:
+                    part, begin = slices[member.name], bucket.places[member.name].start - shard.start
+                    place = slice(begin + part.start, begin + part.stop)
+                    values, grad = self.values[place], self._gradient[place]
+                    pieces.append(Piece(i, member.name, member.tensor, values, grad, part))
+        self._pieces = pieces
+        whole = (self.values, self._gradient) if config.is_elementwise(optimizer) else (None, None)
+        self.update = BucketUpdate(optimizer, bucket.group[1], pieces, *whole)
+        dtype = accumulation_dtype(self.values.dtype)
+        self._total = self._gradient if dtype == self.values.dtype else torch.empty_like(self._gradient, dtype=dtype)
+        self._one = torch.empty_like(self._total)
+        self.read_weights()
+
+    @torch.no_grad()
+    def read_weights(self) -> None:
+        """Copies the weights of the user's own parameters."""
+        for piece in self._pieces:
+            own = piece.parameter if piece.place is None else piece.parameter.reshape(-1)[piece.place]
+            piece.values.copy_(own)
+
+    @torch.no_grad()
+    def average(self, wires: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """Returns the weighted mean of gradients, a buffer that :meth:`step` uses.
+
+        Args:
+            wires: the encoded gradients.
+            weights: of each; they add up to their number, so that the mean of equal gradients is that gradient.
+        """
+        if not self.values.numel():
+            return self._gradient
+        for i, (wire, weight) in enumerate(zip(wires, weights, strict=True)):
+            wire = wire.to(self._total.device)
+            if weight != 1:
+                self._codec.decode(wire, self._one, self.values.dtype)
+                self._total.zero_() if i == 0 else None
+                self._total.add_(self._one, alpha=weight)
+            elif i == 0:
+                self._codec.decode(wire, self._total, self.values.dtype)
+            else:
+                self._codec.decode_add(wire, self._total, self.values.dtype)
+        if len(wires) > 1:
+            self._total.div_(len(wires))
+        if self._total is not self._gradient:
+            self._gradient.copy_(self._total)
+        return self._gradient
+
+    @torch.no_grad()
+    def step(self, present: Sequence[bool], hyperparameters: Mapping[str, Any]) -> None:
+        """Updates the weights by the mean gradient.
+
+        Args:
+            present: for each parameter of the bucket whether some learner has a gradient of it.
+            hyperparameters: of the parameter group.
+        """
+        self.update.set_hyperparameters(hyperparameters)
+        self.update.apply(present)
+
+
+def shared_buckets(
+    parameters: Sequence[NamedParameter], num_servers: int, config: ParameterServerConfig
+) -> list[SharedBucket]:
+    """Returns the buckets of all parameters that an optimizer has."""
+    codec = get_codec(config.compression)
+    trained = [parameter for parameter in parameters if parameter.group]
+    return [SharedBucket(kind, num_servers, codec, config.uses_error_feedback) for kind in of_one_kind(trained)]
+
+
+def whole_states(
+    buckets: Sequence[SharedBucket], shards: Sequence[ServedShard], num_servers: int, transport: Transport
+) -> dict[Tensor, dict[str, Any]]:
+    """Returns the optimizer's state of whole parameters, on all ranks; a collective call.
+
+    Args:
+        buckets: the parameters.
+        shards: this rank's shards of them, if it is a server.
+        num_servers: the number of servers.
+        transport: the way to the other ranks.
+    """
+    own = {name: state for shard in shards for name, state in shard.update.states().items()}
+    of_server = [
+        {name: place for bucket in buckets for name, place in bucket.slices(server).items()}
+        for server in range(num_servers)
+    ]
+    old: list[dict[str, slice]] = [*of_server, *({} for _ in range(transport.world_size - num_servers))]
+    members = [member for bucket in buckets for member in bucket.members]
+    whole = {member.name: slice(0, member.tensor.numel()) for member in members}
+    states = reshard(own, old, [whole] * transport.world_size, transport)
+    return {
+        member.tensor: {kind: _shaped(value, member.tensor) for kind, value in states[member.name].items()}
+        for member in members
+        if member.name in states
+    }
+
+
+def _shaped(value: Any, parameter: Tensor) -> Any:
+    """Returns a copy of a value of a whole parameter's state, in its shape and on its device."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value.clone() if isinstance(value, Tensor) else value
+    return value.to(parameter.device, copy=True).view(parameter.shape)

@@ -1,0 +1,194 @@
+"""Parameter servers: whatever the timing was, the log of a run explains its weights bit for bit."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipesync.methods.parameter_server import ParameterServer
+from lightning_pipesync.methods.parameter_server.algorithm import Update
+from tests.harness import launch
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_parameter_server import replay
+
+STEPS = 12
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "sync": {"policy": "sync"},
+    "k_sync": {"policy": "k_sync", "k": 2},
+    "k_batch_sync": {"policy": "k_batch_sync", "k": 2},
+    "k_async": {"policy": "k_async", "k": 2},
+    "k_batch_async": {"policy": "k_batch_async"},
+    "async": {"policy": "async"},
+    "n_softsync": {"policy": "n_softsync", "n": 2, "staleness_lr": "mean"},
+    "by gradient": {"policy": "async", "staleness_lr": "gradient"},
+    "ssp": {"policy": "ssp", "staleness_bound": 1},
+    "one server": {"policy": "k_batch_async", "k": 2, "servers": 1},
+    "two servers": {"policy": "k_async", "k": 2, "servers": 2},
+}
+
+
+def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], dict[str, float]]:
+    """Trains with delays at random, other ones in each run; one rank takes fewer steps."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS[optimizer_name](model)
+    sync = ParameterServer(model, optimizer, keep_log=True, timeout_s=60, **settings)
+    delays = random.Random()
+
+    for i in range(STEPS - 2 * (rank == 1)):
+
+        def closure(i: int = i) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(model, i, rank)
+            time.sleep(delays.choice([0.0, 0.0, 0.01, 0.03]))
+            value.backward()
+            return value
+
+        sync.step(lambda: optimizer.step(closure))
+        if i == STEPS // 2:
+            sync.flush()
+            sync.resume()
+    sync.flush()
+    metrics = sync.metrics()
+    sync.detach()
+    return sync.log, state(model), metrics
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_log_explains_the_weights(policy: str, world_size: int, optimizer: str) -> None:
+    if world_size == 2 and policy == "n_softsync":
+        pytest.skip("with n of 2 on 2 ranks it is async")
+    outcomes = launch(train, world_size, optimizer, POLICIES[policy])
+    log = outcomes[0][0]
+    versions = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log)
+    expected = state(versions[-1])
+    for _, weights, metrics in outcomes:
+        assert metrics["updates"] == len(log)
+        for name, value in weights.items():
+            assert torch.equal(value, expected[name]), name
+    check_log(policy, log, world_size)
+
+
+def check_log(policy: str, log: list[Update], world_size: int) -> None:
+    """Asserts what the policy promises."""
+    used = [(gradient.rank, gradient.step) for update in log for gradient in update.gradients]
+    assert len(used) == len(set(used)), "no gradient is used twice"
+    assert [update.version for update in log] == list(range(1, len(log) + 1))
+    most = max(len(update.gradients) for update in log)
+    if policy in ("sync", "k_sync", "k_batch_sync"):
+        assert {one for update in log for one in update.staleness} == {0}
+    if policy not in ("k_sync", "k_batch_sync"):
+        assert len(used) == world_size * STEPS - 2, "no gradient is lost"
+    if policy in ("sync", "k_sync", "k_async", "two servers"):  # distinct learners
+        assert all(len({gradient.rank for gradient in update.gradients}) == len(update.gradients) for update in log)
+    if policy in ("sync", "k_batch_async"):
+        assert most == world_size
+    if policy in ("k_sync", "k_batch_sync", "k_async"):
+        assert most == 2
+    if policy in ("async", "ssp", "by gradient"):
+        assert most == 1
+    if policy == "n_softsync":
+        assert most == world_size // 2
+    if policy == "by gradient":
+        assert all(update.lr_factor == 1 / max(1, update.staleness[0]) for update in log)
+
+
+def train_unevenly(settings: dict[str, Any], folder: Path, awaited: int, pause_s: float = 0.0) -> list[Update]:
+    """Trains with a rank 1 that goes on with its step `awaited` only when the others have ended, or after a pause."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, keep_log=True, timeout_s=60, **settings)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        if rank == 1 and i == awaited:
+            time.sleep(pause_s)
+            while not pause_s and len(list(folder.iterdir())) < 2:
+                time.sleep(0.01)
+        sync.step()
+    (folder / str(rank)).touch()
+    sync.flush()
+    sync.detach()
+    return sync.log
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_nobody_is_further_ahead_than_the_bound(bound: int, tmp_path: Path) -> None:
+    log = launch(train_unevenly, 3, {"policy": "ssp", "staleness_bound": bound}, tmp_path, 3, 1.0)[0]
+    clocks, furthest = [0, 0, 0], 0
+    for update in log:
+        clocks[update.gradients[0].rank] += 1
+        furthest = max(furthest, max(clocks) - min(clocks))
+    assert clocks == [STEPS] * 3
+    assert furthest == bound + 1, "the step that is under way, and those ahead"
+
+
+@pytest.mark.parametrize("policy", [{"policy": "async"}, {"policy": "n_softsync"}])
+def test_a_slow_rank_does_not_stop_the_others(policy: dict[str, Any], tmp_path: Path) -> None:
+    """They end while it is in its fifth step."""
+    log = launch(train_unevenly, 3, policy, tmp_path, 4)[0]
+    of_rank_1 = [(update.version, gradient) for update in log for gradient in update.gradients if gradient.rank == 1]
+    last = max(update.version for update in log for gradient in update.gradients if gradient.rank != 1)
+    late = [version for version, gradient in of_rank_1 if gradient.step >= 5]
+    assert len(late) == STEPS - 4
+    assert min(late) >= last
+
+
+def test_a_slow_ranks_gradient_is_dropped(tmp_path: Path) -> None:
+    log = launch(train_unevenly, 3, {"policy": "k_sync", "k": 2}, tmp_path, 0)[0]
+    used = [[(gradient.rank, gradient.step) for gradient in update.gradients] for update in log]
+    together = [[(0, step), (2, step)] for step in range(1, STEPS + 1)]
+    alone = [[(1, step)] for step in range(2, STEPS + 1)]
+    assert used == together + alone, "its first one was of the first weights"
+
+
+def train_handed_out(delay_s: float, num_workers: int) -> tuple[list[list[int]], float]:
+    """Trains two epochs of batches that are handed out, with a slow rank 1, saved and resumed in between."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    settings = {"policy": "async", "partition": "handed_out", "timeout_s": 60}
+    data = TensorDataset(torch.arange(50))
+    loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
+    seen: list[list[int]] = []
+    saved: dict[str, Any] = {}
+    for attempt in range(2):
+        optimizer = OPTIMIZERS["sgd"](model)
+        sync = ParameterServer(model, optimizer, **settings)
+        train_loader = sync.prepare_train_loader(loader, seed=1)
+        if attempt:
+            sync.load_state_dict(saved["sync"])
+            train_loader.load_state_dict(saved["loader"])
+        for number, (indices,) in enumerate(train_loader):
+            seen.append(indices.tolist())
+            optimizer.zero_grad()
+            loss(model, number, rank).backward()
+            time.sleep(delay_s * rank)
+            sync.step()
+        sync.flush()
+        saved = {"sync": sync.state_dict(), "loader": train_loader.state_dict()}
+        updates = sync.metrics()["updates"]
+        sync.detach()
+    return seen, updates
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_is_handed_out_to_who_asks(num_workers: int) -> None:
+    """Each sample once an epoch, more of them to the fast rank; in another order in the next epoch."""
+    (fast, updates), (slow, _) = launch(train_handed_out, 2, 0.1, num_workers)
+    everything = sorted(index for batch in (*fast, *slow) for index in batch)
+    assert everything == sorted([*range(50), *range(50)])
+    assert len(fast) > len(slow) > 0
+    assert updates == len(fast) + len(slow) == 2 * 13
+    assert len({tuple(batch) for batch in (*fast, *slow)}) == 2 * 13, "batches of the second epoch are other ones"

@@ -1,0 +1,161 @@
+"""The sequencer's decisions, step by step, as the lecture draws them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
+from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+
+
+class Timeline:
+    """Three learners, each of which pushes a gradient of the weights that it was released with."""
+
+    def __init__(self, policy: Policy, staleness_lr: str = "none") -> None:
+        self.sequencer = Sequencer.of(policy, range(3), staleness_lr)
+        self.versions, self.steps = [0, 0, 0], [0, 0, 0]
+
+    def push(self, rank: int) -> tuple[list[int], list[int]]:
+        """Returns the ranks whose gradients make an update, and those that are released."""
+        self.steps[rank] += 1
+        return self.follow(self.sequencer.push(Gradient(rank, self.steps[rank], self.versions[rank])))
+
+    def fetch(self, rank: int) -> tuple[list[int], list[int]]:
+        return self.follow(self.sequencer.fetch(rank))
+
+    def retire(self, rank: int) -> tuple[list[int], list[int]]:
+        return self.follow(self.sequencer.retire(rank))
+
+    def follow(self, decisions: list[Decision]) -> tuple[list[int], list[int]]:
+        used = [gradient.rank for one in decisions if one.update for gradient in one.update.gradients]
+        released = [rank for one in decisions for rank in one.released]
+        for rank in released:
+            self.versions[rank] = self.sequencer.version
+        return used, released
+
+
+def timeline(policy: str, **settings: int) -> Timeline:
+    return Timeline(ParameterServerConfig(policy=policy, **settings).policy_for(3))
+
+
+def test_sync_waits_for_all() -> None:
+    run = timeline("sync")
+    assert run.push(2) == ([], [])
+    assert run.push(0) == ([], [])
+    assert run.push(1) == ([0, 1, 2], [0, 1, 2])
+
+
+def test_k_sync_cancels_who_is_late() -> None:
+    run = timeline("k_sync", k=2)
+    assert run.push(2) == ([], [])
+    assert run.push(0) == ([0, 2], [0, 2])
+    assert run.push(1) == ([], [1]), "its gradient is of old weights, and is dropped"
+    assert run.push(1) == ([], [])
+    assert run.push(0) == ([0, 1], [0, 1])
+    assert run.fetch(2) == ([], [2]), "it has noticed by itself"
+
+
+def test_k_batch_sync_lets_the_fast_learner_go_on_with_the_same_weights() -> None:
+    run = timeline("k_batch_sync", k=3)
+    assert run.push(0) == ([], [0])
+    assert run.push(0) == ([], [0])
+    assert run.versions[0] == 0
+    assert run.push(1) == ([0, 0, 1], [1])
+    assert run.push(2) == ([], [2]), "dropped"
+
+
+def test_k_async_keeps_late_gradients() -> None:
+    run = timeline("k_async", k=2)
+    run.push(0)
+    assert run.push(1) == ([0, 1], [0, 1])
+    assert run.push(2) == ([], [])
+    assert run.push(0) == ([0, 2], [0, 2])
+
+
+def test_k_batch_async_takes_two_gradients_of_one_learner() -> None:
+    run = timeline("k_batch_async", k=2)
+    assert run.push(0) == ([], [0])
+    assert run.push(0) == ([0, 0], [0])
+    assert run.versions == [1, 0, 0]
+
+
+def test_async_updates_at_each_push() -> None:
+    run = timeline("async")
+    assert [run.push(rank) for rank in (0, 0, 2)] == [([0], [0]), ([0], [0]), ([2], [2])]
+
+
+def test_n_softsync_updates_after_a_share_of_the_learners() -> None:
+    run = timeline("n_softsync", n=1)
+    assert [run.push(rank)[0] for rank in (0, 0, 2)] == [[], [], [0, 0, 2]]
+    assert timeline("n_softsync", n=3).push(1) == ([1], [1])
+
+
+def test_ssp_holds_back_who_is_ahead() -> None:
+    run = timeline("ssp", staleness_bound=1)
+    assert run.push(0) == ([0], [0])
+    assert run.push(0) == ([0], []), "two ahead"
+    assert run.push(1) == ([1], [1])
+    assert run.push(2) == ([2], [0, 2]), "the slowest has moved"
+
+
+def test_who_retires_is_waited_for_no_longer() -> None:
+    run = timeline("sync")
+    run.push(0)
+    assert run.retire(1) == ([], [])
+    assert run.push(2) == ([0, 2], [0, 2])
+    run.push(0)
+    assert run.retire(2) == ([0], [0]), "an update of those who are left"
+    assert run.retire(0) == ([], [0, 1, 2]), "all have retired, and begin anew with the same weights"
+    assert run.versions == [2, 2, 2]
+
+
+def test_what_is_pending_is_applied_at_the_end() -> None:
+    run = timeline("k_batch_async", k=3)
+    run.push(0)
+    run.retire(0)
+    run.retire(1)
+    assert run.retire(2) == ([0], [0, 1, 2])
+
+
+def test_who_is_lost_is_waited_for_no_longer() -> None:
+    run = timeline("sync")
+    run.push(0)
+    run.push(1)
+    assert run.follow(run.sequencer.lose(2)) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "weights", "factor"),
+    [("none", (1, 1), 1), ("mean", (1, 1), 1 / 2), ("gradient", (4 / 5, 6 / 5), (1 / 3 + 1 / 2) / 2)],
+)
+def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], factor: float) -> None:
+    """Of staleness 3 and 2, after three that were fresh."""
+    sequencer = Sequencer.of(Policy(2, waits=False), range(3), rule)
+    sequencer.version = 3
+    sequencer.staleness_lr.load_state_dict({"total": 3, "count": 2})
+    sequencer.push(Gradient(0, 1, version=0))
+    decision = sequencer.push(Gradient(1, 1, version=1))[0]
+    assert decision.update is not None
+    assert decision.update.weights == pytest.approx(weights)
+    assert decision.update.lr_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"policy": "bsp"}, "policy must be one of"),
+        ({"k": 0}, "k must be"),
+        ({"staleness_bound": -1}, "staleness_bound must be"),
+        ({"staleness_lr": "half"}, "staleness_lr must be"),
+        ({"partition": "seldp"}, "partition must be"),
+        ({"timeout_s": 0}, "timeout_s must be"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ParameterServerConfig(**settings)
+
+
+def test_more_gradients_than_learners_are_refused() -> None:
+    with pytest.raises(ValueError, match="k=4 of policy='k_sync' is more than the 3 learners"):
+        timeline("k_sync", k=4)
