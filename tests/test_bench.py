@@ -11,18 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_pipesync.bench import collectives_report, step_report, timeline_report
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives
+from lightning_pipesync.bench.baselines import PushPull
+from lightning_pipesync.bench.collectives import CollectivesSettings, add_predictions, measure_collectives
 from lightning_pipesync.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.bench.step import Profile, predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.transport import Transport
 from tests.harness import launch
+
+ERRORS = ("alpha_error", "beta_error")
 
 
 def turns() -> tuple[list[str], dict[str, Timed]]:
@@ -60,21 +65,66 @@ def collectives() -> tuple[float, dict[str, Any]]:
 def test_collectives() -> None:
     for bandwidth, result in launch(collectives, 2):
         assert bandwidth > 0
-        assert len(result["rows"]) == 3 * 8
+        assert len(result["rows"]) == 3 * 10
         whole = {row["operation"] for row in result["rows"] if row["limit"] > 1.5 * result["rows"][-2]["limit"]}
         assert result["rows"][-2]["operation"] == "all_gather"
         assert whole >= {"all_reduce", "reduce_scatter + all_gather"} or len(whole) == 0
         limits = {row["operation"]: row["limit"] for row in result["rows"][-8:]}
         assert limits["all_reduce"] == pytest.approx(2 * limits["all_gather"])
         assert limits["all_gather"] == pytest.approx(MIB / 2 / result["bandwidth"], rel=0.01)
+        assert limits["push + pull, central server"] == pytest.approx(2 * limits["all_reduce"])
+        assert limits["push + pull, servers on all ranks"] == limits["all_reduce"]
         assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in result["rows"])
         assert {(fit["implementation"], fit["operation"]) for fit in result["fits"]} >= {
             ("ours", "all_reduce"),
             ("gloo", "all_reduce"),
         }
+        assert not any("push" in fit["operation"] for fit in result["fits"])
         text = collectives_report.as_markdown([result])
         assert "ours: reduce_scatter + all_gather" in text
         assert "ours: all_reduce, bf16" in text
+        assert text.count("ours: push + pull, central server") == 3, "time, processor time and prediction"
+        assert text.count("gloo: all_gather") == 3, "time, processor time and fit"
+
+
+def test_what_the_all_reduce_predicts() -> None:
+    """1 ms a message and 1 s a MiB, on 4 ranks; a second measured where 1.5 s are predicted is an error of +50%."""
+    names = ["all_gather", "all_reduce", "push + pull, central server", "push + pull, servers on half of the ranks"]
+    shared = {"codec": "none", "num_bytes": MIB, "seconds": [1.0], "processor_seconds": [1.0], "limit": 0.5}
+    rows = [{**shared, "implementation": "ours", "operation": name} for name in names]
+    others = [{**rows[1], "implementation": "gloo"}, {**rows[1], "codec": "int8"}]
+    fits = [
+        {"implementation": name, "operation": "all_reduce", "alpha": alpha, "beta": 1 / MIB, **dict.fromkeys(ERRORS, 0)}
+        for name, alpha in (("gloo", 1.0), ("ours", 1e-3))
+    ]
+    add_predictions([*rows, *others], fits, 4)
+    assert [row["predicted"] for row in rows] == pytest.approx([0.753, 1.506, 6.002, 3.002])
+    assert [row["predicted"] for row in others] == [None, None]
+    result = {"world_size": 4, "bandwidth": 1e6, "rows": [*rows, *others], "fits": fits}
+    text = collectives_report.as_markdown([result])
+    assert "| ours: all_reduce | 1506.0 (+51%) |" in text
+    assert "| ours: push + pull, central server | 6002.0 (+500%) |" in text
+    add_predictions(rows, [], 4)
+    assert "Predicted" not in collectives_report.as_markdown([{**result, "rows": [{**rows[0]}], "fits": []}])
+
+
+def pushed_and_pulled(servers: int) -> tuple[list[float], int]:
+    transport = Transport()
+    flat = torch.arange(6.0) * 10 ** dist.get_rank()
+    exchange = PushPull(transport, flat.numel(), servers)
+    exchange.push(flat)
+    exchange.pull(flat)
+    sent = transport.traffic.bytes_sent["send"]
+    transport.close()
+    return flat.tolist(), sent
+
+
+@pytest.mark.parametrize(("servers", "numbers_sent"), [(1, [12, 6, 6]), (2, [9, 9, 6]), (3, [8, 8, 8])])
+def test_a_push_and_a_pull_through_servers(servers: int, numbers_sent: list[int]) -> None:
+    """Three ranks get the sum; a server sends its shard to both others, and pushes what it does not serve itself."""
+    for (values, sent), number in zip(launch(pushed_and_pulled, 3, servers), numbers_sent, strict=True):
+        assert values == [111.0 * i for i in range(6)]
+        assert sent == 4 * number
 
 
 def test_ddp_is_predicted_bucket_by_bucket() -> None:
@@ -89,7 +139,7 @@ def test_ddp_is_predicted_bucket_by_bucket() -> None:
 
 def step_result() -> dict[str, Any]:
     cost = {"forward": 0.1, "backward": 0.2, "update": 0.0, "reduce_scatter": 0.15, "all_gather": 0.15}
-    names = {"no communication": 0.3, "DDP, 1 MiB": 0.5, "DDP, 25 MiB": 0.4, "quick": 0.32}
+    names = {"no communication": 0.304, "DDP, 1 MiB": 0.5, "DDP, 25 MiB": 0.4, "quick": 0.32}
     candidates = [
         {
             "name": name,
@@ -114,8 +164,13 @@ def test_rows_of_the_step_table() -> None:
     assert rows["DDP, 1 MiB"].exposed == pytest.approx(0.2)
     assert rows["DDP, 25 MiB"].prediction_error == pytest.approx(0.1)
     assert rows["quick"].prediction_error is None
+    assert rows["quick"].scaling_efficiency == pytest.approx(0.95)
+    assert rows["quick"].communication_overhead == pytest.approx(0.016)
+    assert (rows["no communication"].scaling_efficiency, rows["no communication"].communication_overhead) == (1.0, 0.0)
     text = step_report.as_markdown([step_result()])
-    assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 87% | 100 | 50 | +10% |" in text
+    assert "| DDP, 25 MiB | 400 | 400 to 400 | 1.00 | 75% | 87% | 100 | 76% | 96 | 50 | +10% |" in text
+    assert "| exposed ms | scaling efficiency | communication overhead ms | processor ms |" in text
+    assert "scaling efficiency = T(1) / T(n), communication overhead = T(n) - T(1)" in text
     assert "(Eq. 8), 350 with the paper's DeAR (Eq. 7), 300 with gathers under\nbackward, too" in text
     assert "at least 400 ms with the" in text
     assert "300 with Pipe-SGD, which\nmay need 2 times as many" in text

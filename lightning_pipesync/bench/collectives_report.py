@@ -13,12 +13,12 @@ from lightning_pipesync.core.buckets import MIB
 
 
 def as_markdown(results: list[dict[str, Any]]) -> str:
-    """Returns the tables, one for each number of hosts, and alpha and beta."""
+    """Returns the tables, for each number of hosts, alpha and beta, and what they predict."""
     parts = []
     for result in results:
         parts.append(f"### {result['world_size']} hosts, {result['bandwidth'] * 8 / 1e6:.0f} Mbit/s by plain TCP\n")
         parts.append("Median ms and, in brackets, the share of the limit that the bytes alone set.\n")
-        columns = list(dict.fromkeys((r["implementation"], r["operation"], r["codec"]) for r in result["rows"]))
+        columns = list(dict.fromkeys(_key(row) for row in result["rows"]))
         sizes = sorted({row["num_bytes"] for row in result["rows"]})
         rows = [[_name(*column), *(_cell(result, column, size) for size in sizes)] for column in columns]
         parts.append(table(["", *(f"{size / MIB:.3g} MiB" for size in sizes)], rows))
@@ -35,20 +35,24 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
             for fit in result["fits"]
         ]
         parts.append(table(["", "alpha (ms)", "beta (ns a byte)"], fits))
+        predicted = list(dict.fromkeys(_key(row) for row in result["rows"] if row["predicted"] is not None))
+        if predicted:
+            parts.append("Predicted ms by alpha and beta of ours: all_reduce and, in brackets, the error.\n")
+            rows = [[_name(*column), *(_prediction(result, column, size) for size in sizes)] for column in predicted]
+            parts.append(table(["", *(f"{size / MIB:.3g} MiB" for size in sizes)], rows))
     return "\n".join(parts)
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
     """Draws time over size, one panel for each number of hosts, and the limits."""
-    figure = Figure(figsize=(5.5 * len(results), 4.5), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(results), 5.5), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for panel, result in zip(panels, results, strict=True):
-        for (implementation, operation, codec), points in _curves(result).items():
-            if codec == "none":
-                style = "-o" if implementation == "ours" else "--s"
-                panel.plot(
-                    *zip(*points, strict=True), style, markersize=3, label=_name(implementation, operation, codec)
-                )
+    all_curves = [_curves(result) for result in results]
+    colors = {key: f"C{i}" for i, key in enumerate(dict.fromkeys(key for curves in all_curves for key in curves))}
+    for panel, result, curves in zip(panels, results, all_curves, strict=True):
+        for key, points in curves.items():
+            style = "-o" if key[0] == "ours" else "--s"
+            panel.plot(*zip(*points, strict=True), style, color=colors[key], markersize=3, label=_name(*key))
         for operation, style in (("reduce_scatter", ":"), ("all_reduce", "-.")):
             limits = sorted(
                 {(r["num_bytes"] / MIB, r["limit"] * 1e3) for r in result["rows"] if r["operation"] == operation}
@@ -56,7 +60,8 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
             panel.plot(*zip(*limits, strict=True), style, color="black", label=f"limit of {operation}")
         panel.set(xscale="log", yscale="log", xlabel="MiB", ylabel="ms", title=f"{result['world_size']} hosts")
         panel.grid(alpha=0.3)
-    panels[0].legend(fontsize="small")
+    drawn = {line.get_label(): line for panel in panels for line in panel.get_lines()}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -64,9 +69,13 @@ def _name(implementation: str, operation: str, codec: str) -> str:
     return f"{implementation}: {operation}" + ("" if codec == "none" else f", {codec}")
 
 
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["implementation"], row["operation"], row["codec"]
+
+
 def _row(result: dict[str, Any], column: tuple[str, str, str], size: int) -> dict[str, Any] | None:
     for row in result["rows"]:
-        if (row["implementation"], row["operation"], row["codec"]) == column and row["num_bytes"] == size:
+        if _key(row) == column and row["num_bytes"] == size:
             found: dict[str, Any] = row
             return found
     return None
@@ -87,9 +96,18 @@ def _processor(result: dict[str, Any], column: tuple[str, str, str], size: int) 
     return f"{median / size * 1024 * MIB:.2f}"
 
 
+def _prediction(result: dict[str, Any], column: tuple[str, str, str], size: int) -> str:
+    if (row := _row(result, column, size)) is None:
+        return ""
+    median, _, _ = median_and_quartiles(row["seconds"])
+    return f"{row['predicted'] * 1e3:.1f} ({row['predicted'] / median - 1:+.0%})"
+
+
 def _curves(result: dict[str, Any]) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
+    """Returns MiB and median ms by size, for each operation without a codec."""
     curves: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in result["rows"]:
-        key = (row["implementation"], row["operation"], row["codec"])
-        curves.setdefault(key, []).append((row["num_bytes"] / MIB, median_and_quartiles(row["seconds"])[0] * 1e3))
+        if row["codec"] == "none":
+            point = (row["num_bytes"] / MIB, median_and_quartiles(row["seconds"])[0] * 1e3)
+            curves.setdefault(_key(row), []).append(point)
     return curves

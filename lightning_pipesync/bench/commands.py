@@ -15,7 +15,7 @@ def collectives(
     rounds: int = 7,
     output: Path = Path("outputs/bench"),
 ) -> None:
-    """Times all-reduce, reduce-scatter and all-gather, compared with the backend's own and the limit.
+    """Times all-reduce and its two halves, compared with the backend's own, parameter servers and the limit.
 
     Args:
         hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
@@ -183,7 +183,7 @@ def converge(
     methods: list[str] = [  # noqa: B006
         "ddp",
         "local_sgd:period=0.25epoch",
-        "ssp:s=100",
+        "parameter_server:policy=ssp,staleness_bound=100,servers=1",
         "selsync:delta=0.1",
         "selsync:delta=0.3",
         "selsync:delta=1",
@@ -191,6 +191,7 @@ def converge(
     target: float | None = None,
     seeds: list[int] = [0],  # noqa: B006
     epochs: int | None = None,
+    steps: int | None = None,
     evaluations: int = 24,
     evaluate_on: str = "test",
     labels_per_worker: int | None = None,
@@ -205,12 +206,13 @@ def converge(
         uplink: Rate of each rack's link to the others, e.g. 200mbit.
         task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves,
             accuracy) or topics (the text of Python's documentation, perplexity).
-        methods: ddp, dear, local_sgd, pipe_sgd, ps_sync, selsync or ssp, each with settings if need be:
+        methods: ddp, dear, local_sgd, parameter_server, pipe_sgd or selsync, each with settings if need be:
             NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5. FedAvg with C and E is
             local_sgd:period=0.25epoch,participation=0.5. With alone, each rank by itself, the table has the limit.
         target: Quality to reach; the task's own if not given.
         seeds: Each method trains once for each of these.
         epochs: Of each training; the task's own if not given.
+        steps: The most of each training. A few are enough to time a step of each method.
         evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
         evaluate_on: test, or validation: a tenth of the training data, on which to choose settings.
         labels_per_worker: Number of labels that each rank holds, which makes the data non-IID.
@@ -220,7 +222,7 @@ def converge(
     from lightning_pipesync.bench.converge import ConvergeSettings
 
     settings = ConvergeSettings(
-        task, tuple(methods), target, tuple(seeds), epochs, evaluations, evaluate_on, labels_per_worker
+        task, tuple(methods), target, tuple(seeds), epochs, evaluations, evaluate_on, labels_per_worker, steps
     )
     num_measurements = len(methods) * len(seeds) * evaluations
     results = sweep.run("converge", settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)

@@ -16,8 +16,6 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.bench.named_settings import parse_named
-from lightning_pipesync.bench.ps_sync import PSSync, PSSyncConfig
-from lightning_pipesync.bench.ssp import SSP, SSPConfig
 from lightning_pipesync.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
 from lightning_pipesync.bench.trainings import (
     Alone,
@@ -30,6 +28,7 @@ from lightning_pipesync.bench.trainings import (
 )
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
+from lightning_pipesync.methods.parameter_server import ParameterServer, ParameterServerConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 
@@ -39,10 +38,9 @@ METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
     "ddp": (WithDDP, DDPConfig),
     "dear": (partial(WithMethod, method=DeAR), DeARConfig),
     "local_sgd": (partial(WithReplicas, method=LocalSGD), LocalSGDConfig),
+    "parameter_server": (partial(WithMethod, method=ParameterServer), ParameterServerConfig),
     "pipe_sgd": (partial(WithMethod, method=PipeSGD), PipeSGDConfig),
-    "ps_sync": (PSSync, PSSyncConfig),
     "selsync": (partial(WithReplicas, method=SelSync), SelSyncConfig),
-    "ssp": (SSP, SSPConfig),
 }
 
 
@@ -59,6 +57,7 @@ class ConvergeSettings:
         evaluations: the number of evaluations in a training.
         evaluate_on: the set of the evaluations: ``test``, or ``validation``, to choose settings.
         labels_per_worker: the number of labels that each rank holds; None: the data are IID.
+        steps: the most steps of a training; None: all of its epochs.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -72,6 +71,7 @@ class ConvergeSettings:
     evaluations: int
     evaluate_on: str = "test"
     labels_per_worker: int | None = None
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.task not in TASK_NAMES:
@@ -88,6 +88,8 @@ class ConvergeSettings:
             raise ValueError(f"epochs must be at least 1, got {self.epochs!r}.")
         if self.evaluations < 1:
             raise ValueError(f"evaluations must be at least 1, got {self.evaluations!r}.")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps!r}.")
         if self.labels_per_worker is not None:
             self.build_task()
 
@@ -132,19 +134,21 @@ def train(
     """Trains once; a collective call.
 
     Returns:
-        ``method``, ``seed``, ``lssr``, and ``points``: steps, seconds (with the consolidation of the weights, without
-        the evaluation), MiB that rank 0 has sent, quality, and :func:`spread_of` the ranks, at each evaluation.
+        ``method``, ``seed``, ``lssr``, and ``points``, one for each evaluation: steps, their seconds and the MiB that
+        rank 0 has sent in them, quality, :func:`spread_of` the ranks, and what the consolidation of the weights took:
+        ``consolidation_seconds`` and ``consolidation_mib``.
     """
     torch.manual_seed(seed)  # the same weights for every method
     training = parse_method(method)(task)
     torch.manual_seed(1000 * seed + dist.get_rank())
     # The same number of steps for every method: with data injection a step uses fewer of the rank's own samples.
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
+    num_steps = min(num_steps, settings.steps or num_steps)
     batches = islice(chain.from_iterable(repeat(training.loader(seed))), num_steps)
     scheduler = task.scheduler(training.optimizer, num_steps)
     evaluated = evaluations(num_steps, settings.evaluations)
     points: list[dict[str, float]] = []
-    seconds = 0.0
+    seconds, mib_not_of_steps = 0.0, training.mib_sent  # the first weights, and consolidations
     dist.barrier()
     start = time.perf_counter()
     for steps, batch in enumerate(batches, start=1):
@@ -152,12 +156,16 @@ def train(
         scheduler.step()
         if steps in evaluated:
             seconds += time.perf_counter() - start
-            own = weights_of(training.module)
+            own, mib = weights_of(training.module), training.mib_sent
+            dist.barrier()
             start = time.perf_counter()
             with training.consolidated() as module:
-                seconds += time.perf_counter() - start
+                consolidation = time.perf_counter() - start
                 quality, spread = evaluate(task, module), spread_of(own, weights_of(module))
-            point = {"steps": steps, "seconds": seconds, "mib": training.mib_sent, "quality": quality, "spread": spread}
+            point = {"steps": steps, "seconds": seconds, "mib": mib - mib_not_of_steps, "quality": quality}
+            consolidation_mib = training.mib_sent - mib
+            mib_not_of_steps += consolidation_mib
+            point |= {"spread": spread, "consolidation_seconds": consolidation, "consolidation_mib": consolidation_mib}
             points.append(point)
             progress(f"{method}, seed {seed}: {quality:.2f}")
             dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -36,6 +37,7 @@ class Row:
         steps: the steps to the target, the median over the seeds; None if not all of them have reached it.
         seconds: the seconds to the target, the median over the seeds; None if not all of them have reached it.
         mib: the MiB that rank 0 has sent to the target, the median over the seeds; None if not all have reached it.
+        step_seconds: the seconds of a step, the median of the times from one measurement to the next.
         speedup: the baseline's seconds over ``seconds``.
         share_of_limit: the seconds that the baseline's steps to the target take without communication, over
             ``seconds``; None if no rank was trained alone.
@@ -54,6 +56,7 @@ class Row:
     steps: float | None
     seconds: float | None
     mib: float | None
+    step_seconds: float
     speedup: float | None
     share_of_limit: float | None
 
@@ -74,7 +77,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
         return median(point[what] for point in points) if len(points) == len(by_method[name]) else None
 
     baseline_steps = to_target(baseline, "steps")
-    limit = baseline_steps * _seconds_alone(by_method["alone"]) if baseline_steps and "alone" in by_method else None
+    limit = baseline_steps * _step_seconds(by_method["alone"]) if baseline_steps and "alone" in by_method else None
     rows = []
     for name, runs in by_method.items():
         if name == "alone":  # its quality is that of one rank
@@ -98,6 +101,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
                 steps=to_target(name, "steps"),
                 seconds=seconds,
                 mib=to_target(name, "mib"),
+                step_seconds=_step_seconds(runs),
                 speedup=baseline_seconds / seconds if baseline_seconds and seconds else None,
                 share_of_limit=limit / seconds if limit and seconds else None,
             )
@@ -112,17 +116,19 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
         settings, seeds = result["settings"], len(result["settings"]["seeds"])
         network = f", {result['rate']}" if result.get("rate") else ""
         skew = f", {labels} labels on each" if (labels := settings["labels_per_worker"]) else ""
+        consolidations = max(point["consolidation_mib"] for run in result["runs"] for point in run["points"])
         better = "at least" if result["higher_is_better"] else "at most"
         parts.append(f"""### {_title(result)}{network}{skew}
 
 Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better} {result["target"]:g}: medians of
-{seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training. Best
-and final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's with the same seed
-the best is. LSSR: share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own
+{seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training, for
+which the weights were consolidated: that is not counted, and takes up to {consolidations:.1f} MiB each time. Best and
+final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's with the same seed the
+best is. LSSR: share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own
 weights to those that were measured, over their norm, the mean of all measurements. Limit: DDP's steps to the target,
 each without communication, as the ranks of `alone` take them.
 """)
-        to_target = ["reached", "MiB", "seconds", "speed-up", "share of the limit"]
+        to_target = ["reached", "MiB", "ms a step", "seconds", "speed-up", "share of the limit"]
         headings = ["", "steps", "LSSR", "best", "better by", "final", "spread", *to_target]
         parts.append(table(headings, [_cells(row, seeds) for row in rows_of(result)]))
     return "\n".join(parts)
@@ -180,9 +186,11 @@ def _by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return groups
 
 
-def _seconds_alone(runs: list[dict[str, Any]]) -> float:
-    """Returns the seconds of a step without communication, the median over the seeds."""
-    return median(run["points"][-1]["seconds"] / run["points"][-1]["steps"] for run in runs)
+def _step_seconds(runs: list[dict[str, Any]]) -> float:
+    """Returns the seconds of a step, the median of the times from one measurement to the next."""
+    start = {"steps": 0, "seconds": 0.0}
+    spans = [span for run in runs for span in pairwise([start, *run["points"]])]
+    return median((end["seconds"] - begin["seconds"]) / (end["steps"] - begin["steps"]) for begin, end in spans)
 
 
 def _best(points: Sequence[Point], sign: int) -> float:
@@ -205,6 +213,7 @@ def _cells(row: Row, seeds: int) -> list[str]:
         f"{row.spread:.2%}",
         f"{row.num_reached} of {seeds}",
         _number(row.mib, ".1f"),
+        f"{1e3 * row.step_seconds:.0f}",
         _number(row.seconds, ".1f"),
         _number(row.speedup, ".2f"),
         _number(row.share_of_limit, ".0%"),

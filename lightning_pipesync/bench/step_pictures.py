@@ -52,7 +52,7 @@ def draw_scaling(results: list[dict[str, Any]], path: Path) -> None:
     for world_size, run in zip(hosts, runs, strict=True):
         for row in rows_of(run):
             if row.name != "no communication":
-                curves.setdefault(row.name, []).append(world_size * StepCost(**run["cost"]).compute / row.seconds)
+                curves.setdefault(row.name, []).append(world_size * row.scaling_efficiency)
     for name, speedups in curves.items():
         panel.plot(hosts, speedups, "-o", markersize=3, label=name)
     limits = [StepCost(**run["cost"]).max_speedup(world_size) for world_size, run in zip(hosts, runs, strict=True)]

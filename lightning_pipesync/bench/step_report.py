@@ -23,7 +23,9 @@ class Row:
         over_ddp: the speed-up over DDP with its best bucket size.
         of_limit: the limit of this kind of method over its time.
         of_layer_limit: the same for the layers of this model.
-        exposed: seconds of exposed communication.
+        exposed: seconds of exposed communication: what a step takes beyond the parts of its computation, as profiled.
+        scaling_efficiency: T(1) / T(n), where T(1) is the step without communication, in turns with it.
+        communication_overhead: T(n) - T(1), in seconds.
         processor: the median seconds of processor time of a step, all threads of a rank.
         prediction_error: the relative error of the cost model; None without a prediction.
     """
@@ -35,6 +37,8 @@ class Row:
     of_limit: float
     of_layer_limit: float
     exposed: float
+    scaling_efficiency: float
+    communication_overhead: float
     processor: float
     prediction_error: float | None
 
@@ -44,6 +48,7 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
     cost = StepCost(**run["cost"])
     timed = {one["name"]: median_and_quartiles(one["seconds"]) for one in run["candidates"]}
     best_ddp = min(median for name, (median, _, _) in timed.items() if name.startswith("DDP, "))
+    alone, _, _ = timed["no communication"]
     rows = []
     for one in run["candidates"]:
         median, low, high = timed[one["name"]]
@@ -57,6 +62,8 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
                 of_limit=one["limit"] / median,
                 of_layer_limit=one["layer_limit"] / median,
                 exposed=max(0.0, median - cost.compute),
+                scaling_efficiency=alone / median,
+                communication_overhead=median - alone,
                 processor=median_and_quartiles(one["processor_seconds"])[0],
                 prediction_error=error,
             )
@@ -74,9 +81,11 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
         "of its limit",
         "for these layers",
         "exposed ms",
+        "scaling efficiency",
+        "communication overhead ms",
         "processor ms",
+        "predicted",
     ]
-    headings += ["predicted"]
     parts = []
     for result in results:
         for run in result["runs"]:
@@ -98,6 +107,8 @@ all-reduce under backward (Eq. 8), {_ms(cost.dear)} with the paper's DeAR (Eq. 7
 backward, too, {_ms(cost.pipe_sgd)} with Pipe-SGD, which
 may need {late:g} times as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(late * cost.pipe_sgd)} ms.
 The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
+With T(n) the time of a step on n hosts, and T(1) that of the step without communication, with the same mini-batch on
+each host: scaling efficiency = T(1) / T(n), communication overhead = T(n) - T(1), speed-up = n T(1) / T(n).
 """
 
 
@@ -119,6 +130,8 @@ def _cells(row: Row) -> list[str]:
         f"{row.of_limit:.0%}",
         f"{row.of_layer_limit:.0%}",
         _ms(row.exposed),
+        f"{row.scaling_efficiency:.0%}",
+        _ms(row.communication_overhead),
         _ms(row.processor),
         "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",
     ]

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipesync.bench.candidates import in_ddp
 from lightning_pipesync.bench.tasks import Task
-from lightning_pipesync.core.buckets import MIB, Bucket
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.data import LabelSkewedSampler
 from lightning_pipesync.data.loaders import with_seed_of_its_own
 from lightning_pipesync.data.train_loader import TrainLoader
@@ -85,26 +84,6 @@ class Training(ABC):
     def _clip(self) -> None:
         if self.task.max_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.task.max_norm)
-
-
-class OverTransport(Training):
-    """A training that uses the transport directly; all ranks start with the weights of rank 0."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self._transport = Transport(timeout_s=300)
-        self._parameters = list(self.module.parameters())
-        self._weights = Bucket(self._parameters)
-        self._weights.pack(self._parameters)
-        self._transport.broadcast(self._weights.flat).wait()
-        self._weights.unpack(self._parameters)
-
-    @property
-    def mib_sent(self) -> float:
-        return self._transport.traffic.total_bytes_sent / MIB
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 @dataclass(frozen=True)

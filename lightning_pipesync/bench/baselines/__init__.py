@@ -6,6 +6,7 @@ from lightning_pipesync.bench.baselines.grouped import GroupedAllReduce, MergedA
 from lightning_pipesync.bench.baselines.halves import AllGatherOnly
 from lightning_pipesync.bench.baselines.horovod import Horovod, TunedHorovod
 from lightning_pipesync.bench.baselines.over_transport import OverTransport
+from lightning_pipesync.bench.baselines.push_pull import PushPull
 
 __all__ = [
     "AllGatherOnly",
@@ -16,6 +17,7 @@ __all__ = [
     "MergedAllReduce",
     "OverTransport",
     "ParameterServer",
+    "PushPull",
     "ReduceScatterOnly",
     "TunedHorovod",
 ]

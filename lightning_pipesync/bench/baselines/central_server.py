@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_pipesync.bench.baselines.over_transport import OverTransport
+from lightning_pipesync.bench.baselines.push_pull import PushPull
 from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.transport import Transport
@@ -26,8 +26,7 @@ class CentralServer:
     def __init__(self, transport: Transport, parameters: Sequence[Tensor]) -> None:
         self._transport, self._parameters = transport, list(parameters)
         self._gradient, self._weights = Bucket(self._parameters), Bucket(self._parameters)
-        self._workers = range(1, transport.world_size)
-        self._pushed = [torch.empty_like(self._gradient.flat) for _ in self._workers] if transport.rank == 0 else []
+        self._exchange = PushPull(transport, self._gradient.flat.numel(), servers=1)
 
     def step(self, update: Callable[[], object]) -> None:
         """Takes a step; a collective call.
@@ -36,24 +35,15 @@ class CentralServer:
             update: updates the weights by the gradients; called on rank 0.
         """
         self._gradient.pack_gradients(self._parameters)
+        self._exchange.push(self._gradient.flat)
         if self._transport.rank == 0:
-            self._serve(update)
-        else:
-            self._transport.send(self._gradient.flat, 0).wait()
-            self._transport.recv(self._weights.flat, 0).wait()
+            self._gradient.flat.div_(self._transport.world_size)
+            self._gradient.unpack([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+            update()
+            self._weights.pack(self._parameters)
+        self._exchange.pull(self._weights.flat)
+        if self._transport.rank != 0:
             self._weights.unpack(self._parameters)
-
-    def _serve(self, update: Callable[[], object]) -> None:
-        for handle in [self._transport.recv(one, rank) for one, rank in zip(self._pushed, self._workers, strict=True)]:
-            handle.wait()
-        for pushed in self._pushed:
-            self._gradient.flat.add_(pushed)
-        self._gradient.flat.div_(self._transport.world_size)
-        self._gradient.unpack([parameter.grad for parameter in self._parameters if parameter.grad is not None])
-        update()
-        self._weights.pack(self._parameters)
-        for handle in [self._transport.send(self._weights.flat, rank) for rank in self._workers]:
-            handle.wait()
 
 
 class ParameterServer(OverTransport):
