@@ -86,7 +86,10 @@ def test_every_setting_of_every_method_reaches_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"METHOD": "sellsync"}, ["one of dear, ea_pipe, local_sgd, pipe_sgd, selsync", "'sellsync'"]),
+        (
+            {"METHOD": "sellsync"},
+            ["one of dear, ea_pipe, local_sgd, parameter_server, pipe_sgd, selsync", "'sellsync'"],
+        ),
         ({"METHOD": "selsync", "DELTAA": "0.3"}, ["no setting 'deltaa'", "delta, lssr, aggregation"]),
         ({"METHOD": "selsync", "DELTA": "a lot"}, ["selsync", "delta", "a lot"]),
         ({"METHOD": "selsync", "DELTA": "-1"}, ["delta must be at least 0", "-1"]),

@@ -19,6 +19,7 @@ from tests.harness import launch
 
 METHODS: dict[str, dict[str, Any]] = {
     "dear": {"fusion": "buffer", "bucket_mb": 0.01},
+    "local_sgd": {"period": "0.375 epoch", "overlap_steps": 2, "outer_optimizer": "nesterov"},
     "selsync": {"delta": 0.05, "window": 3},
     "pipe_sgd": {"staleness": 1},
 }
@@ -123,6 +124,8 @@ def test_trainer(tmp_path: Path) -> None:
         losses = [evaluated(outcome[method]["history"]) for outcome in (first, second)]
         assert losses[0] == losses[1]
         assert len(losses[0]) == 3
+    rounds = [entry["local_sgd/rounds"] for entry in first["local_sgd"]["history"] if "loss" in entry]
+    assert rounds == [0, 0, 1, 1, 1, 2, 2, 2], "one every three of an epoch's eight steps"
     assert not torch.equal(first["selsync"]["weights"], first["ddp"]["weights"])
 
 

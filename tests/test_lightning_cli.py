@@ -60,7 +60,7 @@ def test_settings_on_the_command_line(name: str, settings: dict[str, str], expec
     assert {setting: getattr(strategy.config, setting) for setting in expected} == expected
 
 
-@pytest.mark.parametrize("name", ["dear", "ea_pipe", "local_sgd", "pipe_sgd", "selsync"])
+@pytest.mark.parametrize("name", ["dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync"])
 def test_a_plain_name_works_if_the_script_imports_the_package(name: str) -> None:
     assert cli("--trainer.strategy", name).trainer.strategy.name == name
 
