@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ def simulate(
     overlap_steps: int = 0,
     own_share: float = 0.0,
     dropped: Collection[int] = (),
+    flushes: Collection[int] = (),
+    back: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, nn.Module]:
     """Returns the replicas of the ranks that are left.
 
@@ -46,6 +49,13 @@ def simulate(
     outer = make_outer(weights, world_size) if make_outer else None
     arriving: dict[int, list[Tensor]] = {}
     for step in range(1, num_steps + 1):
+        if step - 1 in flushes and (step - 1) % period:  # otherwise they are the same
+            average([list(replica.parameters()) for replica in replicas.values()])
+            average([list(replica.buffers()) for replica in replicas.values()])
+        for rank in [rank for rank, when in back.items() if when == step - 1]:
+            replicas = dict(sorted({**replicas, rank: copy.deepcopy(replicas[0])}.items()))
+            optimizers[rank] = make_optimizer(replicas[rank])
+            optimizers[rank].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
         for rank, replica in replicas.items():
             optimizers[rank].zero_grad()
             loss(replica, step - 1, rank).backward()
@@ -55,7 +65,7 @@ def simulate(
         if step % period:
             continue
         ranks = sorted(replicas)
-        gone = [rank for rank in ranks if lost.get(rank, num_steps + 1) <= step]
+        gone = [rank for rank in ranks if lost.get(rank, num_steps + 1) <= step <= back.get(rank, num_steps)]
         if gone and outer is not None and make_outer is not None:
             shards = [(ranks.index(rank), len(ranks)) for rank in gone]
             outer = with_lost_shards(outer, make_outer(weights, len(ranks) - len(gone)), weights, shards)

@@ -54,6 +54,11 @@ def check_consistency(
     Raises:
         ValueError: on every rank; the message names the first difference, and its value on two ranks.
     """
+    check_same(transport, describe(settings, parameters, module))
+
+
+def describe(settings: object, parameters: Sequence[NamedParameter], module: nn.Module) -> list[tuple[str, str]]:
+    """Returns the settings and the model's tensors as pairs of a name and a description."""
     described = [("settings", repr(settings))]
     for parameter in parameters:
         tensor = parameter.tensor
@@ -61,7 +66,7 @@ def check_consistency(
         described.append((f"parameter {parameter.name}", text))
     for name, buffer in module.named_buffers():
         described.append((f"buffer {name}", f"{tuple(buffer.shape)} {buffer.dtype}"))
-    check_same(transport, described)
+    return described
 
 
 def check_same(transport: Transport, described: Sequence[tuple[str, str]]) -> None:
@@ -72,13 +77,22 @@ def check_same(transport: Transport, described: Sequence[tuple[str, str]]) -> No
     """
     everyone = transport.gather_objects(described)
     for rank, other in enumerate(everyone):
-        if other == everyone[0]:
-            continue
-        ours, theirs = dict(everyone[0]), dict(other)
-        for what in [*ours, *theirs]:
-            if ours.get(what) != theirs.get(what):
-                raise ValueError(
-                    f"The ranks differ in {what}: rank 0 has {ours.get(what, 'none')}, "
-                    f"rank {rank} has {theirs.get(what, 'none')}."
-                )
-        raise ValueError(f"Rank {rank} registers the parameters in another order than rank 0.")
+        raise_if_different(everyone[0], other, rank)
+
+
+def raise_if_different(first: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int) -> None:
+    """Compares the pairs of rank 0 with those of another rank.
+
+    Raises:
+        ValueError: they differ; the message names the first difference, and both values.
+    """
+    if other == first:
+        return
+    ours, theirs = dict(first), dict(other)
+    for what in [*ours, *theirs]:
+        if ours.get(what) != theirs.get(what):
+            raise ValueError(
+                f"The ranks differ in {what}: rank 0 has {ours.get(what, 'none')}, "
+                f"rank {rank} has {theirs.get(what, 'none')}."
+            )
+    raise ValueError(f"Rank {rank} registers the parameters in another order than rank 0.")

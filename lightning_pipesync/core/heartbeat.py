@@ -110,7 +110,7 @@ class Heartbeat:
         self, store: dist.Store, rank: int, world_size: int, interval: float, describe: Callable[[int], Beat]
     ) -> None:
         self._store, self._describe = store, describe
-        self._keys = [f"pipesync/beat/{peer}" for peer in range(world_size)]
+        self._keys = [_key_of(peer) for peer in range(world_size)]
         self._own_key = self._keys[rank]
         self.interval = interval
         self.fault: Fault | None = None
@@ -118,6 +118,11 @@ class Heartbeat:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
         self._thread.start()
+
+    @staticmethod
+    def last_beat(store: dist.Store, rank: int) -> Beat:
+        """Returns the last beat of a rank; calls the store."""
+        return _beat_from(json.loads(store.get(_key_of(rank)))) if store.check([_key_of(rank)]) else Beat()
 
     def read(self, timeout_s: float) -> list[Beat]:
         """Publishes a beat, and returns the last beat of each rank, by rank; updates :attr:`fault`.
@@ -191,9 +196,11 @@ class Heartbeat:
             self.fault = Fault(**json.loads(self._store.get(_FAULT_KEY)))
         if self._store.check(self._keys):  # a query of a missing key would block
             return [_beat_from(json.loads(value)) for value in self._store.multi_get(self._keys)]
-        return [
-            _beat_from(json.loads(self._store.get(key))) if self._store.check([key]) else Beat() for key in self._keys
-        ]
+        return [self.last_beat(self._store, peer) for peer in range(len(self._keys))]
+
+
+def _key_of(rank: int) -> str:
+    return f"pipesync/beat/{rank}"
 
 
 def _beat_from(values: dict[str, Any]) -> Beat:

@@ -5,6 +5,9 @@ The ranks go through numbered sections; each completes a section when it has all
 finds a section broken reports how many it has completed. Rank 0 leads: when each member has reported, or has fallen
 silent, it publishes who goes on, and the fewest sections that one of them has completed. All that have completed
 more undo the last one. No two members differ by more than one: a section takes part of all of them.
+
+A process that takes a lost rank's place applies for it (:class:`Application`), and the leader adds it to the members of
+an agreement that all of them ask for.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -41,11 +44,26 @@ class Agreement:
         ranks: the members that go on, by the ranks that they had at first, in ascending order.
         completed: the number of sections that all of them have completed.
         lost: the members that do not go on, each with its host and process id in words.
+        joined: the members who have to be told what the others know, likewise.
+        generation: the number of this agreement.
     """
 
     ranks: list[int]
     completed: int
     lost: dict[int, str]
+    joined: dict[int, str]
+    generation: int
+
+    def to_json(self) -> str:
+        """Returns the agreement as the store has it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Agreement:
+        """Returns what :meth:`to_json` has written."""
+        values = json.loads(text)
+        described = {name: {int(rank): where for rank, where in values[name].items()} for name in ("lost", "joined")}
+        return cls(**{**values, **described})
 
 
 class Membership:
@@ -58,12 +76,17 @@ class Membership:
     Args:
         store: a store with keys of its own, which outlives process groups.
         rank: the rank of this process.
-        world_size: the number of ranks.
+        world_size: the number of ranks at first.
         timeout_s: seconds after which a member that lives and has not reported counts as lost.
+        joins: the agreement by which this rank joins the others; None: it has been a member from the beginning.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout_s: float, joins: Agreement | None = None
+    ) -> None:
         self.ranks, self.generation = list(range(world_size)), 0
+        if joins is not None:
+            self.ranks, self.generation = joins.ranks, joins.generation
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._left: str | None = None
@@ -72,11 +95,13 @@ class Membership:
         self._heartbeat = Heartbeat(store, rank, world_size, self._interval, self._describe)
         self._at_end = at_shutdown(lambda _: self.close(), first=True)
 
-    def agree(self, completed: int) -> Agreement | None:
+    def agree(self, completed: int, joined: Mapping[int, str] | None = None) -> Agreement | None:
         """Reports that this rank needs a new group, and returns what is agreed; blocks.
 
         Args:
             completed: the number of sections that this rank has completed.
+            joined: of the leader, those who join, or have and may not know what the others do, each with its host and
+                process id in words.
 
         Returns:
             None if the leader, or the store, does not answer, or this rank is the leader and was cut off from all.
@@ -86,8 +111,8 @@ class Membership:
         """
         self.generation += 1
         try:
-            self._call(lambda: self._store.set(self._report_key(self._rank), str(completed)))
-            agreement = self._decide() if self._rank == LEADER else self._await_agreement()
+            self.call(lambda: self._store.set(self._report_key(self._rank), str(completed)))
+            agreement = self._decide(joined or {}) if self._rank == LEADER else self._await_agreement()
         except RuntimeError:  # of the store
             agreement = None
         if agreement is None:
@@ -114,14 +139,14 @@ class Membership:
             self._heartbeat.close(GOODBYE_S)
             self._at_end.cancel()
 
-    def _decide(self) -> Agreement | None:
+    def _decide(self, joined: Mapping[int, str]) -> Agreement | None:
         """Waits until each member has reported or is lost, and publishes the agreement.
 
         Returns:
             None if no other member is left and this process itself was frozen: the others have given it up.
         """
         deadline = time.monotonic() + self._timeout_s
-        silence = _Silence(PATIENCE * self._interval)
+        silence = Silence(PATIENCE * self._interval)
         while True:
             silent = silence.of(beats := self._heartbeat.read(STORE_S))
             reports = {rank: report for rank in self.ranks if (report := self._read(self._report_key(rank)))}
@@ -133,21 +158,22 @@ class Membership:
         if members == [LEADER] and self._longest_gap > PATIENCE * self._interval:
             return None
         lost = {r: f"host {beats[r].host}, pid {beats[r].pid}" for r in self.ranks if r not in members}
-        agreement = Agreement(members, min(int(reports[rank]) for rank in members), lost)
-        self._call(lambda: self._store.set(self._agreement_key, json.dumps(asdict(agreement))))
+        completed = min(int(reports[rank]) for rank in members)
+        joined = {rank: where for rank, where in joined.items() if rank in members or rank not in self.ranks}
+        agreement = Agreement(sorted({*members, *joined}), completed, lost, joined, self.generation)
+        self.call(lambda: self._store.set(self._agreement_key, agreement.to_json()))
         return agreement
 
     def _await_agreement(self) -> Agreement | None:
         """Waits for the agreement; returns None if the leader is lost."""
         # The leader may compute for as long as the timeout, and then wait for another member for as long again.
         deadline = time.monotonic() + 2 * (self._timeout_s + PATIENCE * self._interval)
-        silence = _Silence(PATIENCE * self._interval)
+        silence = Silence(PATIENCE * self._interval)
         while not (found := self._read(self._agreement_key)):
             if LEADER in silence.of(self._heartbeat.read(STORE_S)) or time.monotonic() > deadline:
                 return None
             time.sleep(self._interval / 4)
-        values = json.loads(found)
-        return Agreement(values["ranks"], values["completed"], {int(r): text for r, text in values["lost"].items()})
+        return Agreement.from_json(found)
 
     def _report_key(self, rank: int) -> str:
         return f"pipesync/report/{self.generation}/{rank}"
@@ -158,9 +184,10 @@ class Membership:
 
     def _read(self, key: str) -> str | None:
         """Returns the value of a key; None if there is none yet."""
-        return self._call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+        return self.call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
-    def _call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[[], T]) -> T:
+        """Returns the result of ``function``, which calls the store, see :meth:`Heartbeat.call`."""
         return self._heartbeat.call(function, STORE_S)
 
     def _describe(self, number: int) -> Beat:
@@ -170,8 +197,8 @@ class Membership:
         return Beat(number, now, self._host, self._pid, left=self._left)
 
 
-class _Silence:
-    """Which ranks have left, or have not published a beat for ``patience_s`` seconds."""
+class Silence:
+    """Which ranks have left, or have not published a beat for ``patience_s`` seconds since it was first asked."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s

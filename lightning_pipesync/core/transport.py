@@ -161,22 +161,25 @@ class Transport(Collectives):
 
         The states are sent one after the other. Their tensors are on the CPU.
         """
-        buffer = io.BytesIO()
-        serialization.save(state, buffer)  # not torch.save, which users may replace to count or redirect files
-        wire = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-        sizes = self.gather_objects(wire.numel())
         if self.rank != 0:
-            self.send(wire, 0).wait()
+            self.send_state(state, 0)
             return None
-        states = []
-        for rank, size in enumerate(sizes):
-            received = wire if rank == 0 else torch.empty(size, dtype=torch.uint8)
-            if rank != 0:
-                self.recv(received, rank).wait()
-            # From this job's own processes, and possibly with objects that weights_only=True refuses.
-            read = io.BytesIO(received.numpy().tobytes())
-            states.append(serialization.load(read, map_location="cpu", weights_only=False))
-        return states
+        # The own one, too, is a copy.
+        return [_read(_written(state)), *(self.receive_state(rank) for rank in range(1, self.world_size))]
+
+    def send_state(self, state: dict[str, Any], dst: int) -> None:
+        """Sends a state to rank ``dst``, which calls :meth:`receive_state`; blocks."""
+        wire = _written(state)
+        self.send(torch.tensor([wire.numel()]), dst).wait()
+        self.send(wire, dst).wait()
+
+    def receive_state(self, src: int) -> dict[str, Any]:
+        """Returns a state from rank ``src``, with tensors on the CPU; blocks."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self.recv(size, src).wait()
+        wire = torch.empty(int(size), dtype=torch.uint8)
+        self.recv(wire, src).wait()
+        return _read(wire)
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
@@ -243,3 +246,18 @@ class Transport(Collectives):
         assert work is not None
         with self.watch.waiting(what, peer):
             work.wait(self._timeout)
+
+
+def _written(state: dict[str, Any]) -> Tensor:
+    """Returns a state as bytes."""
+    buffer = io.BytesIO()
+    serialization.save(state, buffer)  # not torch.save, which users may replace to count or redirect files
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def _read(wire: Tensor) -> dict[str, Any]:
+    """Returns the state in these bytes, from this job's own processes, and possibly with objects of any type."""
+    state: dict[str, Any] = serialization.load(
+        io.BytesIO(wire.numpy().tobytes()), map_location="cpu", weights_only=False
+    )
+    return state

@@ -126,7 +126,8 @@ class LocalSGDConfig(Settings):
 
     on_lost_rank: OnLostRank = "raise"
     """What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``: they repeat
-    the average without it, and go on. In plain loops, with Gloo, and as long as rank 0 lives."""
+    the average without it, and go on, and a process that is started again takes its place at a ``flush()``. In plain
+    loops, with Gloo, and as long as rank 0 lives."""
 
     checkpoint_replicas: bool = True
     """Whether a checkpoint holds each rank's own weights and optimizer state besides the average. Without them it is

@@ -1,18 +1,24 @@
-"""Going on without a lost rank: sections that all ranks that are left complete, or none (``on_lost_rank="continue"``).
+"""Going on without a lost rank, and with one that comes back (``on_lost_rank="continue"``).
 
 [Note: what is undone]
-Ranks communicate in sections: the end of a step in which an average starts or is applied, a flush, the agreement on
-weights that were loaded. A rank that has all data of a section tells all others so, with one byte, and ends the section
-when all have told it. If that fails, the ranks that are left agree on the last section that all of them have completed
-(:class:`Membership`), undo a further one, and make new groups, in a section of its own. What was undone, or not
-completed, is repeated from each rank's own weights before it: the outcome is a round of the ranks that are left.
+All ranks that are left complete a section, or none. Ranks communicate in sections: the end of a step in which an
+average starts or is applied, a flush, the agreement on weights that were loaded. A rank that has all data of a section
+tells all others so, with one byte, and ends the section when all have told it. If that fails, the ranks that are left
+agree on the last section that all of them have completed (:class:`Membership`), undo a further one, and make new
+groups, in a section of its own. What was undone, or not completed, is repeated from each rank's own weights before it:
+the outcome is a round of the ranks that are left.
+
+[Note: who comes back]
+After a flush rank 0 looks for processes that want to take a lost rank's place (:class:`Applicants`), and tells all
+others, in a section. If there are some, all agree on them as on a loss, and in the new groups rank 0 sends them its
+state. That section is then repeated, also by the newcomers, until there are none: a loss meanwhile is like any other.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -21,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipesync.core.admission import Applicants, Application, Job
 from lightning_pipesync.core.buckets import shard_slice
-from lightning_pipesync.core.failure import is_lost_peer
+from lightning_pipesync.core.failure import FRACTION_OF_TIMEOUT, INTERVAL, is_lost_peer
 from lightning_pipesync.core.membership import LEADER, Agreement, Membership
 from lightning_pipesync.core.torch_private import map_tensors, store_of
 from lightning_pipesync.core.transport import Transport
@@ -63,8 +70,11 @@ class Recoverable(Protocol):
     def snapshot(self) -> Snapshot:
         """Returns what a section may change; not a collective call."""
 
-    def regroup(self, snapshot: Snapshot) -> None:
-        """Continues from ``snapshot`` with the ranks of the present default process group; a collective call."""
+    def regroup(self, snapshot: Snapshot, newcomers: Sequence[int]) -> None:
+        """Continues from ``snapshot`` with the ranks of the present default process group; a collective call.
+
+        Those of them who are ``newcomers`` continue from what rank 0 sends them.
+        """
 
     def undo_averages(self) -> None:
         """Restores what averages have replaced that is not part of a snapshot; not a collective call."""
@@ -77,22 +87,38 @@ class Recovery:
     """Runs the sections of a method, and makes new groups when ranks are lost; see [Note: what is undone].
 
     Args:
-        method: the method, attached.
+        method: the method, attached; in a process that comes back, in a group of this process alone.
         timeout_s: seconds after which a rank that does not answer counts as lost.
+        job: the job, if others can take the place of a lost rank.
+
+    Raises:
+        RuntimeError: this process cannot come back, as rank 0 is lost or has ended.
+        ValueError: it has other settings, or another model, than rank 0.
     """
 
-    def __init__(self, method: Recoverable, timeout_s: float) -> None:
+    def __init__(self, method: Recoverable, timeout_s: float, job: Job | None = None) -> None:
         self._method, self._timeout_s = method, timeout_s
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        # The process groups go, their store stays. Its keys are not those of an earlier method of this process.
-        assert dist.group.WORLD is not None
-        store = store_of(dist.group.WORLD)
-        number = (store.add("pipesync/memberships", 1) - 1) // world_size
-        self._store = dist.PrefixStore(f"pipesync/membership/{number}", store)
-        self._membership = Membership(self._store, rank, world_size, timeout_s)
-        self._first_rank = rank
         self._completed = 0  # sections
         self._lost: dict[int, str] = {}  # since the last regrouping
+        self._newcomers: dict[int, str] = {}  # who do not know what the others do
+        if job is None:
+            self._first_rank, world_size = dist.get_rank(), dist.get_world_size()
+            # The process groups go, their store stays. Its keys are not those of an earlier method of this process.
+            assert dist.group.WORLD is not None
+            store = store_of(dist.group.WORLD)
+            number = (store.add("pipesync/memberships", 1) - 1) // world_size
+            self._store: dist.Store = dist.PrefixStore(f"pipesync/membership/{number}", store)
+        else:
+            self._first_rank, world_size, self._store = job.rank, job.world_size, job.store
+        joins = Application(job, timeout_s).wait() if job is not None and job.comes_back else None
+        self._first_world_size = world_size
+        self._membership = Membership(self._store, self._first_rank, world_size, timeout_s, joins)
+        self._applicants: Applicants | None = None
+        if job is not None:
+            interval = min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
+            self._applicants = Applicants(job, interval, self._membership.call)
+        if joins is not None:
+            self._come_back(joins)
 
     def run(self, section: Callable[[], T]) -> T:
         """Runs a section, again after each loss that has kept a rank from completing it.
@@ -108,6 +134,16 @@ class Recovery:
             if self._completes(lambda: results.append(section()), before):  # noqa: B023 - called at once
                 return results[0]
             self._method.undo_averages()
+
+    def admit(self) -> None:
+        """Takes in those who want to take the place of lost ranks; a collective call.
+
+        Raises:
+            RuntimeError: as :meth:`run`.
+        """
+        while self._applicants is not None and max(self.run(self._exchange_applicants)):
+            agreement = self._agree(RuntimeError(f"Rank {LEADER} is lost, which leads the others."))
+            self._regroup_as_agreed(agreement, self._method.snapshot())
 
     def close(self) -> None:
         """Tells the others that this rank has left."""
@@ -128,10 +164,25 @@ class Recovery:
                 raise
             agreement = self._agree(error)
         stands = has_all_data and agreement.completed == self._completed
-        self._completed = agreement.completed
-        snapshot = self._method.snapshot() if stands else before
-        self._completes(lambda: self._regroup(snapshot), snapshot)
+        self._regroup_as_agreed(agreement, self._method.snapshot() if stands else before)
         return stands
+
+    def _exchange_applicants(self) -> list[int]:
+        """Returns by rank whether a rank knows of processes that want to come back, of which rank 0 knows."""
+        if self._first_rank == LEADER and self._applicants is not None:
+            absent = set(range(self._first_world_size)) - set(self._membership.ranks)
+            self._newcomers = self._applicants.living(absent)
+        return self._method.transport.exchange_flags(int(bool(self._newcomers))).wait()
+
+    def _come_back(self, joins: Agreement) -> None:
+        """Takes the place of a lost rank, by the agreement of all others."""
+        try:
+            self._method.transport.close(CLOSE_S)
+            self._regroup_as_agreed(joins, self._method.snapshot())
+            self.admit()
+        except BaseException:
+            self._membership.close()
+            raise
 
     def _commit(self) -> None:
         """Tells all other ranks that this one has all data of the section, and waits until all have told it."""
@@ -144,11 +195,20 @@ class Recovery:
             RuntimeError: ``error``, if rank 0 is lost; or the others went on without this rank.
         """
         self._method.transport.close(CLOSE_S)
-        agreement = self._membership.agree(self._completed)
+        agreement = self._membership.agree(self._completed, self._newcomers)
         if agreement is None:
             raise error
-        self._lost |= agreement.lost
+        if self._first_rank == LEADER and self._applicants is not None:
+            self._applicants.admit(agreement)
         return agreement
+
+    def _regroup_as_agreed(self, agreement: Agreement, snapshot: Snapshot) -> None:
+        """Makes new groups, and continues from ``snapshot`` in them; again, if another rank is lost meanwhile."""
+        self._completed = agreement.completed
+        self._lost |= agreement.lost
+        self._newcomers = agreement.joined
+        self._completes(lambda: self._regroup(snapshot), snapshot)
+        self._newcomers = {}
 
     def _regroup(self, snapshot: Snapshot) -> None:
         """Makes the default process group, and all of the method's, of the members; a collective call."""
@@ -165,22 +225,27 @@ class Recovery:
             )
         finally:
             self._membership.forget_pauses()  # no beat passes the store while it waits for a key
-        self._method.regroup(snapshot)
+        self._method.regroup(snapshot, [ranks.index(rank) for rank in self._newcomers])
         self._warn()
 
     def _warn(self) -> None:
-        """Warns on rank 0 which ranks are lost, and who goes on."""
-        lost = ", ".join(f"rank {rank} ({where})" for rank, where in self._lost.items())
-        self._lost = {}
+        """Warns on rank 0 which ranks are lost, or have come back, and who goes on."""
+        lost, self._lost = self._lost, {}
         if self._first_rank != LEADER:
             return
+        happened = [f"Lost {_listed(lost)}"] if lost else []
+        happened += [f"Took in {_listed(self._newcomers)}"] if self._newcomers else []
         ranks = self._membership.ranks
         goes_on = f"ranks {', '.join(map(str, ranks))} go on as ranks 0 to {len(ranks) - 1}"
         warnings.warn(
-            f"{f'Lost {lost}' if lost else 'Lost a connection, and no rank'} after "
+            f"{'. '.join(happened) or 'Lost a connection, and no rank'} after "
             f"{self._method.metrics()['rounds']:g} rounds: {goes_on if len(ranks) > 1 else 'rank 0 goes on alone'}.",
             stacklevel=2,
         )
+
+
+def _listed(ranks: Mapping[int, str]) -> str:
+    return ", ".join(f"rank {rank} ({where})" for rank, where in ranks.items())
 
 
 def reshard(agreed: dict[int, Agreed], snapshot: Snapshot, transport: Transport) -> dict[int, Agreed]:
@@ -205,3 +270,16 @@ def reshard(agreed: dict[int, Agreed], snapshot: Snapshot, transport: Transport)
         index: (values, map_tensors(partial(resharded, values.numel()), outer))
         for index, (values, outer) in sorted(agreed.items())
     }
+
+
+def without_outer_state(snapshot: Snapshot) -> Snapshot:
+    """Returns rank 0's snapshot for a rank that comes back: what rank 0 has of the outer state is zero there."""
+
+    def zeros(tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor) if tensor.dim() else tensor
+
+    units = []
+    for unit in snapshot.units:
+        agreed = {i: (values, map_tensors(zeros, outer)) for i, (values, outer) in unit["replicas"]["agreed"].items()}
+        units.append({**unit, "replicas": {**unit["replicas"], "agreed": agreed}})
+    return replace(snapshot, units=units)

@@ -8,16 +8,21 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_pipesync.core.admission import Job, start_job
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.consistency import describe, raise_if_different
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.local_sgd.algorithm import number_of_participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
-from lightning_pipesync.methods.local_sgd.recovery import Recovery, Snapshot, reshard
+from lightning_pipesync.methods.local_sgd.recovery import Recovery, Snapshot, reshard, without_outer_state
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
+from lightning_pipesync.methods.settings import config_from
 
 T = TypeVar("T")
 
@@ -59,12 +64,32 @@ class LocalSGD(ReplicaMethod):
 
     config: LocalSGDConfig
     _recovery: Recovery | None = None
+    _job: Job | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        config: Any = None,
+        *,
+        backend: str | None = None,
+        **settings: Any,
+    ) -> None:
+        config = config_from(self.config_type, config, settings)
+        if config.on_lost_rank == "continue" and not dist.is_initialized():
+            self._job = start_job(config.timeout_s)
+        super().__init__(module, optimizer, config, backend=backend)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the training so far, on all ranks, of the first optimizer."""
+        return self._rounds[0].num_steps
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._parameters = parameters
         self._rounds = self._new_rounds()
         self._attach_replicas(parameters)
-        self._recovery = Recovery(self, self.config.timeout_s) if self._can_undo else None
+        self._recovery = Recovery(self, self.config.timeout_s, self._job) if self._can_undo else None
 
     @property
     def _units(self) -> list[OptimizerRounds]:
@@ -139,6 +164,17 @@ class LocalSGD(ReplicaMethod):
             metrics["ranks"] = self.transport.world_size
         return metrics
 
+    def flush(self) -> None:
+        """Sets the weights and buffers to the average of the replicas, as :meth:`ReplicaMethod.flush` does.
+
+        Ranks that come back take part from then on.
+        """
+        if self.flushed:
+            return
+        super().flush()
+        if self._recovery is not None:
+            self._recovery.admit()
+
     # --- lost ranks -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
@@ -147,10 +183,11 @@ class LocalSGD(ReplicaMethod):
         flags = {name: getattr(self, name) for name in FLAGS}
         return Snapshot(self.transport.rank, self.transport.world_size, units, flags)
 
-    def regroup(self, snapshot: Snapshot) -> None:
+    def regroup(self, snapshot: Snapshot, newcomers: Sequence[int]) -> None:
         """Continues from ``snapshot`` with the ranks of the present default process group; a collective call.
 
-        Averages under way are dropped, and a lossy codec's residuals start at zero.
+        Those of them who are ``newcomers`` continue from rank 0's, with the consolidated weights as their own. Averages
+        under way are dropped, and a lossy codec's residuals start at zero.
         """
         traffic = self.transport.traffic.state_dict()
         self.transport = self._make_transport(self.transport.device, self.transport.backend)
@@ -158,13 +195,51 @@ class LocalSGD(ReplicaMethod):
         self.data.transport = self.transport
         for tensors in (self._non_trainable, *self._followers):
             tensors.transport = self.transport
+        is_new = self.transport.rank in newcomers
+        if is_new:
+            snapshot = self._continue_from(self.transport.receive_state(0))
+        elif self.transport.rank == 0 and newcomers:
+            state = self._state_for_newcomers(snapshot)
+            for newcomer in newcomers:
+                self.transport.send_state(state, newcomer)
         self._rounds = self._new_rounds()
         for rounds, unit in zip(self._rounds, snapshot.units, strict=True):
             replicas = unit["replicas"]
             agreed = reshard(replicas["agreed"], snapshot, self.transport)
             rounds.restore({**unit, "replicas": {**replicas, "agreed": agreed}})
+            if is_new:
+                rounds.replicas.adopt_average()
         for name, value in snapshot.flags.items():
             setattr(self, name, value)
+
+    def _state_for_newcomers(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Returns what a rank needs that comes back, besides its own model and settings, which must be the same."""
+        return {
+            "described": describe(self.config, self._parameters, self._module),
+            "tensors": [tensor.detach() for tensor in self._all_tensors()],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "snapshot": snapshot,
+        }
+
+    @torch.no_grad()
+    def _continue_from(self, state: dict[str, Any]) -> Snapshot:
+        """Takes over what :meth:`_state_for_newcomers` returned on rank 0; returns the snapshot to continue from.
+
+        Raises:
+            ValueError: this rank has other settings, or another model.
+        """
+        described = describe(self.config, self._parameters, self._module)
+        raise_if_different(state["described"], described, self.transport.rank)
+        for tensor, value in zip(self._all_tensors(), state["tensors"], strict=True):
+            tensor.copy_(value)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for tensors in (self._non_trainable, *self._followers):
+            tensors.agree()
+        return without_outer_state(state["snapshot"])
+
+    def _all_tensors(self) -> list[Tensor]:
+        return [*(parameter.tensor for parameter in self._parameters), *self._read_buffers()]
 
     def undo_averages(self) -> None:
         """Restores what averages have replaced that no optimizer updates; not a collective call."""
@@ -189,6 +264,8 @@ class LocalSGD(ReplicaMethod):
 
     def _problem(self) -> ValueError | None:
         config, world_size = self.config, replicas_of(self.transport).world_size
+        if self._job is not None and self._job.comes_back:  # rank 0 has the same settings, and more ranks
+            return None
         if number_of_participants(config.participation, world_size) == 0:
             return ValueError(
                 f"participation={config.participation!r} of {world_size} replicas gives none to average: set at least "

@@ -86,6 +86,11 @@ class NonTrainableTensors:
         """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
         self._own, self._average = {}, {}
 
+    def agree(self) -> None:
+        """Makes the present values those that all ranks have."""
+        self.keep_average()
+        self._record_common()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, the tensors that this rank has changed, and what the buffers among them were before."""
         own = self._own or self._pick([index for index, changed in enumerate(self._changed()) if changed])
@@ -98,8 +103,7 @@ class NonTrainableTensors:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated tensors were loaded."""
-        self.keep_average()
-        self._record_common()
+        self.agree()
         for index, value in state["common"].items():
             self._common_buffers[index - len(self._parameters)].copy_(value)
         for index, tensor in self._pick(list(state["own"])).items():

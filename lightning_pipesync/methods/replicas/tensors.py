@@ -289,6 +289,11 @@ class ReplicatedTensors:
             self._set(snapshot["average"])
             self._swapped_in = True
 
+    def adopt_average(self) -> None:
+        """Makes the average, if it is swapped in, also what :meth:`swap_back` restores."""
+        for own, average in zip(self._own if self._swapped_in else [], self._buckets, strict=False):
+            own.flat.copy_(average.flat)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, this rank's own values if they differ, and what the codec and the outer step need."""
         state: dict[str, Any] = {}
