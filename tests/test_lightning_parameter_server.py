@@ -86,7 +86,6 @@ def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"partition": "handed_out"}, "partition='handed_out' is for plain loops"),
         ({"policy": "k_sync", "k": 3}, "k=3"),
         ({"servers": 3}, "servers=3"),
     ],

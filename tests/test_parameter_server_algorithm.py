@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_pipesync.data.handed_out import BatchQueue
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 
@@ -159,3 +160,20 @@ def test_bad_settings_are_named(settings: dict[str, object], words: str) -> None
 def test_more_gradients_than_learners_are_refused() -> None:
     with pytest.raises(ValueError, match="k=4 of policy='k_sync' is more than the 3 learners"):
         timeline("k_sync", k=4)
+
+
+def test_a_framework_that_counts_batches_does_not_hand_them_out() -> None:
+    config = ParameterServerConfig(partition="handed_out")
+    config.check_for_framework(uneven_batches=True)
+    with pytest.raises(ValueError, match="partition='handed_out' is for a Trainer and for plain loops"):
+        config.check_for_framework(uneven_batches=False)
+
+
+def test_each_rank_gets_a_batch_and_the_last_are_kept_for_those_without() -> None:
+    queue = BatchQueue(3)
+    assert [queue.take(0, 0, 5) for _ in range(4)] == [0, 1, 2, None]
+    assert [queue.take(rank, 0, 5) for rank in (1, 1, 2, 0)] == [3, None, 4, None]
+    resumed = BatchQueue(3)
+    resumed.load_state_dict(queue.state_dict())
+    assert resumed.take(1, 0, 5) is None
+    assert [resumed.take(1, 1, 3) for _ in range(2)] == [0, None]

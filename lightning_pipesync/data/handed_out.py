@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -24,12 +24,21 @@ class HandedOutBatches(Sampler[list[int]]):
         seed: of the order, the same on all ranks.
         drop_last: whether the last batch is left out if it is smaller.
         ask: asks for a batch.
+
+    Attributes:
+        num_taken: number of batches that have been handed out to all ranks, in all epochs, when this rank asked last.
     """
 
     def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool, ask: Ask) -> None:
         self._dataset: Sized = dataset
         self.batch_size, self.drop_last = batch_size, drop_last
         self._shuffle, self._seed, self._ask, self._epoch = shuffle, seed, ask, 0
+        self.num_taken = 0
+
+    @property
+    def sampler(self) -> HandedOutBatches:
+        """This object itself: frameworks set the epoch of a batch sampler's sampler."""
+        return self
 
     @property
     def num_batches(self) -> int:
@@ -47,27 +56,40 @@ class HandedOutBatches(Sampler[list[int]]):
         if self._shuffle:
             order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
         while (number := self._ask(epoch, self.num_batches)) is not None:
+            self.num_taken = epoch * self.num_batches + number + 1
             yield order[number * self.batch_size : (number + 1) * self.batch_size]
+        self.num_taken = (epoch + 1) * self.num_batches
 
 
 class BatchQueue:
-    """Which mini-batches have been handed out, on the rank that does so."""
+    """Which mini-batches have been handed out, on the rank that does so.
 
-    def __init__(self) -> None:
+    No rank goes without: the last batches of an epoch are kept for those that have had none.
+
+    Args:
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._next: dict[int, int] = {}  # by epoch
+        self._had: dict[int, set[int]] = {}  # by epoch, the ranks that have had one
 
-    def take(self, epoch: int, num_batches: int) -> int | None:
-        """Returns the number of the next mini-batch of an epoch with so many; None when there is no more."""
-        number = self._next.get(epoch, 0)
-        if number >= num_batches:
+    def take(self, rank: int, epoch: int, num_batches: int) -> int | None:
+        """Returns the number of a rank's next mini-batch of an epoch with so many; None when there is no more."""
+        number, had = self._next.get(epoch, 0), self._had.setdefault(epoch, set())
+        kept = self._world_size - len(had | {rank})
+        if num_batches - number <= (kept if rank in had else 0):
             return None
+        had.add(rank)
         self._next[epoch] = number + 1
         return number
 
-    def state_dict(self) -> dict[int, int]:
-        """Returns the number of mini-batches that were handed out, by epoch; of the last two epochs."""
-        return {epoch: self._next[epoch] for epoch in sorted(self._next)[-2:]}
+    def state_dict(self) -> dict[int, tuple[int, list[int]]]:
+        """Returns what was handed out, and to whom, by epoch; of the last two epochs."""
+        return {epoch: (self._next[epoch], sorted(self._had[epoch])) for epoch in sorted(self._next)[-2:]}
 
-    def load_state_dict(self, state: dict[int, int]) -> None:
+    def load_state_dict(self, state: Mapping[int, tuple[int, list[int]]]) -> None:
         """Resumes from what :meth:`state_dict` returned."""
-        self._next = dict(state)
+        self._next = {epoch: number for epoch, (number, _) in state.items()}
+        self._had = {epoch: set(had) for epoch, (_, had) in state.items()}

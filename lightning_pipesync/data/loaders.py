@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_pipesync.core.torch_private import copy_loader
-from lightning_pipesync.data.handed_out import HandedOutBatches
+from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
 from lightning_pipesync.data.injection import adjusted_batch_size
 from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
@@ -84,6 +84,35 @@ def with_seldp(
     return loader
 
 
+def with_handed_out_batches(
+    loader: DataLoader[Any], ask: Ask, world_size: int, seed: int = 0, shuffle: bool = True
+) -> DataLoader[Any]:
+    """Returns a loader of the same data whose batches are handed out.
+
+    Args:
+        loader: a loader of a map-style data set; a ``DistributedSampler`` keeps its own seed and shuffle.
+        ask: asks for a batch.
+        world_size: number of ranks.
+        seed: of the order, the same on all ranks.
+        shuffle: whether the order of the samples is another one in each epoch.
+
+    Raises:
+        ValueError: the loader does not make batches, or an epoch has fewer of them than there are ranks.
+    """
+    if loader.batch_sampler is None:
+        raise ValueError(
+            "partition='handed_out' hands out batches, and this loader has batch_size=None: let it make them, or "
+            "set partition='defdp'."
+        )
+    if isinstance(order := sampler_of(loader), DistributedSampler):
+        seed, shuffle = order.seed, order.shuffle
+    drop_last = getattr(loader.batch_sampler, "drop_last", False)
+    batches = HandedOutBatches(loader.dataset, batch_size(loader), shuffle, seed, drop_last, ask)
+    if batches.num_batches < world_size:
+        raise ValueError(f"An epoch has {batches.num_batches} batches to hand out, too few for {world_size} ranks.")
+    return with_seed_of_its_own(copy_loader(loader, loader.sampler, batches))
+
+
 def resumable(order: DistributedSampler[Any]) -> ResumableSampler:
     """Returns a sampler of the same order that can start within an epoch, see :func:`begin_at`."""
     return ResumableSampler(order.dataset, order.num_replicas, order.rank, order.shuffle, order.seed, order.drop_last)
@@ -105,6 +134,7 @@ def begin_at(
     """
     sampler = sampler_of(loader)
     if isinstance(sampler, HandedOutBatches):
+        sampler.set_epoch(epoch)
         return True  # what was handed out before is not handed out again
     if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
         return False

@@ -10,17 +10,16 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
-from lightning_pipesync.core.torch_private import copy_loader
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
 from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (
-    batch_size,
     batch_size_before_injection,
     has_default_order,
     num_batches,
     resumable,
     sampler_of,
+    with_handed_out_batches,
     with_order,
     with_seed_of_its_own,
     with_seldp,
@@ -132,24 +131,12 @@ class TrainingData:
             return with_seed_of_its_own(loader)
         shuffle = type(order) is not SequentialSampler
         if config.partition == "handed_out":
-            return self._handed_out(loader, seed, shuffle)
+            return with_handed_out_batches(loader, self.ask, world_size, seed, shuffle)
         if type(order) is not DistributedSampler:
             order = DistributedSampler(loader.dataset, world_size, self.transport.rank, shuffle, seed)
         if config.partition == "seldp":
             return with_seldp(loader, order, full_pass=config.full_pass, num_samples=samples)
         return with_seed_of_its_own(with_order(loader, resumable(order), samples))
-
-    def _handed_out(self, loader: DataLoader[Any], seed: int, shuffle: bool) -> DataLoader[Any]:
-        if isinstance(order := sampler_of(loader), DistributedSampler):
-            seed, shuffle = order.seed, order.shuffle
-        if loader.batch_sampler is None:
-            raise ValueError(
-                "partition='handed_out' hands out batches, and this loader has batch_size=None: let it make them, or "
-                "set partition='defdp'."
-            )
-        drop_last = getattr(loader.batch_sampler, "drop_last", False)
-        batches = HandedOutBatches(loader.dataset, batch_size(loader), shuffle, seed, drop_last, self.ask)
-        return with_seed_of_its_own(copy_loader(loader, loader.sampler, batches))
 
     def _leave_order(self, what: str, order: Any) -> None:
         """Says which settings an order of the user's own leaves without effect."""

@@ -34,6 +34,30 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
     require(precision, "_after_closure", "clip_grad_by_norm", "clip_grad_by_value")
 
 
+def check_uneven_batches(trainer: Trainer) -> None:
+    """Checks that nothing counts a rank's own batches that all ranks have to do together.
+
+    Raises:
+        ValueError: something does; the message names it.
+    """
+    counted = {
+        "Trainer(max_steps=...)": trainer.max_steps != -1,
+        "Trainer(val_check_interval=...)": trainer.val_check_interval != 1.0,
+        "Trainer(overfit_batches=...)": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
+    }
+    for callback in _model_checkpoints(trainer):
+        require(callback, "_every_n_train_steps", "_train_time_interval")
+        counted["ModelCheckpoint(every_n_train_steps=...)"] = callback._every_n_train_steps > 0
+        counted["ModelCheckpoint(train_time_interval=...)"] = callback._train_time_interval is not None
+    for name, used in counted.items():
+        if used:
+            raise ValueError(
+                f"{name} counts a rank's own steps, and with partition='handed_out' ranks take different numbers of "
+                "them: count in epochs (max_epochs, check_val_every_n_epoch, every_n_epochs), or set "
+                "partition='defdp'."
+            )
+
+
 def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
     """Changes the training loaders, if they are set up already, and restarts the iteration over them."""
     loaders, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
@@ -55,14 +79,20 @@ def logs_this_batch(trainer: Trainer) -> bool:
 
 def saves_now(trainer: Trainer) -> bool:
     """Returns, within ``on_train_batch_end``, whether a ModelCheckpoint will save after this batch."""
+    for callback in _model_checkpoints(trainer):
+        require(callback, "_every_n_train_steps")
+        period = callback._every_n_train_steps
+        if period and trainer.global_step % period == 0:
+            return True
+    return False
+
+
+def _model_checkpoints(trainer: Trainer) -> Iterator[Any]:
+    """Yields the Trainer's callbacks that are a ModelCheckpoint, of either distribution."""
     for callback in trainer.checkpoint_callbacks:
         of_lightning = (cls for cls in type(callback).__mro__ if cls.__module__.partition(".")[0] in LIGHTNING)
         if any(cls.__name__ == "ModelCheckpoint" for cls in of_lightning):
-            require(callback, "_every_n_train_steps")
-            period = callback._every_n_train_steps  # type: ignore[attr-defined]
-            if period and trainer.global_step % period == 0:
-                return True
-    return False
+            yield callback
 
 
 def shown_metrics(trainer: Trainer) -> list[dict[str, Any]]:

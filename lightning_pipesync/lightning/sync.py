@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,14 @@ from typing_extensions import override
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
-from lightning_pipesync.lightning.private import check_trainer, no_broadcast_of_signals, run_hooks_before_step
+from lightning_pipesync.lightning.private import (
+    check_trainer,
+    check_uneven_batches,
+    no_broadcast_of_signals,
+    run_hooks_before_step,
+)
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
+from lightning_pipesync.lightning.uneven import UnevenBatches
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -56,11 +62,15 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         module = self.lightning_module
         assert module is not None
         check_trainer(trainer, self.precision_plugin)
+        if self.config.partition == "handed_out":
+            check_uneven_batches(trainer)
         self._begin_to_attach(trainer)
         self._check(module, self.optimizers)
         self.method = self._plan.attach(module, self.optimizers)
         if not self.method.in_lockstep:
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
+        if self.config.partition == "handed_out":
+            self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
         self._check_checkpoint(self.method.transport)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for value in vars(callback).values():
@@ -86,10 +96,20 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
                 "them from the loader itself: write training_step(batch, batch_idx), or set injection=None."
             )
 
+    @cached_property
+    def _uneven_batches(self) -> UnevenBatches:
+        return UnevenBatches(self.world_size, self._ask)
+
     @property
     def _plan(self) -> MethodPlan:
         return MethodPlan(
-            self.name, self.config, self.num_processes, self._traffic_backend, True, self._steps_per_epoch
+            self.name,
+            self.config,
+            self.num_processes,
+            self._traffic_backend,
+            loads_data=True,
+            steps_per_epoch=self._steps_per_epoch,
+            uneven_batches=True,
         )
 
     # --- data -------------------------------------------------------------------------------------------------------
@@ -111,11 +131,19 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         dataloader = super().process_dataloader(dataloader)
         if not self._training or not isinstance(dataloader, DataLoader):
             return dataloader
+        if self.config.partition == "handed_out":
+            in_default_order = replaceable_order(dataloader, self.config, self.global_rank) is not None
+            return self.begin_where_stopped(self._uneven_batches.handed_out(dataloader, in_default_order))
         if self.config.partition == "seldp" or self.config.injection is not None:
             check_num_samples(dataloader, self.world_size)
         order = None if self._overfitting else replaceable_order(dataloader, self.config, self.global_rank)
         dataloader = in_order(dataloader, self.config, order, self.world_size, self._batch_limit)
         return self.begin_where_stopped(dataloader)
+
+    def _ask(self, epoch: int, num_batches: int) -> int | None:
+        """Asks for the next batch: Lightning may make the loader before there is a method."""
+        assert self.method is not None
+        return self.method.data.ask(epoch, num_batches)
 
     # --- a training step --------------------------------------------------------------------------------------------
 

@@ -65,8 +65,11 @@ class Settings:
         """Returns the names of settings that the other settings make ineffective, each with the reason."""
         return {}
 
-    def check_for_framework(self) -> None:
+    def check_for_framework(self, uneven_batches: bool) -> None:
         """Checks the settings of a method in a Trainer, Fabric or Accelerate, which adds communication of its own.
+
+        Args:
+            uneven_batches: whether ranks may train on different numbers of batches there.
 
         Raises:
             ValueError: one of them is for plain loops only.

@@ -29,6 +29,7 @@ class MethodPlan:
         backend: backend of the method's communication, see :class:`Transport`.
         loads_data: whether the framework follows the settings of the training data itself.
         steps_per_epoch: returns the number of steps of an epoch, if it is known; None: see :class:`TrainingData`.
+        uneven_batches: whether ranks may train on different numbers of batches there.
     """
 
     name: str
@@ -37,6 +38,7 @@ class MethodPlan:
     backend: str | None = None
     loads_data: bool = False
     steps_per_epoch: Callable[[], int | None] | None = None
+    uneven_batches: bool = False
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
         """Attaches the method; a collective call.
@@ -44,7 +46,7 @@ class MethodPlan:
         Raises:
             ValueError: as :class:`SyncMethod`; or a setting is for plain loops only.
         """
-        self.config.check_for_framework()
+        self.config.check_for_framework(self.uneven_batches)
         make: Any = METHODS[self.name]
         config = self.config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
         method: SyncMethod = make(module, optimizers, config, backend=self.backend)

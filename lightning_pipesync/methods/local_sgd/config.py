@@ -198,7 +198,7 @@ class LocalSGDConfig(Settings):
                 "in each batch: set injection=None."
             )
 
-    def check_for_framework(self) -> None:
+    def check_for_framework(self, uneven_batches: bool) -> None:
         """Checks that no setting is for plain loops only, see :class:`Settings`."""
         if self.on_lost_rank == "continue":
             raise ValueError(

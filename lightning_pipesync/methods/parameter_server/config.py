@@ -72,7 +72,7 @@ class ParameterServerConfig(Settings):
     partition: Literal["defdp", "handed_out"] = "defdp"
     """Which rank trains on which data: ``defdp`` is the framework's order, with the same number of batches for all.
     ``handed_out``: each rank asks for its next batch, so that an epoch is the whole data set, whoever trains on which
-    part of it. In plain loops, with ``prepare_train_loader``."""
+    part of it. In a Trainer, and in plain loops with ``prepare_train_loader``."""
 
     timeout_s: float = 1800.0
     """Seconds after which a rank that is not heard of counts as lost."""
@@ -92,13 +92,13 @@ class ParameterServerConfig(Settings):
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)
 
-    def check_for_framework(self) -> None:
-        """Checks that no setting is for plain loops only, see :class:`Settings`."""
-        if self.partition == "handed_out":
+    def check_for_framework(self, uneven_batches: bool) -> None:
+        """Checks that the framework can follow the settings, see :class:`Settings`."""
+        if self.partition == "handed_out" and not uneven_batches:
             raise ValueError(
-                "partition='handed_out' is for plain loops: a Trainer, Fabric and Accelerate count on the same number "
-                "of batches on all ranks. Use ParameterServer(model, optimizer, partition='handed_out') in a loop, or "
-                "set partition='defdp'."
+                "partition='handed_out' is for a Trainer and for plain loops: Fabric and Accelerate count on the same "
+                "number of batches on all ranks. Use ParameterServer(model, optimizer, partition='handed_out') in a "
+                "loop, or set partition='defdp'."
             )
 
     def policy_for(self, learners: int) -> Policy:

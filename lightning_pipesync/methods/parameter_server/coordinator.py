@@ -22,16 +22,22 @@ class Coordinator:
     Args:
         sequencer: takes the decisions.
         send: sends a message to a rank.
+        world_size: the number of ranks.
         followers: the ranks that follow the decisions.
         keep_log: whether to keep the log.
     """
 
     def __init__(
-        self, sequencer: Sequencer, send: Callable[[int, Any], object], followers: Sequence[int], keep_log: bool
+        self,
+        sequencer: Sequencer,
+        send: Callable[[int, Any], object],
+        world_size: int,
+        followers: Sequence[int],
+        keep_log: bool,
     ) -> None:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
-        self._handed_out = BatchQueue()
+        self._handed_out = BatchQueue(world_size)
         self._settings: dict[Gradient, StepSettings] = {}  # of the pushed gradients
         self._lock = threading.Lock()
 
@@ -59,7 +65,7 @@ class Coordinator:
     def hand_out(self, rank: int, ask: Ask) -> None:
         """Sends a learner the number of its next batch."""
         with self._lock:
-            number = self._handed_out.take(ask.epoch, ask.num_batches)
+            number = self._handed_out.take(rank, ask.epoch, ask.num_batches)
         self._send(rank, (Batch(number),))
 
     def state_dict(self) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class ParameterServer(SyncMethod):
         everyone = range(transport.world_size)
         sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr)
         followers = everyone if self._policy.cancels or self._policy.together else everyone[: self._num_servers]
-        self._coordinator = Coordinator(sequencer, self._mail.send, followers, config.keep_log)
+        self._coordinator = Coordinator(sequencer, self._mail.send, transport.world_size, followers, config.keep_log)
         self._mail.start(self._deliver, self._lose)
 
     @property

@@ -1,0 +1,67 @@
+"""Ranks of a Trainer that train on different numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
+from lightning_pipesync.data.loaders import sampler_of, with_handed_out_batches
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+class UnevenBatches:
+    """Hands out the batches of a Trainer's loader, and makes its schedulers follow the job.
+
+    Args:
+        world_size: number of ranks.
+        ask: asks for the next batch.
+    """
+
+    def __init__(self, world_size: int, ask: Ask) -> None:
+        self._world_size, self._ask = world_size, ask
+        self._batches: HandedOutBatches | None = None
+
+    def handed_out(self, loader: DataLoader[Any], in_default_order: bool) -> DataLoader[Any]:
+        """Returns a training loader whose batches are handed out.
+
+        Raises:
+            ValueError: its order is the user's own, it does not make batches, or it has fewer than there are ranks.
+        """
+        if not in_default_order:
+            raise ValueError(
+                "partition='handed_out' hands out the samples of a map-style data set in Lightning's own order, and "
+                f"this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
+                "out the sampler, or set partition='defdp'."
+            )
+        loader = with_handed_out_batches(loader, self._ask, self._world_size)
+        self._batches = sampler_of(loader)
+        return loader
+
+    def pace_schedulers(self, module: LightningModule) -> Callable[[], object]:
+        """Makes schedulers that count steps go to where an average rank is, however many steps this one takes.
+
+        Those that wait for a metric stay as they are.
+
+        Returns:
+            A function that undoes it.
+        """
+        step = module.lr_scheduler_step
+
+        def to_position(scheduler: Any, metric: Any) -> None:
+            trainer = module.trainer
+            config = next(one for one in trainer.lr_scheduler_configs if one.scheduler is scheduler)
+            if config.interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or self._batches is None:
+                step(scheduler, metric)
+                return
+            batches_per_step = self._world_size * trainer.accumulate_grad_batches * config.frequency
+            while scheduler.last_epoch < self._batches.num_taken // batches_per_step:
+                step(scheduler, metric)
+
+        module.lr_scheduler_step = to_position  # type: ignore[method-assign]
+        return lambda: vars(module).pop("lr_scheduler_step", None)
