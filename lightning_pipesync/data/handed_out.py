@@ -71,19 +71,23 @@ class BatchQueue:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+        self._ranks = set(range(world_size))
         self._next: dict[int, int] = {}  # by epoch
         self._had: dict[int, set[int]] = {}  # by epoch, the ranks that have had one
 
     def take(self, rank: int, epoch: int, num_batches: int) -> int | None:
         """Returns the number of a rank's next mini-batch of an epoch with so many; None when there is no more."""
         number, had = self._next.get(epoch, 0), self._had.setdefault(epoch, set())
-        kept = self._world_size - len(had | {rank})
+        kept = len(self._ranks - had - {rank})
         if num_batches - number <= (kept if rank in had else 0):
             return None
         had.add(rank)
         self._next[epoch] = number + 1
         return number
+
+    def lose(self, rank: int) -> None:
+        """Keeps no batch for a rank any more."""
+        self._ranks.discard(rank)
 
     def state_dict(self) -> dict[int, tuple[int, list[int]]]:
         """Returns what was handed out, and to whom, by epoch; of the last two epochs."""

@@ -74,6 +74,10 @@ class ParameterServerConfig(Settings):
     ``handed_out``: each rank asks for its next batch, so that an epoch is the whole data set, whoever trains on which
     part of it. In a Trainer, and in plain loops with ``prepare_train_loader``."""
 
+    on_lost_rank: Literal["raise", "continue"] = "raise"
+    """What a rank that is lost means for the others: ``raise``: they raise an error that names it. ``continue``: they
+    go on without it, unless it is rank 0, which has the weights. In plain loops, with ``servers=1``."""
+
     timeout_s: float = 1800.0
     """Seconds after which a rank that is not heard of counts as lost."""
 
@@ -84,6 +88,13 @@ class ParameterServerConfig(Settings):
             raise ValueError(f"partition must be 'defdp' or 'handed_out', got {self.partition!r}.")
         if self.staleness_lr not in get_args(StalenessLR):
             raise ValueError(f"staleness_lr must be one of {get_args(StalenessLR)}, got {self.staleness_lr!r}.")
+        if self.on_lost_rank not in ("raise", "continue"):
+            raise ValueError(f"on_lost_rank must be 'raise' or 'continue', got {self.on_lost_rank!r}.")
+        if self.on_lost_rank == "continue" and self.servers != 1:
+            raise ValueError(
+                f"on_lost_rank='continue' cannot go on without a rank that serves weights, with servers="
+                f"{self.servers!r}: set servers=1, so that rank 0 serves all, or on_lost_rank='raise'."
+            )
         for name, least in (("k", 1), ("n", 1), ("staleness_bound", 0), ("servers", 1)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value != int(value) or value < least):
@@ -94,6 +105,12 @@ class ParameterServerConfig(Settings):
 
     def check_for_framework(self, uneven_batches: bool) -> None:
         """Checks that the framework can follow the settings, see :class:`Settings`."""
+        if self.on_lost_rank == "continue":
+            raise ValueError(
+                "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
+                "themselves, among all ranks. Use ParameterServer(model, optimizer, on_lost_rank='continue') in a "
+                "loop, or set on_lost_rank='raise'."
+            )
         if self.partition == "handed_out" and not uneven_batches:
             raise ValueError(
                 "partition='handed_out' is for a Trainer and for plain loops: Fabric and Accelerate count on the same "

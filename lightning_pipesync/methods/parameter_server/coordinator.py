@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_pipesync.data.handed_out import BatchQueue
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Sequencer, Update
-from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, StepSettings, Wish
+from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, Dismissed, StepSettings, Wish
 
 
 class Coordinator:
@@ -38,8 +38,14 @@ class Coordinator:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
         self._handed_out = BatchQueue(world_size)
+        self._lost: set[int] = set()
         self._settings: dict[Gradient, StepSettings] = {}  # of the pushed gradients
         self._lock = threading.Lock()
+
+    @property
+    def learners(self) -> list[int]:
+        """The learners that are not lost."""
+        return sorted(self._sequencer.learners)
 
     @property
     def mean_staleness(self) -> float:
@@ -68,6 +74,19 @@ class Coordinator:
             number = self._handed_out.take(rank, ask.epoch, ask.num_batches)
         self._send(rank, (Batch(number),))
 
+    def lose(self, rank: int) -> None:
+        """Goes on without a learner."""
+        with self._lock:
+            self._lost.add(rank)
+            self._handed_out.lose(rank)
+            self._decide(self._sequencer.lose(rank))
+
+    def dismisses(self, rank: int) -> bool:
+        """Returns whether a rank counts as lost, and tells it so: it may only have been silent for too long."""
+        if rank in self._lost:
+            self._send(rank, (Dismissed(),))
+        return rank in self._lost
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters, while nothing is pending."""
         staleness = self._sequencer.staleness_lr.state_dict()
@@ -91,4 +110,5 @@ class Coordinator:
                 if self._keep_log:
                     self.log.append(decision.update)
             for rank in self._followers:
-                self._send(rank, (decision, settings))
+                if rank not in self._lost:
+                    self._send(rank, (decision, settings))

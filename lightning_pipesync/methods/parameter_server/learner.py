@@ -41,6 +41,7 @@ class Learner:
         self._arrived: dict[int, tuple[int, list[Tensor] | None]] = {}  # by server: version and values
         self._changed = threading.Condition()
         self._skip: bool | None = None
+        self._buffers_of_rank_0: list[Tensor] | None = None
         self._batches: deque[int | None] = deque()
         self._error: BaseException | None = None
 
@@ -75,6 +76,23 @@ class Learner:
         with self._changed:
             self._skip = skip
             self._changed.notify_all()
+
+    def take_buffers(self, buffers: list[Tensor]) -> None:
+        """Takes rank 0's buffers, by a thread of the mail."""
+        with self._changed:
+            self._buffers_of_rank_0 = buffers
+            self._changed.notify_all()
+
+    def await_buffers(self) -> list[Tensor]:
+        """Waits for the buffers that rank 0 sends when it consolidates the weights, and returns them.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        self._await(lambda: self._buffers_of_rank_0 is not None, "the buffers of rank 0")
+        buffers, self._buffers_of_rank_0 = self._buffers_of_rank_0, None
+        assert buffers is not None
+        return buffers
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting for weights raise an error, from now on."""

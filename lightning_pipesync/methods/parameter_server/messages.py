@@ -68,3 +68,13 @@ class Batch:
     """The number of a batch that is handed out; None: there is no more."""
 
     number: int | None
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Rank 0's buffers, when all learners have retired."""
+
+
+@dataclass(frozen=True)
+class Dismissed:
+    """The others go on without the learner that gets this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from lightning_pipesync.methods.parameter_server.learner import Learner, PassCan
 from lightning_pipesync.methods.parameter_server.messages import (
     Ask,
     Batch,
+    Buffers,
+    Dismissed,
     PartOfNorm,
     Push,
     StepSettings,
@@ -28,7 +31,7 @@ from lightning_pipesync.methods.parameter_server.messages import (
     Wish,
 )
 from lightning_pipesync.methods.parameter_server.server import Pushed, Server
-from lightning_pipesync.methods.parameter_server.shards import ServedShard, shared_buckets, whole_states
+from lightning_pipesync.methods.parameter_server.shards import ServedShard, served_states, shared_buckets, whole_states
 from lightning_pipesync.methods.step import run_without_update
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -36,6 +39,9 @@ T = TypeVar("T")
 
 #: The rank that takes the decisions; it is a server, too.
 COORDINATOR = 0
+
+#: Timeouts that a learner waits if the others give up a rank that is lost: one may be lost after the other.
+GIVING_UP = 3
 
 
 class ParameterServer(SyncMethod):
@@ -77,7 +83,9 @@ class ParameterServer(SyncMethod):
         self._policy = config.policy_for(transport.world_size)
         self._num_servers = config.num_servers(transport.world_size)
         self._buckets = shared_buckets(parameters, self._num_servers, config)
-        self._learner = Learner(self._buckets, self._num_servers, transport, config.timeout_s)
+        # Who is not heard of for the timeout is given up first, and what waits for that goes on.
+        patience_s = config.timeout_s * (GIVING_UP if self._goes_on else 1)
+        self._learner = Learner(self._buckets, self._num_servers, transport, patience_s)
         self._server: Server | None = None
         self._shards: list[ServedShard] = []
         if transport.rank < self._num_servers:
@@ -224,8 +232,22 @@ class ParameterServer(SyncMethod):
             self._settle()
         self._tell(Wish.RETIRE)
         self._learner.await_weights()
-        self._broadcast_buffers()
+        if self._goes_on:
+            self._share_buffers()
+        else:
+            self._broadcast_buffers()
         self.flushed = True
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Makes the buffers those of rank 0, without waiting for a rank that is lost."""
+        if self.transport.rank == COORDINATOR:
+            buffers = [buffer.cpu().clone() for buffer in self._read_buffers()]
+            for rank in range(1, self.transport.world_size):
+                self._mail.send(rank, (Buffers(), buffers))
+        else:
+            for buffer, value in zip(self._read_buffers(), self._learner.await_buffers(), strict=True):
+                buffer.copy_(value)
 
     def resume(self) -> None:
         """Continues from the flushed weights."""
@@ -329,7 +351,11 @@ class ParameterServer(SyncMethod):
     def _deliver(self, rank: int, message: Any) -> None:
         """Takes a message, by a thread of the mail."""
         what, *rest = message
-        if isinstance(what, Push):
+        if isinstance(what, Dismissed):
+            self._learner.fail(self._dismissal())
+        elif isinstance(what, Push | Wish | Ask) and self._coordinator.dismisses(rank):
+            pass
+        elif isinstance(what, Push):
             assert self._server is not None
             self._server.push(rank, what.gradient.step, Pushed(*rest))
             if what.settings is not None:
@@ -342,6 +368,8 @@ class ParameterServer(SyncMethod):
             self._learner.take_batch(what.number)
         elif isinstance(what, Weights):
             self._learner.take(rank, what.version, *rest)
+        elif isinstance(what, Buffers):
+            self._learner.take_buffers(*rest)
         elif isinstance(what, PartOfNorm):
             assert self._server is not None
             self._server.take_norm(rank, what.version, *rest)
@@ -358,14 +386,42 @@ class ParameterServer(SyncMethod):
 
     def _lose(self, rank: int, error: Exception) -> None:
         """Takes the loss of a rank, by a thread of the mail."""
-        self._learner.fail(error)
+        if not self._goes_on or rank == COORDINATOR:
+            self._learner.fail(error)
+        elif self.transport.rank == COORDINATOR:
+            left = [learner for learner in self._coordinator.learners if learner != rank]
+            warnings.warn(
+                f"Lost rank {rank} after {self._learner.newest} updates: rank {', '.join(map(str, left))} "
+                f"{'go' if len(left) > 1 else 'goes'} on without it. {error}",
+                stacklevel=2,
+            )
+            self._coordinator.lose(rank)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the others go on without a rank that is lost."""
+        return self.config.on_lost_rank == "continue"
+
+    def _dismissal(self) -> RuntimeError:
+        return RuntimeError(
+            f"Rank {self.transport.rank} was not heard of in time, and counts as lost "
+            f"(timeout_s={self.config.timeout_s:g}): the others went on without it. End this process."
+        )
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _whole_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
-        """Returns an optimizer's state by parameter, on all ranks; a collective call."""
+        """Returns an optimizer's state by parameter, on all ranks; a collective call, unless a rank may be lost.
+
+        Raises:
+            RuntimeError: only rank 0 has it, as others may be lost.
+        """
         buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
+        if self._goes_on and not shards:
+            raise RuntimeError("With on_lost_rank='continue' rank 0 alone has the optimizer's state: save it there.")
+        if self._goes_on:
+            return served_states(buckets, shards)
         return whole_states(buckets, shards, self._num_servers, self.transport)
 
     def _problem(self) -> ValueError | None:

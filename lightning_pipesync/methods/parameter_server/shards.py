@@ -191,7 +191,7 @@ def whole_states(
         num_servers: the number of servers.
         transport: the way to the other ranks.
     """
-    own = {name: state for shard in shards for name, state in shard.update.states().items()}
+    own = _states_by_name(shards)
     of_server = [
         {name: place for bucket in buckets for name, place in bucket.slices(server).items()}
         for server in range(num_servers)
@@ -199,7 +199,22 @@ def whole_states(
     old: list[dict[str, slice]] = [*of_server, *({} for _ in range(transport.world_size - num_servers))]
     members = [member for bucket in buckets for member in bucket.members]
     whole = {member.name: slice(0, member.tensor.numel()) for member in members}
-    states = reshard(own, old, [whole] * transport.world_size, transport)
+    return _by_parameter(members, reshard(own, old, [whole] * transport.world_size, transport))
+
+
+def served_states(buckets: Sequence[SharedBucket], shards: Sequence[ServedShard]) -> dict[Tensor, dict[str, Any]]:
+    """Returns the optimizer's state of whole parameters on the only server; not a collective call."""
+    return _by_parameter([member for bucket in buckets for member in bucket.members], _states_by_name(shards))
+
+
+def _states_by_name(shards: Sequence[ServedShard]) -> dict[str, dict[str, Any]]:
+    return {name: state for shard in shards for name, state in shard.update.states().items()}
+
+
+def _by_parameter(
+    members: Sequence[NamedParameter], states: Mapping[str, Mapping[str, Any]]
+) -> dict[Tensor, dict[str, Any]]:
+    """Returns copies of states by name, by parameter and in its shape."""
     return {
         member.tensor: {kind: _shaped(value, member.tensor) for kind, value in states[member.name].items()}
         for member in members

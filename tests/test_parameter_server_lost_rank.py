@@ -1,0 +1,136 @@
+"""Parameter servers go on without a learner that is lost, and without one that is only frozen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipesync import ParameterServer
+from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from tests.harness import DIED, launch, raised
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_parameter_server import replay
+
+STEPS, LOST_AT, TIMEOUT_S = 12, 5, 6
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "k_sync": {"k": 3},
+    "k_batch_sync": {"k": 2},
+    "k_async": {"k": 3},
+    "k_batch_async": {},
+    "async": {},
+    "n_softsync": {"n": 2},
+    "ssp": {"staleness_bound": 1},
+}
+
+
+def freeze(seconds: float) -> None:
+    """Stops this process; a child of it wakes it up."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dict[str, Any]:
+    """Trains with a rank 2 that is lost before its sixth step, and evaluates after that."""
+    rank = dist.get_rank()
+    model = seeded_mlp(batch_norm=True)
+    optimizer = OPTIMIZERS["sgd"](model)
+    given = {"servers": 1, "on_lost_rank": "continue", "keep_log": True, "timeout_s": TIMEOUT_S, **settings}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sync = ParameterServer(model, optimizer, policy=policy, **given)
+        for i in range(STEPS):
+            if rank == 2 and i == LOST_AT:
+                if fate == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                freeze(2.5 * TIMEOUT_S)
+            optimizer.zero_grad()
+            loss(model, i, rank).backward()
+            sync.step()
+        sync.flush()
+    saved = sync.optimizer_state_dict() if rank == 0 else raised(sync.optimizer_state_dict)
+    if fate == "freezes":
+        (folder / str(rank)).touch()
+        while rank == 0 and not (folder / "told").exists():
+            time.sleep(0.1)
+    sync.detach()
+    return {"weights": state(model), "log": sync.log, "said": [str(one.message) for one in said], "saved": saved}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> None:
+    """K is bounded by who lives, and the log still explains the weights."""
+    outcomes = launch(train, 3, policy, POLICIES[policy], "dies", tmp_path, may_die=(2,))
+    assert outcomes.pop() == DIED
+    log = outcomes[0]["log"]
+    versions = replay(seeded_mlp(batch_norm=True), OPTIMIZERS["sgd"], loss, log)
+    expected = dict(versions[-1].named_parameters())
+    for outcome in outcomes:
+        for name, value in expected.items():
+            assert torch.equal(outcome["weights"][name], value), name
+        for name, value in outcomes[0]["weights"].items():
+            assert torch.equal(outcome["weights"][name], value), name
+    used = [(gradient.rank, gradient.step) for update in log for gradient in update.gradients]
+    assert max((step for rank, step in used if rank == 2), default=0) <= LOST_AT
+    for rank in (0, 1):
+        assert max(step for one, step in used if one == rank) == STEPS
+    (said,) = (text for text in outcomes[0]["said"] if "Lost" in text)
+    assert said.startswith("Lost rank 2 after ")
+    assert "rank 0, 1 go on without it" in said
+    assert len(outcomes[0]["saved"]["state"]) == len(expected)
+    assert "rank 0 alone has the optimizer's state" in outcomes[1]["saved"][1]
+
+
+def train_frozen(policy: str, folder: Path) -> Any:
+    if dist.get_rank() < 2:
+        return train(policy, {}, "freezes", folder)
+    outcome = raised(lambda: train(policy, {}, "freezes", folder))
+    (folder / "told").touch()
+    return outcome
+
+
+def test_one_that_was_frozen_is_told_that_the_others_went_on(tmp_path: Path) -> None:
+    *others, frozen = launch(train_frozen, 3, "async", tmp_path)
+    for outcome in others:
+        assert sum(len(update.gradients) for update in others[0]["log"]) == 2 * STEPS + LOST_AT
+        for name, value in others[0]["weights"].items():
+            assert torch.equal(outcome["weights"][name], value), name
+    assert frozen is not None
+    assert "Rank 2 was not heard of in time, and counts as lost" in frozen[1]
+
+
+def lose_the_server() -> Any:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, policy="async", servers=1, on_lost_rank="continue", timeout_s=TIMEOUT_S)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return raised(lambda: [sync.step() for _ in range(STEPS)])
+
+
+def test_without_the_server_all_raise() -> None:
+    outcomes = launch(lose_the_server, 3, may_die=(0,))
+    assert outcomes[0] == DIED
+    for outcome in outcomes[1:]:
+        assert outcome[0] == "RuntimeError"
+        assert "ank 0" in outcome[1]
+
+
+def test_what_cannot_go_on_is_refused() -> None:
+    for servers in (None, 2):
+        with pytest.raises(ValueError, match=f"servers={servers}: set servers=1"):
+            ParameterServerConfig(on_lost_rank="continue", servers=servers)
+    with pytest.raises(ValueError, match="on_lost_rank='continue' is for plain loops"):
+        ParameterServerConfig(on_lost_rank="continue", servers=1).check_for_framework(uneven_batches=True)
