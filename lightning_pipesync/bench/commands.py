@@ -195,6 +195,9 @@ def converge(
     evaluations: int = 24,
     evaluate_on: str = "test",
     labels_per_worker: int | None = None,
+    compute: str | None = None,
+    slow: list[str] = [],  # noqa: B006
+    stalls: str | None = None,
     output: Path = Path("outputs/bench"),
 ) -> None:
     """Trains to a target with several methods: time, steps and bytes that each needs.
@@ -216,19 +219,44 @@ def converge(
         evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
         evaluate_on: test, or validation: a tenth of the training data, on which to choose settings.
         labels_per_worker: Number of labels that each rank holds, which makes the data non-IID.
-        output: Folder for converge.json, converge.md and converge.png.
+        compute: Emulated computation: the least time of each pass of a rank, e.g. 100ms; it sleeps for the rest.
+        slow: HOST:SHARE% for a rank that computes at that share of the speed (3:50%). May be given again.
+        stalls: SHARE%:FACTOR for passes that stall at random (5%:10): that share of them takes longer, by an
+            exponentially distributed time with a mean of so many times --compute.
+        output: Folder for converge.json, converge.md and the pictures.
     """
-    from lightning_pipesync.bench import converge_report, sweep
+    from lightning_pipesync.bench import converge_report, host_speed_report, staleness_picture, sweep
     from lightning_pipesync.bench.converge import ConvergeSettings
+    from lightning_pipesync.bench.job import launched
 
     settings = ConvergeSettings(
-        task, tuple(methods), target, tuple(seeds), epochs, evaluations, evaluate_on, labels_per_worker, steps
+        task=task,
+        methods=tuple(methods),
+        target=target,
+        seeds=tuple(seeds),
+        epochs=epochs,
+        evaluations=evaluations,
+        evaluate_on=evaluate_on,
+        labels_per_worker=labels_per_worker,
+        steps=steps,
+        compute=compute,
+        slow=tuple(slow),
+        stalls=stalls,
     )
+    all_hosts = sweep.make_hosts(hosts, rate, racks, uplink)
+    for one in () if launched() else all_hosts:
+        settings.host_speeds.check_hosts(one.count)
     num_measurements = len(methods) * len(seeds) * evaluations
-    results = sweep.run("converge", settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
+    results = sweep.run("converge", settings, all_hosts, num_measurements)
     if results:
-        sweep.finish("converge", results, output, converge_report.as_markdown(results))
+        markdown = converge_report.as_markdown(results)
+        if compute is not None:
+            markdown += "".join("\n" + host_speed_report.as_markdown(result) for result in results)
+        sweep.finish("converge", results, output, markdown)
         converge_report.draw(results, output / "converge.png")
+        for result in results:
+            host_speed_report.draw_errors(result, output / f"errors_{result['world_size']}.png")
+            staleness_picture.draw(result, output / f"staleness_{result['world_size']}.png")
 
 
 def pipeline(

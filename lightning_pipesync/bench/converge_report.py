@@ -32,7 +32,8 @@ class Row:
         difference: the best quality less the baseline's with the same seed, positive if better, the mean over the
             seeds.
         difference_interval: half the 95 % confidence interval of ``difference``; None for one seed.
-        spread: the distance of the ranks' weights, the mean over the evaluations and the seeds.
+        spread: the distance of the ranks' weights, the mean over the evaluations and the seeds; None if the ranks are
+            not at the same step.
         num_reached: the number of trainings that have reached the target.
         steps: the steps to the target, the median over the seeds; None if not all of them have reached it.
         seconds: the seconds to the target, the median over the seeds; None if not all of them have reached it.
@@ -51,7 +52,7 @@ class Row:
     final_interval: float | None
     difference: float
     difference_interval: float | None
-    spread: float
+    spread: float | None
     num_reached: int
     steps: float | None
     seconds: float | None
@@ -63,28 +64,29 @@ class Row:
 
 def rows_of(result: dict[str, Any]) -> list[Row]:
     """Returns a row for each method; the baseline is the first DDP, or the first method if there is none."""
-    by_method = _by_method(result)
-    baseline = next((name for name in by_method if name.startswith("ddp")), next(iter(by_method)))
+    trainings = by_method(result)
+    baseline = next((name for name in trainings if name.startswith("ddp")), next(iter(trainings)))
     sign = 1 if result["higher_is_better"] else -1
-    best = {name: [_best(run["points"], sign) for run in runs] for name, runs in by_method.items()}
+    best = {name: [_best(run["points"], sign) for run in runs] for name, runs in trainings.items()}
     reached = {
         name: [point for run in runs if (point := _reached(run["points"], result["target"], sign))]
-        for name, runs in by_method.items()
+        for name, runs in trainings.items()
     }
 
     def to_target(name: str, what: str) -> float | None:
         points = reached[name]
-        return median(point[what] for point in points) if len(points) == len(by_method[name]) else None
+        return median(point[what] for point in points) if len(points) == len(trainings[name]) else None
 
     baseline_steps = to_target(baseline, "steps")
-    limit = baseline_steps * _step_seconds(by_method["alone"]) if baseline_steps and "alone" in by_method else None
+    limit = baseline_steps * _step_seconds(trainings["alone"]) if baseline_steps and "alone" in trainings else None
     rows = []
-    for name, runs in by_method.items():
+    for name, runs in trainings.items():
         if name == "alone":  # its quality is that of one rank
             continue
         lssr = [run["lssr"] for run in runs if run["lssr"] is not None]
         differences = [sign * (one - other) for one, other in zip(best[name], best[baseline], strict=True)]
         final = [run["points"][-1]["quality"] for run in runs]
+        spreads = [point["spread"] for run in runs for point in run["points"]]
         seconds, baseline_seconds = to_target(name, "seconds"), to_target(baseline, "seconds")
         rows.append(
             Row(
@@ -96,7 +98,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
                 final_interval=interval_of(final),
                 difference=fmean(differences),
                 difference_interval=interval_of(differences),
-                spread=fmean(point["spread"] for run in runs for point in run["points"]),
+                spread=fmean(spreads) if None not in spreads else None,
                 num_reached=len(reached[name]),
                 steps=to_target(name, "steps"),
                 seconds=seconds,
@@ -118,7 +120,7 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
         skew = f", {labels} labels on each" if (labels := settings["labels_per_worker"]) else ""
         consolidations = max(point["consolidation_mib"] for run in result["runs"] for point in run["points"])
         better = "at least" if result["higher_is_better"] else "at most"
-        parts.append(f"""### {_title(result)}{network}{skew}
+        parts.append(f"""### {title_of(result)}{network}{skew}
 
 Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better} {result["target"]:g}: medians of
 {seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training, for
@@ -126,7 +128,8 @@ which the weights were consolidated: that is not counted, and takes up to {conso
 final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's with the same seed the
 best is. LSSR: share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own
 weights to those that were measured, over their norm, the mean of all measurements. Limit: DDP's steps to the target,
-each without communication, as the ranks of `alone` take them.
+each without communication, as the ranks of `alone` take them. Ranks that go at their own pace do not wait for a
+measurement: their weights are copied, and a step is as many batches as there are hosts.
 """)
         to_target = ["reached", "MiB", "ms a step", "seconds", "speed-up", "share of the limit"]
         headings = ["", "steps", "LSSR", "best", "better by", "final", "spread", *to_target]
@@ -142,7 +145,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         _draw_quality(over_steps, result, "steps")
         _draw_quality(over_time, result, "seconds")
         _draw_quality(over_traffic, result, "mib")
-        over_steps.set(xlabel="steps", ylabel=result["metric"], title=_title(result))
+        over_steps.set(xlabel="steps", ylabel=result["metric"], title=title_of(result))
         over_time.set(xlabel="seconds of training")
         over_traffic.set(xlabel="MiB sent by rank 0", xscale="log")
         over_steps.set_ylim(*_range_of_interest(result))
@@ -151,13 +154,14 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _title(result: dict[str, Any]) -> str:
+def title_of(result: dict[str, Any]) -> str:
+    """Returns the task and the number of hosts."""
     return f"{result['settings']['task']} on {result['world_size']} hosts"
 
 
 def _draw_quality(panel: Axes, result: dict[str, Any], what: str) -> None:
     """Draws a line per method, the mean over its seeds, and their range in a lighter shade."""
-    for name, runs in _by_method(result).items():
+    for name, runs in by_method(result).items():
         if name == "alone":
             continue
         curves = list(zip(*(run["points"] for run in runs), strict=True))
@@ -179,7 +183,8 @@ def _range_of_interest(result: dict[str, Any]) -> tuple[float, float]:
     return min(qualities) - margin, max(qualities) + margin
 
 
-def _by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the trainings with each method."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in result["runs"]:
         groups.setdefault(run["method"], []).append(run)
@@ -205,18 +210,18 @@ def _reached(points: Sequence[Point], target: float, sign: int) -> Point | None:
 def _cells(row: Row, seeds: int) -> list[str]:
     return [
         readable(row.method),
-        _number(row.steps, ".0f"),
-        _number(row.lssr, ".3f"),
+        number(row.steps, ".0f"),
+        number(row.lssr, ".3f"),
         _with_interval(row.best, row.best_interval),
         _with_interval(row.difference, row.difference_interval, "+.2f"),
         _with_interval(row.final, row.final_interval),
-        f"{row.spread:.2%}",
+        number(row.spread, ".2%"),
         f"{row.num_reached} of {seeds}",
-        _number(row.mib, ".1f"),
+        number(row.mib, ".1f"),
         f"{1e3 * row.step_seconds:.0f}",
-        _number(row.seconds, ".1f"),
-        _number(row.speedup, ".2f"),
-        _number(row.share_of_limit, ".0%"),
+        number(row.seconds, ".1f"),
+        number(row.speedup, ".2f"),
+        number(row.share_of_limit, ".0%"),
     ]
 
 
@@ -224,5 +229,6 @@ def _with_interval(value: float, interval: float | None, form: str = ".2f") -> s
     return format(value, form) if interval is None else f"{value:{form}} ± {interval:.2f}"
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """Returns a number in this format; a dash if there is none."""
     return "-" if value is None else format(value, form)

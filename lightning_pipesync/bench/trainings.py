@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pipesync.bench.candidates import in_ddp
+from lightning_pipesync.bench.passes import Passes
 from lightning_pipesync.bench.tasks import Task
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.data import LabelSkewedSampler
@@ -27,12 +28,14 @@ class Training(ABC):
     Attributes:
         module: the module that is trained.
         optimizer: the optimizer, whose learning rate the task's schedule changes.
+        passes: runs the forward and backward passes. May be set before the first step.
 
     Args:
         task: the task.
     """
 
     def __init__(self, task: Task) -> None:
+        self.passes = Passes()
         self.task, self.module = task, task.build_module()
         self.optimizer = task.optimizer(self.module)
 
@@ -48,7 +51,7 @@ class Training(ABC):
     def step(self, batch: Any) -> None:
         """Takes one training step."""
         self.module.zero_grad()
-        self.task.loss(self.module, batch).backward()
+        self.passes.run(lambda: self.task.loss(self.module, batch))
         self.update()
 
     @abstractmethod

@@ -64,7 +64,8 @@ class ParameterServer(SyncMethod):
 
     Ranks may take different numbers of steps between two calls of :meth:`flush`. A policy that cancels passes does so
     in the midst of a pass if that is in a closure: ``sync.step(lambda: optimizer.step(closure))``. The closure is then
-    evaluated again, with newer weights. Otherwise the gradient of a cancelled pass is lost.
+    evaluated again, with newer weights. Otherwise the gradient of a cancelled pass is lost. Within a long computation
+    that is in no layer, call :meth:`cancel_if_late` now and then.
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in
     :class:`ParameterServerConfig`.
@@ -107,7 +108,7 @@ class ParameterServer(SyncMethod):
         arrived = ModuleHook(self._after_loading)
         self._hooks += [child.register_load_state_dict_post_hook(arrived) for child in self._module.modules()]
         if self._policy.cancels:
-            check = ModuleHook(self._cancel_if_late)
+            check = ModuleHook(self.cancel_if_late)
             self._hooks += [m.register_forward_pre_hook(check) for m in modules_with_parameters(self._module)]
             self._hooks += [hook_gradient(p.tensor, self._after_gradient) for p in parameters if p.group]
         self._mail = transport.mail()
@@ -203,14 +204,14 @@ class ParameterServer(SyncMethod):
             finally:
                 self._may_cancel = False
 
-    def _cancel_if_late(self, *_: object) -> None:
-        """Ends the pass at the next layer if there are newer weights, and if it can be repeated."""
+    def cancel_if_late(self, *_: object) -> None:
+        """Ends the pass in a closure if there are newer weights, and if it can be repeated; called at each layer."""
         if self._may_cancel and self._is_late:
             raise PassCancelled
 
     def _after_gradient(self, _: Tensor) -> None:
         self._accumulates |= not self.syncing  # what an earlier pass has added could not be repeated
-        self._cancel_if_late()
+        self.cancel_if_late()
 
     @property
     def _is_late(self) -> bool:

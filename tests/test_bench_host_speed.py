@@ -1,0 +1,253 @@
+"""`pipesync bench converge` on hosts of different speed: emulated times, limits, trainings at the ranks' own pace."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipesync.bench import host_speed_report, passes
+from lightning_pipesync.bench.converge import parse_method
+from lightning_pipesync.bench.host_speed import HostSpeeds
+from lightning_pipesync.bench.own_pace import AtOwnPace
+from lightning_pipesync.bench.passes import Passes
+from lightning_pipesync.bench.tasks import build_task
+from lightning_pipesync.bench.throughput import Throughput
+from lightning_pipesync.cli import main
+from lightning_pipesync.methods.parameter_server import ParameterServerConfig
+from tests.harness import launch
+
+SLOW = HostSpeeds.parse("100ms", ["3:50%"], None)
+STALLING = HostSpeeds.parse("100ms", [], "5%:10")
+
+
+def test_a_slow_host_takes_longer() -> None:
+    speeds = HostSpeeds.parse("0.1s", ["3:50%", "1:25%"], None)
+    assert [next(speeds.seconds_of(host, 0)) for host in range(4)] == pytest.approx([0.1, 0.4, 0.1, 0.2])
+
+
+def test_nothing_is_emulated_by_default() -> None:
+    assert next(HostSpeeds.parse(None, [], None).seconds_of(0, 0)) == 0
+
+
+def test_stalls_are_exponential_and_the_same_for_a_seed() -> None:
+    def times(host: int, seed: int) -> list[float]:
+        return list(islice(STALLING.seconds_of(host, seed), 20_000))
+
+    first = times(0, 0)
+    stalls = [seconds - 0.1 for seconds in first if seconds != 0.1]
+    assert len(stalls) / len(first) == pytest.approx(0.05, rel=0.1)
+    assert fmean(stalls) == pytest.approx(1.0, rel=0.1)
+    assert fmean(stall**2 for stall in stalls) == pytest.approx(2.0, rel=0.2), "of an exponential distribution"
+    assert times(0, 0) == first
+    assert times(1, 0) != first
+    assert times(0, 1) != first
+
+
+class Clock:
+    """A clock that only sleeping, and what a test says, moves on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    thread_time = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(passes, "time", clock)
+    return clock
+
+
+def test_a_pass_takes_its_time_with_the_backward_pass_at_its_end(clock: Clock) -> None:
+    weight, begun = torch.ones(1, requires_grad=True), []
+
+    def forward() -> torch.Tensor:
+        clock.now += 0.02
+        loss = (2 * weight).sum()
+        weight_hook(loss)
+        return loss
+
+    def weight_hook(loss: torch.Tensor) -> None:
+        def backward(_: torch.Tensor) -> None:
+            begun.append(clock.now)
+            clock.now += 0.03
+
+        loss.register_hook(backward)
+
+    emulated = Passes(iter([0.1, 0.1, 0.01]))
+    assert emulated.run(forward) == 2
+    assert (begun[-1], clock.now) == pytest.approx((0.1, 0.13)), "how long backward takes is not known yet"
+    emulated.run(forward)
+    assert (begun[-1], clock.now) == pytest.approx((0.13 + 0.07, 0.23))
+    emulated.run(forward)
+    assert clock.now == pytest.approx(0.23 + 0.05), "what takes longer by itself does not sleep"
+
+
+def test_a_pass_ends_when_it_is_cancelled(clock: Clock) -> None:
+    def check() -> None:
+        if clock.now >= 0.04:
+            raise TimeoutError
+
+    weight = torch.ones(1, requires_grad=True)
+    with pytest.raises(TimeoutError):
+        Passes(iter([0.1])).run(lambda: weight.sum(), check)
+    assert clock.now == pytest.approx(0.04, abs=passes.SLICE_S)
+    assert weight.grad is None
+
+
+LIMITS: list[tuple[dict[str, Any], float]] = [
+    ({"policy": "sync"}, 2 / 4),
+    ({"policy": "k_sync", "k": 3}, 1 / 3),
+    ({"policy": "k_batch_sync", "k": 3}, 1 / 3),
+    ({"policy": "k_async"}, 2 / 4),
+    ({"policy": "k_batch_async"}, 1 / 3.5),
+    ({"policy": "async"}, 1 / 3.5),
+    ({"policy": "n_softsync", "n": 2}, 1 / 3.5),
+    ({"policy": "ssp", "staleness_bound": 2}, 2 / 4),
+]
+
+
+@pytest.mark.parametrize(("settings", "steps"), LIMITS)
+def test_throughput_with_a_slow_host(settings: dict[str, Any], steps: float) -> None:
+    """In units of a step at full speed, per gradient."""
+    policy = ParameterServerConfig(**settings).policy_for(4)
+    assert Throughput(policy, SLOW, 4).gradients_per_second(2000) == pytest.approx(1 / (0.1 * steps), rel=0.01)
+
+
+def test_throughput_with_stalls() -> None:
+    """Asynchronous: hosts divided by the mean of a pass. Synchronous: by the mean of the longest one."""
+    asynchronous, together = (
+        Throughput(ParameterServerConfig(policy=policy).policy_for(4), STALLING, 4).gradients_per_second()
+        for policy in ("async", "sync")
+    )
+    assert asynchronous == pytest.approx(4 / 0.15, rel=0.05)
+    times = zip(*(STALLING.seconds_of(host, 7) for host in range(4)), strict=True)
+    assert together == pytest.approx(4 / fmean(max(one) for one in islice(times, 20_000)), rel=0.05)
+
+
+METHODS = [
+    "ddp",
+    "parameter_server:policy=sync",
+    "parameter_server:policy=async",
+    "parameter_server:policy=k_sync,k=1",
+    "selsync:delta=1",
+]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_the_command(tmp_path: Path) -> None:
+    options = ["--methods", *METHODS, "--compute", "20ms", "--slow", "1:50%", "--stalls", "10%:1"]
+    options += ["--steps", "16", "--evaluations", "4", "--target", "20", "--output", str(tmp_path)]
+    assert main(["bench", "converge", *options]) == 0
+    [result] = json.loads((tmp_path / "converge.json").read_text())["results"]
+    runs = {run["method"]: run for run in result["runs"]}
+    for run in runs.values():
+        assert [point["steps"] for point in run["points"]] == [4, 8, 12, 16]
+        for what in ("seconds", "mib"):
+            values = [point[what] for point in run["points"]]
+            assert values == sorted(values)
+    ddp, sync, asynchronous, cancelling, _ = (runs[method] for method in METHODS)
+    assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in sync["points"]]
+    assert {point["spread"] for point in asynchronous["points"]} == {None}
+    assert "staleness" not in sync
+    assert sum(asynchronous["staleness_counts"]) == round(16 / 38 * 75), "a gradient for each batch"
+    assert cancelling["staleness_counts"] == [sum(cancelling["staleness_counts"])], "none is stale"
+    markdown = (tmp_path / "converge.md").read_text()
+    assert "digits on 2 hosts, 20ms a step, host 1 at 50%, stalls 10%:1" in markdown
+    for picture in ("converge", "errors_2", "staleness_2"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def an_epoch_at_own_pace(method: str) -> tuple[list[int], list[float], dict[str, float]]:
+    """Returns the samples that this rank has trained on, by their order, and the learning rates of its steps."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    task = build_task("digits")
+    training = parse_method(method)(task)
+    assert isinstance(training, AtOwnPace)
+    training.passes = Passes(HostSpeeds.parse("4ms", ["1:50%"], None).seconds_of(dist.get_rank(), 0))
+    rates, sizes, step = [], [], training.step
+
+    def recorded(batch: Any) -> None:
+        rates.append(training.optimizer.param_groups[0]["lr"])
+        sizes.append(len(batch[1]))
+        step(batch)
+
+    training.step = recorded  # type: ignore[method-assign]
+    parts = training.train(seed=0, num_steps=training.steps_per_epoch, evaluations=3)
+    weights = [float(module.state_dict()["0.weight"].sum()) for _, module in parts]
+    metrics = training.method.metrics()
+    training.close()
+    return sizes, rates, {**metrics, "last": weights[-1], "first": weights[0]}
+
+
+@pytest.mark.parametrize("method", ["parameter_server:policy=async", "parameter_server:policy=k_batch_sync,k=2"])
+def test_an_epoch_is_the_whole_data_set_and_rates_follow_it(method: str) -> None:
+    (sizes, rates, metrics), (other_sizes, other_rates, others) = launch(an_epoch_at_own_pace, 2, method)
+    assert sum(sizes) + sum(other_sizes) == 1197
+    scale = 0.5 if "policy=async" in method else 1.0
+    for one in (rates, other_rates):
+        assert one[0] == pytest.approx(0.05 * scale)
+        assert one[-1] == pytest.approx(0.0005 * scale), "that of the end of the training, whoever trained more"
+        assert one == sorted(one, reverse=True)
+    assert (metrics["first"], metrics["last"]) == (others["first"], others["last"]), "all evaluate the same weights"
+    assert metrics["first"] != metrics["last"]
+
+
+def test_limits_in_the_report() -> None:
+    result = {"settings": {"compute": "100ms", "slow": ["3:50%"], "stalls": None}, "world_size": 4}
+    limits = {
+        method: host_speed_report.limit_of(result, method)
+        for method in ("ddp", "dear:bucket_mb=4", "local_sgd:period=8", "parameter_server:policy=async")
+    }
+    assert list(limits.values()) == [1.0, 1.0, None, pytest.approx(1.75, rel=0.01)]
+
+
+def is_at_own_pace(method: str) -> list[bool]:
+    tasks = (build_task("digits"), build_task("digits").with_label_skew(5))
+    trainings = [parse_method(method)(task) for task in tasks]
+    for training in trainings:
+        training.close()
+    return [isinstance(training, AtOwnPace) for training in trainings]
+
+
+def test_ranks_with_data_of_their_own_take_as_many_steps_each() -> None:
+    assert launch(is_at_own_pace, 2, "parameter_server:policy=async") == [[True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--slow", "1:50%"], ["slow", "1:50%", "compute"]),
+        (["--stalls", "5%:10"], ["stalls", "5%:10", "compute"]),
+        (["--compute", "fast"], ["compute", "'fast' is not a duration"]),
+        (["--compute", "0ms"], ["compute must be more than 0"]),
+        (["--compute", "1s", "--slow", "1"], ["slow", "'1' names no host"]),
+        (["--compute", "1s", "--slow", "1:150%"], ["150%"]),
+        (["--compute", "1s", "--slow", "1:10mbit"], ["slow", "share of the speed"]),
+        (["--compute", "1s", "--slow", "2:50%"], ["slow: there is no host 2"]),
+        (["--compute", "1s", "--slow", "1:50%", "--slow", "1:20%"], ["slow: host 1 is named twice"]),
+        (["--compute", "1s", "--stalls", "5%"], ["stalls='5%'", "SHARE%:FACTOR"]),
+        (["--compute", "1s", "--stalls", "5:10"], ["stalls='5:10'", "not a share"]),
+        (["--compute", "1s", "--stalls", "5%:-1"], ["stalls='5%:-1'", "positive"]),
+        (["--methods", "parameter_server:lr_scale=0"], ["lr_scale must be a positive number"]),
+    ],
+)
+def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "converge", *options]) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
