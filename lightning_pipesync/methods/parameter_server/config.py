@@ -90,7 +90,7 @@ class ParameterServerConfig(Settings):
             raise ValueError(f"staleness_lr must be one of {get_args(StalenessLR)}, got {self.staleness_lr!r}.")
         if self.on_lost_rank not in ("raise", "continue"):
             raise ValueError(f"on_lost_rank must be 'raise' or 'continue', got {self.on_lost_rank!r}.")
-        if self.on_lost_rank == "continue" and self.servers != 1:
+        if self.goes_on and self.servers != 1:
             raise ValueError(
                 f"on_lost_rank='continue' cannot go on without a rank that serves weights, with servers="
                 f"{self.servers!r}: set servers=1, so that rank 0 serves all, or on_lost_rank='raise'."
@@ -105,7 +105,7 @@ class ParameterServerConfig(Settings):
 
     def check_for_framework(self, uneven_batches: bool) -> None:
         """Checks that the framework can follow the settings, see :class:`Settings`."""
-        if self.on_lost_rank == "continue":
+        if self.goes_on:
             raise ValueError(
                 "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
                 "themselves, among all ranks. Use ParameterServer(model, optimizer, on_lost_rank='continue') in a "
@@ -117,6 +117,11 @@ class ParameterServerConfig(Settings):
                 "number of batches on all ranks. Use ParameterServer(model, optimizer, partition='handed_out') in a "
                 "loop, or set partition='defdp'."
             )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the others go on without a rank that is lost."""
+        return self.on_lost_rank == "continue"
 
     def policy_for(self, learners: int) -> Policy:
         """Returns the policy with a number of learners.

@@ -13,10 +13,6 @@ from lightning_pipesync.methods.parameter_server.algorithm import Gradient
 from lightning_pipesync.methods.parameter_server.shards import SharedBucket
 
 
-class PassCancelled(BaseException):
-    """Ends a pass whose gradient would not be used. A BaseException, so that users' handlers of errors let it pass."""
-
-
 class Learner:
     """This rank's weights, and what the servers send of them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,35 +9,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient, modules_with_parameters
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.method import group_members, parameters_of
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.parameter_server.algorithm import Decision, Sequencer, Update
+from lightning_pipesync.methods.parameter_server.algorithm import Sequencer, Update
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
-from lightning_pipesync.methods.parameter_server.learner import Learner, PassCancelled
-from lightning_pipesync.methods.parameter_server.messages import (
-    Ask,
-    Batch,
-    Buffers,
-    Dismissed,
-    PartOfNorm,
-    Push,
-    StepSettings,
-    Weights,
-    Wish,
-)
-from lightning_pipesync.methods.parameter_server.server import Pushed, Server
+from lightning_pipesync.methods.parameter_server.correspondence import COORDINATOR, Correspondence
+from lightning_pipesync.methods.parameter_server.learner import Learner
+from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
+from lightning_pipesync.methods.parameter_server.passes import Passes
+from lightning_pipesync.methods.parameter_server.server import Server
 from lightning_pipesync.methods.parameter_server.shards import ServedShard, served_states, shared_buckets, whole_states
 from lightning_pipesync.methods.step import run_without_update
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
-
-#: The rank that takes the decisions; it is a server, too.
-COORDINATOR = 0
 
 #: Timeouts that a learner waits if the others give up a rank that is lost: one may be lost after the other.
 GIVING_UP = 3
@@ -85,8 +73,10 @@ class ParameterServer(SyncMethod):
         self._num_servers = config.num_servers(transport.world_size)
         self._buckets = shared_buckets(parameters, self._num_servers, config)
         # Who is not heard of for the timeout is given up first, and what waits for that goes on.
-        patience_s = config.timeout_s * (GIVING_UP if self._goes_on else 1)
+        patience_s = config.timeout_s * (GIVING_UP if config.goes_on else 1)
         self._learner = Learner(self._buckets, self._num_servers, transport, patience_s)
+        self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
+        self._messages = messages = Correspondence(transport, config, self._learner)
         self._server: Server | None = None
         self._shards: list[ServedShard] = []
         if transport.rank < self._num_servers:
@@ -95,28 +85,23 @@ class ParameterServer(SyncMethod):
                 for b in self._buckets
             ]
             self._server = Server(
-                self._shards, self._num_servers, self._send_weights, self._send_norm, self._learner.fail
+                self._shards, self._num_servers, messages.send_weights, messages.send_norm, self._learner.fail
             )
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        self.data.ask = self._ask
+        self.data.ask = messages.ask
         self._members = group_members(self.optimizers)
-        self._may_cancel, self._accumulates, self._num_cancelled = False, False, 0
         self._clipping: dict[int, dict[str, float]] = {}  # of each optimizer's next step
         self._loaded = False
         self._hooks = [one.register_load_state_dict_post_hook(self._after_loading) for one in self.optimizers]
         arrived = ModuleHook(self._after_loading)
         self._hooks += [child.register_load_state_dict_post_hook(arrived) for child in self._module.modules()]
-        if self._policy.cancels:
-            check = ModuleHook(self.cancel_if_late)
-            self._hooks += [m.register_forward_pre_hook(check) for m in modules_with_parameters(self._module)]
-            self._hooks += [hook_gradient(p.tensor, self._after_gradient) for p in parameters if p.group]
-        self._mail = transport.mail()
+        self._hooks += self._passes.hook(self._module, parameters)
         everyone = range(transport.world_size)
         sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr)
         followers = everyone if self._policy.cancels or self._policy.together else everyone[: self._num_servers]
-        self._coordinator = Coordinator(sequencer, self._mail.send, transport.world_size, followers, config.keep_log)
-        self._mail.start(self._deliver, self._lose)
+        self._coordinator = Coordinator(sequencer, messages.send, transport.world_size, followers, config.keep_log)
+        messages.start(self._coordinator, self._server)
 
     @property
     def log(self) -> list[Update]:
@@ -133,7 +118,7 @@ class ParameterServer(SyncMethod):
         if loss_scale is None or not self._policy.together:
             return False
         gradients = [p.grad for p in parameters_of(self.optimizers[index]) if p.grad is not None]
-        self._tell(Wish.SKIP if not all(bool(torch.isfinite(grad).all()) for grad in gradients) else Wish.STEP)
+        self._messages.tell(Wish.SKIP if not all(bool(torch.isfinite(grad).all()) for grad in gradients) else Wish.STEP)
         return self._learner.await_skip()
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
@@ -149,13 +134,13 @@ class ParameterServer(SyncMethod):
         stepped, result = True, None
         optimizer = self.optimizers[index]
         if update is not None:
-            stepped, result = run_without_update(update, optimizer, self._evaluate)
+            stepped, result = run_without_update(update, optimizer, self._passes.evaluate)
         self.after_backward(optimizer)
         if stepped:  # otherwise a loss scaler skips the step
             self._push(index)
             self._learner.await_weights()
         self._clipping.pop(index, None)
-        self._accumulates = False
+        self._passes.end_step()
         mark_stepped(optimizer)
         self.flushed = False
         return result
@@ -177,45 +162,26 @@ class ParameterServer(SyncMethod):
     def _push(self, index: int) -> None:
         """Pushes an optimizer's gradient, unless it is known not to be used."""
         gradient = self._learner.next_gradient(index)
-        if self._is_late:
-            self._num_cancelled += 1
-            self._tell(Wish.FETCH)
+        if self._passes.is_late:
+            self._passes.num_cancelled += 1
+            self._messages.tell(Wish.FETCH)
             return
         buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
         present = [bucket.pack() for bucket in buckets]
         settings = StepSettings(current(self.optimizers[index]), **self._clipping.get(index, {}))
-        for server in range(self._num_servers):
-            pushed = Pushed([bucket.encoded(server) for bucket in buckets], present)
-            push = Push(gradient, settings if server == COORDINATOR else None)
-            self._mail.send(server, (push, pushed.wires, pushed.present))
+        encoded = lambda server: [bucket.encoded(server) for bucket in buckets]  # noqa: E731
+        self._messages.push(gradient, settings, encoded, present)
 
-    def _evaluate(self, closure: Callable[[], T]) -> T:
-        """Evaluates a closure with a forward and a backward pass, again whenever its pass is cancelled."""
-        while True:
-            self._may_cancel = self._policy.cancels and not self._accumulates
-            try:
-                return closure()
-            except PassCancelled:
-                self._num_cancelled += 1
-                for bucket in self._buckets:
-                    bucket.clear_gradients()
-                self._tell(Wish.FETCH)
-                self._learner.await_weights()
-            finally:
-                self._may_cancel = False
+    def _start_anew(self) -> None:
+        """Fetches newer weights, after a cancelled pass."""
+        for bucket in self._buckets:
+            bucket.clear_gradients()
+        self._messages.tell(Wish.FETCH)
+        self._learner.await_weights()
 
-    def cancel_if_late(self, *_: object) -> None:
-        """Ends the pass in a closure if there are newer weights, and if it can be repeated; called at each layer."""
-        if self._may_cancel and self._is_late:
-            raise PassCancelled
-
-    def _after_gradient(self, _: Tensor) -> None:
-        self._accumulates |= not self.syncing  # what an earlier pass has added could not be repeated
-        self.cancel_if_late()
-
-    @property
-    def _is_late(self) -> bool:
-        return self._policy.cancels and self._learner.newest > self._learner.version
+    def cancel_if_late(self) -> None:
+        """Ends a pass in a closure if there are newer weights, and if it can be repeated; called at each layer."""
+        self._passes.cancel_if_late()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -231,9 +197,9 @@ class ParameterServer(SyncMethod):
         self._learner.check()
         if self._loaded:
             self._settle()
-        self._tell(Wish.RETIRE)
+        self._messages.tell(Wish.RETIRE)
         self._learner.await_weights()
-        if self._goes_on:
+        if self.config.goes_on:
             self._share_buffers()
         else:
             self._broadcast_buffers()
@@ -243,9 +209,7 @@ class ParameterServer(SyncMethod):
     def _share_buffers(self) -> None:
         """Makes the buffers those of rank 0, without waiting for a rank that is lost."""
         if self.transport.rank == COORDINATOR:
-            buffers = [buffer.cpu().clone() for buffer in self._read_buffers()]
-            for rank in range(1, self.transport.world_size):
-                self._mail.send(rank, (Buffers(), buffers))
+            self._messages.send_buffers([buffer.cpu().clone() for buffer in self._read_buffers()])
         else:
             for buffer, value in zip(self._read_buffers(), self._learner.await_buffers(), strict=True):
                 buffer.copy_(value)
@@ -263,7 +227,7 @@ class ParameterServer(SyncMethod):
         self._loaded = False
         if self._server is not None:
             self._server.reload(self._read_loaded)
-        self._tell(Wish.RETIRE)  # a learner goes on once all servers have read
+        self._messages.tell(Wish.RETIRE)  # a learner goes on once all servers have read
         self._learner.await_weights()
 
     def _read_loaded(self) -> None:
@@ -278,7 +242,7 @@ class ParameterServer(SyncMethod):
 
     def metrics(self) -> dict[str, float]:
         """Returns the updates, this rank's cancelled passes, on rank 0 the mean staleness, and what the base does."""
-        counts = {"updates": float(self._learner.version), "cancelled": float(self._num_cancelled)}
+        counts = {"updates": float(self._learner.version), "cancelled": float(self._passes.num_cancelled)}
         if self.transport.rank == COORDINATOR:
             counts["staleness"] = self._coordinator.mean_staleness
         return {**counts, **super().metrics()}
@@ -328,86 +292,8 @@ class ParameterServer(SyncMethod):
             hook.remove()
         if self._server is not None:
             self._server.close(timeout_s)
-        self._mail.close(timeout_s)
+        self._messages.close(timeout_s)
         super().detach(timeout_s)
-
-    # --- messages ---------------------------------------------------------------------------------------------------
-
-    def _tell(self, wish: Wish) -> None:
-        """Tells the coordinator what this learner wants."""
-        self._mail.send(COORDINATOR, (wish,))
-
-    def _ask(self, epoch: int, num_batches: int) -> int | None:
-        """Returns the number of the next batch of an epoch with so many; None when there is no more."""
-        self._mail.send(COORDINATOR, (Ask(epoch, num_batches),))
-        return self._learner.await_batch()
-
-    def _send_weights(self, rank: int, version: int, values: list[Tensor] | None) -> None:
-        self._mail.send(rank, (Weights(version), values))
-
-    def _send_norm(self, version: int, part: Tensor) -> None:
-        for server in range(self._num_servers):
-            self._mail.send(server, (PartOfNorm(version), part))
-
-    def _deliver(self, rank: int, message: Any) -> None:
-        """Takes a message, by a thread of the mail."""
-        what, *rest = message
-        if isinstance(what, Dismissed):
-            self._learner.fail(self._dismissal())
-        elif isinstance(what, Push | Wish | Ask) and self._coordinator.dismisses(rank):
-            pass
-        elif isinstance(what, Push):
-            assert self._server is not None
-            self._server.push(rank, what.gradient.step, Pushed(*rest))
-            if what.settings is not None:
-                self._coordinator.push(what.gradient, what.settings)
-        elif isinstance(what, Wish):
-            self._coordinator.grant(rank, what)
-        elif isinstance(what, Ask):
-            self._coordinator.hand_out(rank, what)
-        elif isinstance(what, Batch):
-            self._learner.take_batch(what.number)
-        elif isinstance(what, Weights):
-            self._learner.take(rank, what.version, *rest)
-        elif isinstance(what, Buffers):
-            self._learner.take_buffers(*rest)
-        elif isinstance(what, PartOfNorm):
-            assert self._server is not None
-            self._server.take_norm(rank, what.version, *rest)
-        else:
-            self._follow(what, *rest)
-
-    def _follow(self, decision: Decision, settings: StepSettings | None) -> None:
-        if decision.update is not None:
-            self._learner.newest = max(self._learner.newest, decision.update.version)
-        if decision.skip is not None:
-            self._learner.take_skip(decision.skip)
-        elif self._server is not None:
-            self._server.follow(decision, settings)
-
-    def _lose(self, rank: int, error: Exception) -> None:
-        """Takes the loss of a rank, by a thread of the mail."""
-        if not self._goes_on or rank == COORDINATOR:
-            self._learner.fail(error)
-        elif self.transport.rank == COORDINATOR:
-            left = [learner for learner in self._coordinator.learners if learner != rank]
-            warnings.warn(
-                f"Lost rank {rank} after {self._learner.newest} updates: rank {', '.join(map(str, left))} "
-                f"{'go' if len(left) > 1 else 'goes'} on without it. {error}",
-                stacklevel=2,
-            )
-            self._coordinator.lose(rank)
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the others go on without a rank that is lost."""
-        return self.config.on_lost_rank == "continue"
-
-    def _dismissal(self) -> RuntimeError:
-        return RuntimeError(
-            f"Rank {self.transport.rank} was not heard of in time, and counts as lost "
-            f"(timeout_s={self.config.timeout_s:g}): the others went on without it. End this process."
-        )
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -419,9 +305,9 @@ class ParameterServer(SyncMethod):
         """
         buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
-        if self._goes_on and not shards:
+        if self.config.goes_on and not shards:
             raise RuntimeError("With on_lost_rank='continue' rank 0 alone has the optimizer's state: save it there.")
-        if self._goes_on:
+        if self.config.goes_on:
             return served_states(buckets, shards)
         return whole_states(buckets, shards, self._num_servers, self.transport)
 
