@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,13 @@ def replay(
     server = copy.deepcopy(model)
     optimizer = make_optimizer(server)
     versions = [copy.deepcopy(server)]
+    optimizers = [copy.deepcopy(optimizer.state_dict())]
     for update in log:
         optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
         total: list[Tensor] = [torch.zeros_like(p) for p in server.parameters()]
         for gradient, weight in zip(update.gradients, update.weights, strict=True):
-            learner = copy.deepcopy(versions[gradient.version])
+            learner = ahead(versions[gradient.version], make_optimizer, optimizers[gradient.version], gradient.ahead)
             loss(learner, gradient.step - 1, gradient.rank).backward()
             for one, p in zip(total, learner.parameters(), strict=True):
                 assert p.grad is not None
@@ -40,6 +42,37 @@ def replay(
             p.grad = one / len(update.gradients)
         optimizer.param_groups[0]["lr"] = lr * update.lr_factor
         optimizer.step()
+        optimizers.append(copy.deepcopy(optimizer.state_dict()))
         optimizer.param_groups[0]["lr"] = lr
         versions.append(copy.deepcopy(server))
     return versions
+
+
+def ahead(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    state: dict[str, Any],
+    updates: float,
+) -> nn.Module:
+    """Returns a copy of the model after more updates with gradients of zero, if there has been one; interpolated."""
+    model = copy.deepcopy(model)
+    if not updates or not state["state"]:
+        return model
+    optimizer = make_optimizer(model)
+    optimizer.load_state_dict(copy.deepcopy(state))
+
+    def step() -> None:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+
+    whole, part = divmod(updates, 1)
+    for _ in range(int(whole)):
+        step()
+    before = [p.detach().clone() for p in model.parameters()]
+    step()
+    with torch.no_grad():
+        for p, one in zip(model.parameters(), before, strict=True):
+            p.copy_(one.add(p - one, alpha=part))
+    model.zero_grad()
+    return model

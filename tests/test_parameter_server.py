@@ -31,6 +31,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "n_softsync": {"policy": "n_softsync", "n": 2, "staleness_lr": "mean"},
     "by gradient": {"policy": "async", "staleness_lr": "gradient"},
     "ssp": {"policy": "ssp", "staleness_bound": 1},
+    "predicted": {"policy": "async", "delay_compensation": "momentum"},
+    "predicted, by half": {"policy": "k_batch_async", "k": 2, "delay_compensation": "momentum", "staleness_lr": "mean"},
     "one server": {"policy": "k_batch_async", "k": 2, "servers": 1},
     "two servers": {"policy": "k_async", "k": 2, "servers": 2},
 }
@@ -96,7 +98,9 @@ def check_log(policy: str, log: list[Update], world_size: int) -> None:
         assert most == world_size
     if policy in ("k_sync", "k_batch_sync", "k_async"):
         assert most == 2
-    if policy in ("async", "ssp", "by gradient"):
+    if "predicted" in policy:
+        assert any(gradient.ahead for update in log for gradient in update.gradients)
+    if policy in ("async", "ssp", "by gradient", "predicted"):
         assert most == 1
     if policy == "n_softsync":
         assert most == world_size // 2

@@ -8,7 +8,8 @@ while all gradients are there and all parameters have had as many steps, and on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,23 @@ class BucketUpdate:
                     f"{type(self._copy).__name__} changes {name!r} of its parameter groups in a step, as if it were a "
                     "hyper-parameter: copies of it step, one for each bucket, and cannot be kept together."
                 )
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Context manager whose steps are undone at its end, to the last bit."""
+        values = [(tensor, tensor.clone()) for tensor in self._copy.param_groups[0]["params"]]
+        states = {
+            tensor: {kind: value.clone() if isinstance(value, Tensor) else value for kind, value in state.items()}
+            for tensor, state in self._copy.state.items()
+        }
+        try:
+            yield
+        finally:
+            self._copy.state.clear()
+            self._copy.state.update(states)
+            with torch.no_grad():
+                for tensor, value in values:
+                    tensor.copy_(value)
 
     def _hyperparameters(self) -> dict[str, Any]:
         return {name: value for name, value in self._copy.param_groups[0].items() if name != "params"}

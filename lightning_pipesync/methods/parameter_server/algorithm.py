@@ -40,12 +40,14 @@ class Gradient:
         step: the number of the learner's step: 1 for the first one.
         version: the version of the weights that it was computed at.
         optimizer: the index of the optimizer whose parameters it is of.
+        ahead: the updates by which those weights were predicted from that version.
     """
 
     rank: int
     step: int
     version: int
     optimizer: int = 0
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,14 @@ class Decision:
         update: the update that they make first; None: none.
         dropped: a gradient that they do not use: its pass was cancelled.
         released: the learners that they then send the weights to.
+        ahead: the updates by which they predict these weights.
         skip: whether all learners skip a step that they take together; None: nothing is said of one.
     """
 
     update: Update | None = None
     dropped: Gradient | None = None
     released: tuple[int, ...] = ()
+    ahead: float = 0.0
     skip: bool | None = None
 
 
@@ -151,6 +155,7 @@ class Sequencer:
     Attributes:
         policy: the variant of SGD.
         staleness_lr: the learning rate by staleness.
+        predicts: whether learners go on from weights that are predicted by as many updates as gradients are stale.
         version: the number of updates so far.
         pending: gradients that no update has used yet.
     """
@@ -158,13 +163,14 @@ class Sequencer:
     policy: Policy
     staleness_lr: StalenessLR
     learners: dict[int, _Learner]
+    predicts: bool = False
     version: int = 0
     pending: list[Gradient] = field(default_factory=list)
 
     @classmethod
-    def of(cls, policy: Policy, ranks: Iterable[int], staleness_lr: str = "none") -> Sequencer:
+    def of(cls, policy: Policy, ranks: Iterable[int], staleness_lr: str = "none", predicts: bool = False) -> Sequencer:
         """Returns the sequencer of learners, by rank, all of which have the weights of version 0."""
-        return cls(policy, StalenessLR(staleness_lr), {rank: _Learner() for rank in ranks})
+        return cls(policy, StalenessLR(staleness_lr), {rank: _Learner() for rank in ranks}, predicts)
 
     def push(self, gradient: Gradient) -> list[Decision]:
         """Takes the gradient of a learner, which wants weights next."""
@@ -242,4 +248,5 @@ class Sequencer:
                 released.append(rank)
         for rank in released:
             self.learners[rank].waiting = False
-        return [Decision(released=tuple(sorted(released)))] if released else []
+        ahead = self.staleness_lr.mean if self.predicts else 0.0
+        return [Decision(released=tuple(sorted(released)), ahead=ahead)] if released else []

@@ -15,6 +15,7 @@ from lightning_pipesync.methods.settings import Settings
 
 PolicyName = Literal["sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp"]
 StalenessLR = Literal["none", "mean", "gradient"]
+DelayCompensation = Literal["none", "momentum"]
 
 #: The policies with a setting of their own, by that setting.
 _POLICIES_WITH = {
@@ -57,6 +58,10 @@ class ParameterServerConfig(Settings):
     they were computed. ``mean``: it is divided by the mean staleness so far, where that is above 1. ``gradient``: each
     gradient counts by 1 / staleness."""
 
+    delay_compensation: DelayCompensation = "none"
+    """How it is compensated that gradients are stale. ``momentum``: learners get the weights that they are expected to
+    update: where momentum alone takes them, in as many updates as gradients have been stale on average (SpecTrain)."""
+
     elementwise: tuple[type[Optimizer], ...] = ()
     """Classes of further element-wise optimizers, which can be divided among several servers."""
 
@@ -95,6 +100,9 @@ class ParameterServerConfig(Settings):
                 f"on_lost_rank='continue' cannot go on without a rank that serves weights, with servers="
                 f"{self.servers!r}: set servers=1, so that rank 0 serves all, or on_lost_rank='raise'."
             )
+        if self.delay_compensation not in get_args(DelayCompensation):
+            names = get_args(DelayCompensation)
+            raise ValueError(f"delay_compensation must be one of {names}, got {self.delay_compensation!r}.")
         for name, least in (("k", 1), ("n", 1), ("staleness_bound", 0), ("servers", 1)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value != int(value) or value < least):
@@ -191,5 +199,6 @@ class ParameterServerConfig(Settings):
             if self.policy not in policies
         }
         if self.policy in ("sync", "k_sync", "k_batch_sync"):
-            ignored["staleness_lr"] = f"with policy={self.policy!r}, in which no gradient is stale"
+            for name in ("staleness_lr", "delay_compensation"):
+                ignored[name] = f"with policy={self.policy!r}, in which no gradient is stale"
         return ignored

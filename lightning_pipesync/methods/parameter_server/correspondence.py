@@ -87,9 +87,9 @@ class Correspondence:
 
     # --- what a server sends ----------------------------------------------------------------------------------------
 
-    def send_weights(self, rank: int, version: int, values: list[Tensor] | None) -> None:
+    def send_weights(self, rank: int, weights: Weights, values: list[Tensor] | None) -> None:
         """Sends this server's shards to a learner; None: it has them."""
-        self.send(rank, (Weights(version), values))
+        self.send(rank, (weights, values))
 
     def send_norm(self, version: int, part: Tensor) -> None:
         """Sends this server's part of a squared norm to all servers."""
@@ -114,7 +114,7 @@ class Correspondence:
         elif isinstance(what, Batch):
             self._learner.take_batch(what.number)
         elif isinstance(what, Weights):
-            self._learner.take(rank, what.version, *rest)
+            self._learner.take(rank, what, *rest)
         elif isinstance(what, Buffers):
             self._learner.take_buffers(*rest)
         elif isinstance(what, PartOfNorm):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient
+from lightning_pipesync.methods.parameter_server.messages import Weights
 from lightning_pipesync.methods.parameter_server.shards import SharedBucket
 
 
@@ -18,6 +19,7 @@ class Learner:
 
     Attributes:
         version: of the weights that this rank has.
+        ahead: the updates by which they were predicted from that version.
         steps: the number of steps that it has taken.
         newest: the newest version that it knows of.
 
@@ -32,9 +34,10 @@ class Learner:
         self, buckets: Sequence[SharedBucket], num_servers: int, transport: Transport, timeout_s: float
     ) -> None:
         self.version = self.steps = self.newest = 0
+        self.ahead = 0.0
         self._buckets, self._num_servers = buckets, num_servers
         self._transport, self._timeout_s = transport, timeout_s
-        self._arrived: dict[int, tuple[int, list[Tensor] | None]] = {}  # by server: version and values
+        self._arrived: dict[int, tuple[Weights, list[Tensor] | None]] = {}  # by server
         self._changed = threading.Condition()
         self._skip: bool | None = None
         self._buffers_of_rank_0: list[Tensor] | None = None
@@ -44,12 +47,12 @@ class Learner:
     def next_gradient(self, optimizer: int) -> Gradient:
         """Returns the description of the gradient of the next step, which is one of the optimizer of that index."""
         self.steps += 1
-        return Gradient(self._transport.rank, self.steps, self.version, optimizer)
+        return Gradient(self._transport.rank, self.steps, self.version, optimizer, self.ahead)
 
-    def take(self, server: int, version: int, values: list[Tensor] | None) -> None:
-        """Takes weights from a server, by a thread of the mail; None: this rank has that version."""
+    def take(self, server: int, weights: Weights, values: list[Tensor] | None) -> None:
+        """Takes weights from a server, by a thread of the mail; None: this rank has them."""
         with self._changed:
-            self._arrived[server] = (version, values)
+            self._arrived[server] = (weights, values)
             self._changed.notify_all()
 
     def take_batch(self, number: int | None) -> None:
@@ -118,8 +121,8 @@ class Learner:
             RuntimeError: a peer is lost.
         """
         self._await(lambda: len(self._arrived) == self._num_servers, "the weights of the parameter servers")
-        for server, (version, values) in self._arrived.items():
-            self.version = version
+        for server, (weights, values) in self._arrived.items():
+            self.version, self.ahead = weights.version, weights.ahead
             for bucket, shard in zip(self._buckets, values or (), strict=False):
                 bucket.receive(server, shard)
         if any(values is not None for _, values in self._arrived.values()):

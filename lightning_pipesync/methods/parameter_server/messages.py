@@ -43,9 +43,10 @@ class Push:
 
 @dataclass(frozen=True)
 class Weights:
-    """A server's shards of the weights."""
+    """A server's shards of the weights: of a version, or predicted from it by so many updates."""
 
     version: int
+    ahead: float
 
 
 @dataclass(frozen=True)

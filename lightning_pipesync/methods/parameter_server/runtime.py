@@ -98,7 +98,8 @@ class ParameterServer(SyncMethod):
         self._hooks += [child.register_load_state_dict_post_hook(arrived) for child in self._module.modules()]
         self._hooks += self._passes.hook(self._module, parameters)
         everyone = range(transport.world_size)
-        sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr)
+        predicts = config.delay_compensation == "momentum"
+        sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr, predicts)
         followers = everyone if self._policy.cancels or self._policy.together else everyone[: self._num_servers]
         self._coordinator = Coordinator(sequencer, messages.send, transport.world_size, followers, config.keep_log)
         messages.start(self._coordinator, self._server)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipesync.core.handle import Worker
 from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Update
-from lightning_pipesync.methods.parameter_server.messages import StepSettings
+from lightning_pipesync.methods.parameter_server.messages import StepSettings, Weights
 from lightning_pipesync.methods.parameter_server.shards import ServedShard
 
 #: A learner and the number of its step.
@@ -42,7 +42,7 @@ class Server:
     Args:
         shards: the server's shards of all buckets.
         num_servers: the number of servers.
-        send_weights: called with a learner, and the version and values of all shards, or None if it has that version.
+        send_weights: called with a learner, what weights it gets, and the values of all shards, None if it has them.
         send_norm: called with a version and this server's part of the squared norm, which all servers are to get.
         fail: called with an error, after which the server does nothing more.
     """
@@ -51,7 +51,7 @@ class Server:
         self,
         shards: Sequence[ServedShard],
         num_servers: int,
-        send_weights: Callable[[int, int, list[Tensor] | None], object],
+        send_weights: Callable[[int, Weights, list[Tensor] | None], object],
         send_norm: Callable[[int, Tensor], object],
         fail: Callable[[BaseException], object],
     ) -> None:
@@ -61,7 +61,8 @@ class Server:
         self._pushed: dict[Key, Pushed] = {}
         self._unused: set[Key] = set()  # gradients that were dropped before they arrived
         self._norms: dict[int, dict[int, Tensor]] = {}  # parts of the squared norm, by version and server
-        self._sent: dict[int, int] = {}  # the version that each learner has
+        self._sent: dict[int, Weights] = {}  # what each learner has
+        self._num_optimizers = len({shard.bucket.group[0] for shard in shards})
         self._arrived = threading.Condition()
         self._failed = False
         self._worker = Worker("pipesync-server")
@@ -118,11 +119,12 @@ class Server:
             assert settings is not None
             self._update(decision.update, settings)
         for rank in decision.released:
-            values = None
-            if self._sent.get(rank) != self.version:
-                values = [shard.values.clone() for shard in self._shards]
-            self._sent[rank] = self.version
-            self._send_weights(rank, self.version, values)
+            values, had = None, self._sent.get(rank)
+            # Weights that were predicted from the same version serve as well as if they were predicted anew.
+            if had is None or had.version != self.version or bool(had.ahead) != bool(decision.ahead):
+                self._sent[rank] = Weights(self.version, decision.ahead)
+                values = [shard.ahead(decision.ahead / self._num_optimizers) for shard in self._shards]
+            self._send_weights(rank, self._sent[rank], values)
 
     def _drop(self, gradient: Gradient) -> None:
         key = (gradient.rank, gradient.step)

@@ -124,6 +124,7 @@ class ServedShard:
         dtype = accumulation_dtype(self.values.dtype)
         self._total = self._gradient if dtype == self.values.dtype else torch.empty_like(self._gradient, dtype=dtype)
         self._one = torch.empty_like(self._total)
+        self._present: Sequence[bool] | None = None  # in the last update
         self.read_weights()
 
     @torch.no_grad()
@@ -169,6 +170,29 @@ class ServedShard:
         """
         self.update.set_hyperparameters(hyperparameters)
         self.update.apply(present)
+        self._present = present
+
+    @torch.no_grad()
+    def ahead(self, updates: float) -> Tensor:
+        """Returns a copy of the weights, as they will be after more updates if these have gradients of zero.
+
+        That is where momentum alone takes them (SpecTrain, Chen et al.). Parts of an update are interpolated.
+
+        Args:
+            updates: the number of updates, 0 or more.
+        """
+        if not updates or self._present is None:
+            return self.values.clone()
+        whole, part = divmod(updates, 1)
+        with self.update.trial():
+            self._gradient.zero_()
+            for _ in range(int(whole)):
+                self.update.apply(self._present)
+            predicted = self.values.clone()
+            if part:
+                self.update.apply(self._present)
+                predicted.add_(self.values.sub(predicted), alpha=part)
+        return predicted
 
 
 def shared_buckets(
