@@ -18,11 +18,13 @@ def replay(
     make_optimizer: Callable[[nn.Module], Optimizer],
     loss: Callable[[nn.Module, int, int], Tensor],
     log: Sequence[Update],
+    dc_lambda: float = 0.0,
 ) -> list[nn.Module]:
     """Returns the model after each update, the first one before any.
 
     Args:
         loss: of the model in a rank's step, counted from 0.
+        dc_lambda: lambda of DC-ASGD.
     """
     server = copy.deepcopy(model)
     optimizer = make_optimizer(server)
@@ -35,8 +37,10 @@ def replay(
         for gradient, weight in zip(update.gradients, update.weights, strict=True):
             learner = ahead(versions[gradient.version], make_optimizer, optimizers[gradient.version], gradient.ahead)
             loss(learner, gradient.step - 1, gradient.rank).backward()
-            for one, p in zip(total, learner.parameters(), strict=True):
+            for one, p, now in zip(total, learner.parameters(), server.parameters(), strict=True):
                 assert p.grad is not None
+                if dc_lambda:  # Zheng et al., Eq. 10
+                    p.grad.addcmul_(p.grad * p.grad, now.detach() - p.detach(), value=dc_lambda)
                 one.add_(p.grad, alpha=weight)
         for p, one in zip(server.parameters(), total, strict=True):
             p.grad = one / len(update.gradients)
@@ -44,6 +48,41 @@ def replay(
         optimizer.step()
         optimizers.append(copy.deepcopy(optimizer.state_dict()))
         optimizer.param_groups[0]["lr"] = lr
+        versions.append(copy.deepcopy(server))
+    return versions
+
+
+def replay_downpour(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    log: Sequence[Update],
+) -> list[nn.Module]:
+    """Returns the model after each update of Downpour (Dean et al., Algorithm 7.1), the first one before any."""
+    server = copy.deepcopy(model)
+    optimizer = make_optimizer(server)
+    lr = optimizer.param_groups[0]["lr"]
+    versions, learners = [copy.deepcopy(server)], {}
+    for update in log:
+        (gradient,) = update.gradients
+        assert gradient.accrued is not None
+        learner = learners.setdefault(gradient.rank, copy.deepcopy(model))
+        fetches = {(fetch.step, fetch.before_pass): versions[fetch.version] for fetch in gradient.accrued.fetches}
+        accrued = [torch.zeros_like(p) for p in learner.parameters()]
+        for step in range(gradient.accrued.first_step, gradient.step + 1):
+            if (step, True) in fetches:
+                learner.load_state_dict(fetches[step, True].state_dict())
+            learner.zero_grad()
+            loss(learner, step - 1, gradient.rank).backward()
+            if (step, False) in fetches:
+                learner.load_state_dict(fetches[step, False].state_dict())
+            with torch.no_grad():
+                for p, total in zip(learner.parameters(), accrued, strict=True):
+                    total.add_(p.grad)
+                    p.add_(p.grad, alpha=-lr)
+        for p, total in zip(server.parameters(), accrued, strict=True):
+            p.grad = total
+        optimizer.step()
         versions.append(copy.deepcopy(server))
     return versions
 

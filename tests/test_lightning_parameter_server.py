@@ -64,9 +64,10 @@ def fit(
     return module.begun, module.log_of_updates, module.metrics
 
 
-def test_a_slow_rank_does_not_slow_down_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["async", "downpour"])
+def test_a_slow_rank_does_not_slow_down_the_others(policy: str, tmp_path: Path) -> None:
     """Not even by what the Trainer itself sends before each batch."""
-    _, log, metrics = launch(fit, 2, {"policy": "async"}, tmp_path, init=False)[0]
+    _, log, metrics = launch(fit, 2, {"policy": policy}, tmp_path, init=False)[0]
     assert metrics["updates"] == 2 * BATCHES
     assert [update.gradients[0].rank for update in log[-BATCHES + 3 :]] == [1] * (BATCHES - 3)
 

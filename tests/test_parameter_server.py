@@ -17,7 +17,7 @@ from lightning_pipesync.methods.parameter_server import ParameterServer
 from lightning_pipesync.methods.parameter_server.algorithm import Update
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
-from tests.reference_parameter_server import replay
+from tests.reference_parameter_server import replay, replay_downpour
 
 STEPS = 12
 
@@ -31,6 +31,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "n_softsync": {"policy": "n_softsync", "n": 2, "staleness_lr": "mean"},
     "by gradient": {"policy": "async", "staleness_lr": "gradient"},
     "ssp": {"policy": "ssp", "staleness_bound": 1},
+    "dc_asgd": {"policy": "async", "delay_compensation": "dc_asgd", "dc_lambda": 2.0},
+    "dc_asgd, several": {"policy": "k_batch_async", "k": 2, "delay_compensation": "dc_asgd", "dc_lambda": 2.0},
     "predicted": {"policy": "async", "delay_compensation": "momentum"},
     "predicted, by half": {"policy": "k_batch_async", "k": 2, "delay_compensation": "momentum", "staleness_lr": "mean"},
     "one server": {"policy": "k_batch_async", "k": 2, "servers": 1},
@@ -73,13 +75,36 @@ def test_the_log_explains_the_weights(policy: str, world_size: int, optimizer: s
         pytest.skip("with n of 2 on 2 ranks it is async")
     outcomes = launch(train, world_size, optimizer, POLICIES[policy])
     log = outcomes[0][0]
-    versions = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log)
+    versions = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, POLICIES[policy].get("dc_lambda", 0.0))
     expected = state(versions[-1])
     for _, weights, metrics in outcomes:
         assert metrics["updates"] == len(log)
         for name, value in weights.items():
             assert torch.equal(value, expected[name]), name
     check_log(policy, log, world_size)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("n_push", "n_fetch", "servers"), [(1, 1, None), (2, 3, 1), (3, 1, None)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_log_explains_downpour(
+    world_size: int, n_push: int, n_fetch: int, servers: int | None, optimizer: str
+) -> None:
+    settings = {"policy": "downpour", "n_push": n_push, "n_fetch": n_fetch, "servers": servers}
+    outcomes = launch(train, world_size, optimizer, settings)
+    log = outcomes[0][0]
+    expected = state(replay_downpour(seeded_mlp(), OPTIMIZERS[optimizer], loss, log)[-1])
+    for _, weights, _ in outcomes:
+        for name, value in weights.items():
+            assert torch.equal(value, expected[name]), name
+    pushed = [(update.gradients[0].rank, update.gradients[0]) for update in log]
+    for rank in range(world_size):
+        of_rank = [gradient for one, gradient in pushed if one == rank]
+        last = STEPS - 2 * (rank == 1)
+        assert [gradient.accrued.first_step for gradient in of_rank] == [1, *(one.step + 1 for one in of_rank[:-1])]
+        assert of_rank[-1].step == last, "nothing that was accrued is lost"
+        fetches = [fetch for gradient in of_rank for fetch in gradient.accrued.fetches if not fetch.before_pass]
+        assert {fetch.step % n_fetch for fetch in fetches} == {1 % n_fetch}
 
 
 def check_log(policy: str, log: list[Update], world_size: int) -> None:
@@ -100,7 +125,7 @@ def check_log(policy: str, log: list[Update], world_size: int) -> None:
         assert most == 2
     if "predicted" in policy:
         assert any(gradient.ahead for update in log for gradient in update.gradients)
-    if policy in ("async", "ssp", "by gradient", "predicted"):
+    if policy in ("async", "ssp", "by gradient", "predicted", "dc_asgd"):
         assert most == 1
     if policy == "n_softsync":
         assert most == world_size // 2

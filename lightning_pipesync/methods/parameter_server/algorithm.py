@@ -22,6 +22,7 @@ class Policy:
         cancels: whether an update cancels the passes that are under way: those learners start anew from its weights.
         bound: the most gradients that a learner may be ahead of the slowest one (SSP's s); None: any number.
         together: whether all learners skip a step of which one has a gradient that is not finite.
+        local: whether learners take local steps, and ask for weights at their own time (Downpour).
     """
 
     gradients: int
@@ -29,6 +30,35 @@ class Policy:
     cancels: bool = False
     bound: int | None = None
     together: bool = False
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A learner's taking of weights.
+
+    Attributes:
+        step: in which step.
+        version: of the weights.
+        before_pass: whether before the step's gradient is computed, or after that and before the local update.
+    """
+
+    step: int
+    version: int
+    before_pass: bool
+
+
+@dataclass(frozen=True)
+class Accrued:
+    """What a gradient consists of that a learner has accrued in local steps.
+
+    Attributes:
+        first_step: the first of these steps; the last one is the gradient's.
+        fetches: when the learner has taken weights since its last push.
+    """
+
+    first_step: int
+    fetches: tuple[Fetch, ...]
 
 
 @dataclass(frozen=True)
@@ -41,6 +71,7 @@ class Gradient:
         version: the version of the weights that it was computed at.
         optimizer: the index of the optimizer whose parameters it is of.
         ahead: the updates by which those weights were predicted from that version.
+        accrued: the local steps whose gradients it is the sum of; None: it is of one step.
     """
 
     rank: int
@@ -48,6 +79,7 @@ class Gradient:
     version: int
     optimizer: int = 0
     ahead: float = 0.0
+    accrued: Accrued | None = None
 
 
 @dataclass(frozen=True)
@@ -173,16 +205,16 @@ class Sequencer:
         return cls(policy, StalenessLR(staleness_lr), {rank: _Learner() for rank in ranks}, predicts)
 
     def push(self, gradient: Gradient) -> list[Decision]:
-        """Takes the gradient of a learner, which wants weights next."""
+        """Takes the gradient of a learner, which wants weights next, unless it takes local steps."""
         learner = self.learners[gradient.rank]
-        learner.clock, learner.waiting = learner.clock + 1, True
+        learner.clock, learner.waiting = learner.clock + 1, learner.waiting or not self.policy.local
         if self.policy.cancels and gradient.version < self.version:
             return [Decision(dropped=gradient), *self._release()]
         self.pending.append(gradient)
         return self._update_if_due() + self._release()
 
     def fetch(self, rank: int) -> list[Decision]:
-        """Takes a learner's wish for weights, without a gradient: its pass was cancelled."""
+        """Takes a learner's wish for weights, without a gradient."""
         self.learners[rank].waiting = True
         return self._release()
 

@@ -13,16 +13,23 @@ from lightning_pipesync.methods.bucket_update import ELEMENTWISE
 from lightning_pipesync.methods.parameter_server.algorithm import Policy
 from lightning_pipesync.methods.settings import Settings
 
-PolicyName = Literal["sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp"]
+PolicyName = Literal[
+    "sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp", "downpour"
+]
 StalenessLR = Literal["none", "mean", "gradient"]
-DelayCompensation = Literal["none", "momentum"]
+DelayCompensation = Literal["none", "momentum", "dc_asgd"]
 
 #: The policies with a setting of their own, by that setting.
 _POLICIES_WITH = {
     "k": ("k_sync", "k_batch_sync", "k_async", "k_batch_async"),
     "n": ("n_softsync",),
     "staleness_bound": ("ssp",),
+    "n_push": ("downpour",),
+    "n_fetch": ("downpour",),
 }
+
+#: The least values of settings that are whole numbers.
+_LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "servers": 1}
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,9 @@ class ParameterServerConfig(Settings):
     learners have; the others' passes are cancelled. ``k_batch_sync``: after ``k`` gradients, whoever pushed them; the
     passes under way are cancelled. ``k_async`` and ``k_batch_async``: the same, and no pass is cancelled. ``async``:
     after each gradient. ``n_softsync``: after every ranks / ``n`` gradients. ``ssp``: after each gradient, and no
-    learner is more than ``staleness_bound`` gradients ahead of the slowest one."""
+    learner is more than ``staleness_bound`` gradients ahead of the slowest one. ``downpour``: learners take local steps
+    of plain SGD, push the sum of their gradients every ``n_push`` steps, each of which is an update, and fetch weights
+    every ``n_fetch`` steps, both under computation."""
 
     k: int | None = None
     """K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as many
@@ -50,6 +59,12 @@ class ParameterServerConfig(Settings):
     staleness_bound: int = 3
     """s of ``ssp``: the most gradients that a learner may be ahead of the slowest one."""
 
+    n_push: int = 1
+    """Steps of ``downpour`` from one push to the next."""
+
+    n_fetch: int = 1
+    """Steps of ``downpour`` from one fetch to the next."""
+
     servers: int | None = None
     """Number of ranks, the first ones, that serve a share of the weights, beside their own training. None: all."""
 
@@ -60,7 +75,12 @@ class ParameterServerConfig(Settings):
 
     delay_compensation: DelayCompensation = "none"
     """How it is compensated that gradients are stale. ``momentum``: learners get the weights that they are expected to
-    update: where momentum alone takes them, in as many updates as gradients have been stale on average (SpecTrain)."""
+    update: where momentum alone takes them, in as many updates as gradients have been stale on average (SpecTrain).
+    ``dc_asgd``: the servers add to each gradient what a Taylor expansion has for the distance that the weights have
+    moved since; they keep the weights of each learner for that."""
+
+    dc_lambda: float = 0.04
+    """lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian."""
 
     elementwise: tuple[type[Optimizer], ...] = ()
     """Classes of further element-wise optimizers, which can be divided among several servers."""
@@ -103,7 +123,14 @@ class ParameterServerConfig(Settings):
         if self.delay_compensation not in get_args(DelayCompensation):
             names = get_args(DelayCompensation)
             raise ValueError(f"delay_compensation must be one of {names}, got {self.delay_compensation!r}.")
-        for name, least in (("k", 1), ("n", 1), ("staleness_bound", 0), ("servers", 1)):
+        if self.delay_compensation != "none" and self.policy == "downpour":
+            raise ValueError(
+                f"delay_compensation={self.delay_compensation!r} is for gradients at weights of the servers, and with "
+                "policy='downpour' learners compute them at their own: set delay_compensation='none'."
+            )
+        if not 0 <= self.dc_lambda < math.inf:
+            raise ValueError(f"dc_lambda must be at least 0, got {self.dc_lambda!r}.")
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value != int(value) or value < least):
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
@@ -151,6 +178,7 @@ class ParameterServerConfig(Settings):
             "async": Policy(1, waits=True),
             "n_softsync": Policy(learners // self.n, waits=False),
             "ssp": Policy(1, waits=True, bound=self.staleness_bound),
+            "downpour": Policy(1, waits=False, local=True),
         }[self.policy]
 
     def num_servers(self, world_size: int) -> int:
@@ -201,4 +229,6 @@ class ParameterServerConfig(Settings):
         if self.policy in ("sync", "k_sync", "k_batch_sync"):
             for name in ("staleness_lr", "delay_compensation"):
                 ignored[name] = f"with policy={self.policy!r}, in which no gradient is stale"
+        if self.delay_compensation != "dc_asgd":
+            ignored["dc_lambda"] = f"with delay_compensation={self.delay_compensation!r}"
         return ignored

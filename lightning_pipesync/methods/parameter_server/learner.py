@@ -18,6 +18,7 @@ class Learner:
     """This rank's weights, and what the servers send of them.
 
     Attributes:
+        rank: this rank.
         version: of the weights that this rank has.
         ahead: the updates by which they were predicted from that version.
         steps: the number of steps that it has taken.
@@ -28,14 +29,21 @@ class Learner:
         num_servers: the number of servers.
         transport: names the rank at fault if the weights do not arrive.
         timeout_s: the most seconds to wait for weights.
+        moves: whether this rank's weights move away from those that it has received.
     """
 
     def __init__(
-        self, buckets: Sequence[SharedBucket], num_servers: int, transport: Transport, timeout_s: float
+        self,
+        buckets: Sequence[SharedBucket],
+        num_servers: int,
+        transport: Transport,
+        timeout_s: float,
+        moves: bool = False,
     ) -> None:
+        self.rank = transport.rank
         self.version = self.steps = self.newest = 0
         self.ahead = 0.0
-        self._buckets, self._num_servers = buckets, num_servers
+        self._buckets, self._num_servers, self._moves = buckets, num_servers, moves
         self._transport, self._timeout_s = transport, timeout_s
         self._arrived: dict[int, tuple[Weights, list[Tensor] | None]] = {}  # by server
         self._changed = threading.Condition()
@@ -47,7 +55,7 @@ class Learner:
     def next_gradient(self, optimizer: int) -> Gradient:
         """Returns the description of the gradient of the next step, which is one of the optimizer of that index."""
         self.steps += 1
-        return Gradient(self._transport.rank, self.steps, self.version, optimizer, self.ahead)
+        return Gradient(self.rank, self.steps, self.version, optimizer, self.ahead)
 
     def take(self, server: int, weights: Weights, values: list[Tensor] | None) -> None:
         """Takes weights from a server, by a thread of the mail; None: this rank has them."""
@@ -125,7 +133,7 @@ class Learner:
             self.version, self.ahead = weights.version, weights.ahead
             for bucket, shard in zip(self._buckets, values or (), strict=False):
                 bucket.receive(server, shard)
-        if any(values is not None for _, values in self._arrived.values()):
+        if self._moves or any(values is not None for _, values in self._arrived.values()):
             for bucket in self._buckets:
                 bucket.unpack()
         self.newest = max(self.newest, self.version)

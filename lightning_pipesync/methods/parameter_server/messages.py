@@ -12,7 +12,7 @@ from lightning_pipesync.methods.parameter_server.algorithm import Gradient
 class Wish(Enum):
     """What a learner wants of the coordinator."""
 
-    FETCH = "weights, after a cancelled pass"
+    FETCH = "weights"
     STEP = "a step, which all take together"
     SKIP = "no step, as its gradient is not finite"
     RETIRE = "the same weights as all, once all want them"

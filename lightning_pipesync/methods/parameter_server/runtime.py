@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +15,22 @@ from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.method import group_members, parameters_of
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.parameter_server.algorithm import Sequencer, Update
+from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Sequencer, Update
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
 from lightning_pipesync.methods.parameter_server.correspondence import COORDINATOR, Correspondence
+from lightning_pipesync.methods.parameter_server.downpour import LocalSteps
 from lightning_pipesync.methods.parameter_server.learner import Learner
 from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
 from lightning_pipesync.methods.parameter_server.passes import Passes
 from lightning_pipesync.methods.parameter_server.server import Server
-from lightning_pipesync.methods.parameter_server.shards import ServedShard, served_states, shared_buckets, whole_states
+from lightning_pipesync.methods.parameter_server.shards import (
+    ServedShard,
+    SharedBucket,
+    served_states,
+    shared_buckets,
+    whole_states,
+)
 from lightning_pipesync.methods.step import run_without_update
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -74,7 +82,7 @@ class ParameterServer(SyncMethod):
         self._buckets = shared_buckets(parameters, self._num_servers, config)
         # Who is not heard of for the timeout is given up first, and what waits for that goes on.
         patience_s = config.timeout_s * (GIVING_UP if config.goes_on else 1)
-        self._learner = Learner(self._buckets, self._num_servers, transport, patience_s)
+        self._learner = Learner(self._buckets, self._num_servers, transport, patience_s, self._policy.local)
         self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
         self._messages = messages = Correspondence(transport, config, self._learner)
         self._server: Server | None = None
@@ -85,7 +93,12 @@ class ParameterServer(SyncMethod):
                 for b in self._buckets
             ]
             self._server = Server(
-                self._shards, self._num_servers, messages.send_weights, messages.send_norm, self._learner.fail
+                self._shards,
+                self._num_servers,
+                config.delay_compensation == "dc_asgd",
+                messages.send_weights,
+                messages.send_norm,
+                self._learner.fail,
             )
         for optimizer in self.optimizers:
             optimizer.state.clear()
@@ -103,6 +116,10 @@ class ParameterServer(SyncMethod):
         followers = everyone if self._policy.cancels or self._policy.together else everyone[: self._num_servers]
         self._coordinator = Coordinator(sequencer, messages.send, transport.world_size, followers, config.keep_log)
         messages.start(self._coordinator, self._server)
+        self._local: LocalSteps | None = None
+        if self._policy.local:
+            ask, given = partial(messages.tell, Wish.FETCH), (config.n_push, config.n_fetch)
+            self._local = LocalSteps(self._learner, self._buckets, self.optimizers[0], *given, self._push, ask)
 
     @property
     def log(self) -> list[Update]:
@@ -137,9 +154,10 @@ class ParameterServer(SyncMethod):
         if update is not None:
             stepped, result = run_without_update(update, optimizer, self._passes.evaluate)
         self.after_backward(optimizer)
-        if stepped:  # otherwise a loss scaler skips the step
-            self._push(index)
-            self._learner.await_weights()
+        if stepped and self._local is not None:
+            self._local.step()
+        elif stepped:  # otherwise a loss scaler skips the step
+            self._push_and_fetch(index)
         self._clipping.pop(index, None)
         self._passes.end_step()
         mark_stepped(optimizer)
@@ -149,26 +167,37 @@ class ParameterServer(SyncMethod):
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Makes the servers clip the mean gradient of the next update by its L2 norm.
 
+        With ``policy="downpour"`` the rank's own gradient is clipped.
+
         Returns:
             The norm of this rank's own gradient, 0-dim; no rank has the mean.
         """
+        if self._local is not None:
+            return super().clip(max_norm, optimizer)
         self._clipping.setdefault(self._index(optimizer), {})["max_norm"] = max_norm
         gradients = [p.grad for p in self._trained(optimizer) if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Makes the servers clip every value of the mean gradient of the next update to ``[-max_value, max_value]``."""
+        if self._local is not None:
+            super().clip_value(max_value, optimizer)
+            return
         self._clipping.setdefault(self._index(optimizer), {})["max_value"] = max_value
 
-    def _push(self, index: int) -> None:
-        """Pushes an optimizer's gradient, unless it is known not to be used."""
+    def _push_and_fetch(self, index: int) -> None:
+        """Pushes an optimizer's gradient, unless it is known not to be used, and waits for weights."""
         gradient = self._learner.next_gradient(index)
         if self._passes.is_late:
             self._passes.num_cancelled += 1
             self._messages.tell(Wish.FETCH)
-            return
-        buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
-        present = [bucket.pack() for bucket in buckets]
+        else:
+            self._push(gradient, [bucket.pack() for bucket in self._buckets_of(index)])
+        self._learner.await_weights()
+
+    def _push(self, gradient: Gradient, present: list[list[bool]]) -> None:
+        """Pushes what the buckets have packed."""
+        index, buckets = gradient.optimizer, self._buckets_of(gradient.optimizer)
         settings = StepSettings(current(self.optimizers[index]), **self._clipping.get(index, {}))
         encoded = lambda server: [bucket.encoded(server) for bucket in buckets]  # noqa: E731
         self._messages.push(gradient, settings, encoded, present)
@@ -198,13 +227,21 @@ class ParameterServer(SyncMethod):
         self._learner.check()
         if self._loaded:
             self._settle()
-        self._messages.tell(Wish.RETIRE)
-        self._learner.await_weights()
+        self._retire()
         if self.config.goes_on:
             self._share_buffers()
         else:
             self._broadcast_buffers()
         self.flushed = True
+
+    def _retire(self) -> None:
+        """Waits until all gradients are applied, and takes the weights that all ranks then have."""
+        if self._local is not None:
+            self._local.drain()
+        self._messages.tell(Wish.RETIRE)
+        self._learner.await_weights()
+        if self._local is not None:
+            self._local.begin_anew()
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
@@ -228,8 +265,7 @@ class ParameterServer(SyncMethod):
         self._loaded = False
         if self._server is not None:
             self._server.reload(self._read_loaded)
-        self._messages.tell(Wish.RETIRE)  # a learner goes on once all servers have read
-        self._learner.await_weights()
+        self._retire()  # a learner goes on once all servers have read
 
     def _read_loaded(self) -> None:
         for shard in self._shards:
@@ -304,7 +340,7 @@ class ParameterServer(SyncMethod):
         Raises:
             RuntimeError: only rank 0 has it, as others may be lost.
         """
-        buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
+        buckets = self._buckets_of(index)
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
         if self.config.goes_on and not shards:
             raise RuntimeError("With on_lost_rank='continue' rank 0 alone has the optimizer's state: save it there.")
@@ -312,10 +348,19 @@ class ParameterServer(SyncMethod):
             return served_states(buckets, shards)
         return whole_states(buckets, shards, self._num_servers, self.transport)
 
+    def _buckets_of(self, index: int) -> list[SharedBucket]:
+        """Returns the buckets of an optimizer."""
+        return [bucket for bucket in self._buckets if bucket.group[0] == index]
+
     def _problem(self) -> ValueError | None:
         world_size = self.transport.world_size
         try:
-            self.config.policy_for(world_size)
+            policy = self.config.policy_for(world_size)
+            if policy.local and len(self.optimizers) > 1:
+                raise ValueError(
+                    f"policy='downpour' takes the steps of one optimizer, and there are {len(self.optimizers)}: choose "
+                    "another policy."
+                )
             for optimizer in self.optimizers:
                 self.config.check_optimizer(optimizer, self.config.num_servers(world_size))
         except ValueError as error:

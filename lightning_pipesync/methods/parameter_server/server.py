@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_pipesync.core.handle import Worker
 from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Update
+from lightning_pipesync.methods.parameter_server.delay_compensation import Backups
 from lightning_pipesync.methods.parameter_server.messages import StepSettings, Weights
 from lightning_pipesync.methods.parameter_server.shards import ServedShard
 
@@ -42,6 +43,7 @@ class Server:
     Args:
         shards: the server's shards of all buckets.
         num_servers: the number of servers.
+        compensates: whether gradients are compensated for the weights at which they were computed.
         send_weights: called with a learner, what weights it gets, and the values of all shards, None if it has them.
         send_norm: called with a version and this server's part of the squared norm, which all servers are to get.
         fail: called with an error, after which the server does nothing more.
@@ -51,6 +53,7 @@ class Server:
         self,
         shards: Sequence[ServedShard],
         num_servers: int,
+        compensates: bool,
         send_weights: Callable[[int, Weights, list[Tensor] | None], object],
         send_norm: Callable[[int, Tensor], object],
         fail: Callable[[BaseException], object],
@@ -62,6 +65,8 @@ class Server:
         self._unused: set[Key] = set()  # gradients that were dropped before they arrived
         self._norms: dict[int, dict[int, Tensor]] = {}  # parts of the squared norm, by version and server
         self._sent: dict[int, Weights] = {}  # what each learner has
+        self._compensates = compensates
+        self._backups = self._new_backups()
         self._num_optimizers = len({shard.bucket.group[0] for shard in shards})
         self._arrived = threading.Condition()
         self._failed = False
@@ -102,6 +107,7 @@ class Server:
         def reload() -> None:
             self._sent.clear()
             read()
+            self._backups = self._new_backups()
 
         self._worker.submit(reload)
 
@@ -124,6 +130,8 @@ class Server:
             if had is None or had.version != self.version or bool(had.ahead) != bool(decision.ahead):
                 self._sent[rank] = Weights(self.version, decision.ahead)
                 values = [shard.ahead(decision.ahead / self._num_optimizers) for shard in self._shards]
+                if self._backups is not None:
+                    self._backups.keep(rank, self.version, values)
             self._send_weights(rank, self._sent[rank], values)
 
     def _drop(self, gradient: Gradient) -> None:
@@ -138,7 +146,7 @@ class Server:
             return
         pushed = [self._pushed.pop(key) for key in keys]
         shards = [shard for shard in self._shards if shard.bucket.group[0] == update.optimizer]
-        means = [shard.average([one.wires[i] for one in pushed], update.weights) for i, shard in enumerate(shards)]
+        means = self._average(update, pushed)
         self.version = update.version
         self._clip(means, settings)
         for i, shard in enumerate(shards):
@@ -147,6 +155,22 @@ class Server:
                 hyperparameters = {**hyperparameters, "lr": hyperparameters["lr"] * update.lr_factor}
             present = [any(of_parameter) for of_parameter in zip(*(one.present[i] for one in pushed), strict=True)]
             shard.step(present, hyperparameters)
+
+    def _average(self, update: Update, pushed: Sequence[Pushed]) -> list[Tensor]:
+        """Returns the mean gradient of each shard that an update's optimizer has."""
+        computed_at = None
+        if self._backups is not None:
+            computed_at = [self._backups.at(gradient) for gradient in update.gradients]
+        means: list[Tensor] = []
+        for index, shard in enumerate(self._shards):
+            if shard.bucket.group[0] == update.optimizer:
+                wires = [one.wires[len(means)] for one in pushed]
+                at = None if computed_at is None else [values[index] for values in computed_at]
+                means.append(shard.average(wires, update.weights, at))
+        return means
+
+    def _new_backups(self) -> Backups | None:
+        return Backups([shard.values for shard in self._shards]) if self._compensates else None
 
     @torch.no_grad()
     def _clip(self, means: list[Tensor], settings: StepSettings) -> None:

@@ -17,6 +17,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from lightning_pipesync.methods.parameter_server.delay_compensation import compensate
 from lightning_pipesync.methods.reshard import reshard, slices_in_shard
 
 
@@ -50,7 +51,12 @@ class SharedBucket:
     @property
     def numel(self) -> int:
         """The number of values of the buffer."""
-        return self._gradients.flat.numel()
+        return self.packed.numel()
+
+    @property
+    def packed(self) -> Tensor:
+        """The packed gradients: 1-D, with padding."""
+        return self._gradients.flat
 
     def pack(self) -> list[bool]:
         """Copies the gradients into the buffer, zeros for None; returns which parameters have one."""
@@ -124,6 +130,7 @@ class ServedShard:
         dtype = accumulation_dtype(self.values.dtype)
         self._total = self._gradient if dtype == self.values.dtype else torch.empty_like(self._gradient, dtype=dtype)
         self._one = torch.empty_like(self._total)
+        self._dc_lambda = config.dc_lambda
         self._present: Sequence[bool] | None = None  # in the last update
         self.read_weights()
 
@@ -135,19 +142,24 @@ class ServedShard:
             piece.values.copy_(own)
 
     @torch.no_grad()
-    def average(self, wires: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    def average(
+        self, wires: Sequence[Tensor], weights: Sequence[float], computed_at: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """Returns the weighted mean of gradients, a buffer that :meth:`step` uses.
 
         Args:
             wires: the encoded gradients.
             weights: of each; they add up to their number, so that the mean of equal gradients is that gradient.
+            computed_at: the weights at which each was computed, if it is to be compensated that these are others now.
         """
         if not self.values.numel():
             return self._gradient
         for i, (wire, weight) in enumerate(zip(wires, weights, strict=True)):
             wire = wire.to(self._total.device)
-            if weight != 1:
+            if weight != 1 or computed_at is not None:
                 self._codec.decode(wire, self._one, self.values.dtype)
+                if computed_at is not None:
+                    compensate(self._one, self.values, computed_at[i], self._dc_lambda)
                 self._total.zero_() if i == 0 else None
                 self._total.add_(self._one, alpha=weight)
             elif i == 0:
