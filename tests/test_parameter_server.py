@@ -107,6 +107,30 @@ def test_the_log_explains_downpour(
         assert {fetch.step % n_fetch for fetch in fetches} == {1 % n_fetch}
 
 
+def load_in_midst(settings: dict[str, Any]) -> dict[str, Tensor]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, timeout_s=60, **settings)
+    for i in range(5):
+        optimizer.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+    model.load_state_dict(seeded_mlp(1).state_dict())
+    sync.flush()
+    weights = state(model)
+    sync.detach()
+    return weights
+
+
+@pytest.mark.parametrize("settings", [{"policy": "downpour", "n_push": 2}, {"k": 2}, {"policy": "k_sync", "k": 2}])
+def test_loaded_weights_are_those_to_go_on_from(settings: dict[str, Any]) -> None:
+    """Neither gradients that were pushed or accrued before, nor weights that were asked for, play a part."""
+    expected = seeded_mlp(1).state_dict()
+    for weights in launch(load_in_midst, 3, settings):
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+
+
 def check_log(policy: str, log: list[Update], world_size: int) -> None:
     """Asserts what the policy promises."""
     used = [(gradient.rank, gradient.step) for update in log for gradient in update.gradients]

@@ -79,17 +79,26 @@ class LocalSteps:
         if self._first_step <= self._learner.steps:
             self._push_accrued()
 
+    def drop(self) -> None:
+        """Drops what is accrued, and the weights that were asked for: all ranks have loaded others."""
+        if self._asked:
+            self._learner.drop_weights()
+            self._asked = False
+        self._forget_accrued()
+
     def begin_anew(self) -> None:
         """Goes on from weights that all ranks have, after :meth:`drain`."""
         self._fetches = [Fetch(self._learner.steps + 1, self._learner.version, before_pass=True)]
-        self._first_step = self._learner.steps + 1
 
     def _push_accrued(self) -> None:
         learner, accrued = self._learner, Accrued(self._first_step, tuple(self._fetches))
         for bucket, total in zip(self._buckets, self._accrued, strict=True):
             bucket.packed.copy_(total)
         self._push(Gradient(learner.rank, learner.steps, learner.version, accrued=accrued), self._present)
+        self._forget_accrued()
+
+    def _forget_accrued(self) -> None:
         for total in self._accrued:
             total.zero_()
         self._present = [[False] * len(present) for present in self._present]
-        self._first_step, self._fetches = learner.steps + 1, []
+        self._first_step, self._fetches = self._learner.steps + 1, []

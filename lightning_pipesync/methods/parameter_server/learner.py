@@ -128,7 +128,7 @@ class Learner:
         Raises:
             RuntimeError: a peer is lost.
         """
-        self._await(lambda: len(self._arrived) == self._num_servers, "the weights of the parameter servers")
+        self._await_arrival()
         for server, (weights, values) in self._arrived.items():
             self.version, self.ahead = weights.version, weights.ahead
             for bucket, shard in zip(self._buckets, values or (), strict=False):
@@ -138,6 +138,18 @@ class Learner:
                 bucket.unpack()
         self.newest = max(self.newest, self.version)
         self._arrived.clear()
+
+    def drop_weights(self) -> None:
+        """Waits for the weights that this rank has asked for, and leaves the parameters as they are.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        self._await_arrival()
+        self._arrived.clear()
+
+    def _await_arrival(self) -> None:
+        self._await(lambda: len(self._arrived) == self._num_servers, "the weights of the parameter servers")
 
     def _await(self, arrived: Callable[[], bool], what: str) -> None:
         transport = self._transport

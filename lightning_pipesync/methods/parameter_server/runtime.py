@@ -261,8 +261,15 @@ class ParameterServer(SyncMethod):
         self._loaded = True
 
     def _settle(self) -> None:
-        """Gives the servers what was loaded on all ranks; a collective call."""
+        """Gives the servers what was loaded on all ranks; a collective call.
+
+        First they apply what was pushed before, which has no effect then.
+        """
         self._loaded = False
+        if self._local is not None:
+            self._local.drop()
+        self._messages.tell(Wish.RETIRE)
+        self._learner.drop_weights()
         if self._server is not None:
             self._server.reload(self._read_loaded)
         self._retire()  # a learner goes on once all servers have read
