@@ -87,6 +87,39 @@ def replay_downpour(
     return versions
 
 
+def replay_easgd(
+    model: nn.Module,
+    make_optimizer: Callable[[nn.Module], Optimizer],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    log: Sequence[Update],
+    force: float,
+) -> list[nn.Module]:
+    """Returns the center after each pull of asynchronous EASGD (Zhang et al., Algorithm 1), the first before any."""
+    center = copy.deepcopy(model)
+    versions, learners = [copy.deepcopy(center)], {}
+    for update in log:
+        (pull,) = update.gradients
+        assert pull.accrued is not None
+        if pull.rank not in learners:
+            replica = copy.deepcopy(model)
+            learners[pull.rank] = replica, make_optimizer(replica)
+        replica, optimizer = learners[pull.rank]
+        anew = {fetch.step: versions[fetch.version] for fetch in pull.accrued.fetches}
+        for step in range(pull.accrued.first_step, pull.step + 1):
+            if step in anew:
+                replica.load_state_dict(anew[step].state_dict())
+            optimizer.zero_grad()
+            loss(replica, step - 1, pull.rank).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for x, c in zip(replica.parameters(), center.parameters(), strict=True):
+                moved = (x - c) * force
+                x.sub_(moved)
+                c.add_(moved)
+        versions.append(copy.deepcopy(center))
+    return versions
+
+
 def ahead(
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer],

@@ -8,12 +8,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_pipesync import ParameterServerStrategy
 from lightning_pipesync.methods.parameter_server.algorithm import Update
 from tests.harness import launch, raised
-from tests.lightning_models import Classifier, train_loader
+from tests.lightning_models import Classifier, train_loader, trainer, val_loader
 
 BATCHES = 8
 
@@ -78,6 +79,28 @@ def test_a_cancelled_pass_is_made_again(tmp_path: Path) -> None:
     assert sorted(set(slow)) == list(range(BATCHES))
     assert BATCHES < len(slow) <= BATCHES + metrics["cancelled"], "its first batches have been begun again"
     assert [update.staleness for update in log] == [[0]] * len(log)
+
+
+def validate(settings: dict[str, Any], folder: Path) -> tuple[list[Tensor], int]:
+    """Trains two epochs, and a third one from the checkpoint of the second; returns what was validated, and steps."""
+    validated: list[Tensor] = []
+    for epochs, path in ((2, None), (3, folder / "last.ckpt")):
+        module = Classifier("adamw")
+        fitting = trainer(ParameterServerStrategy(timeout_s=60, **settings), 2, folder, max_epochs=epochs)
+        fitting.fit(module, train_loader(), val_loader(), ckpt_path=path)
+        fitting.save_checkpoint(folder / "last.ckpt")
+        validated += module.validated_with
+    return validated, fitting.global_step
+
+
+@pytest.mark.parametrize("settings", [{"policy": "downpour", "n_push": 3}, {"policy": "easgd", "sync_period": 3}])
+def test_learners_with_weights_of_their_own_validate_the_servers(settings: dict[str, Any], tmp_path: Path) -> None:
+    (validated, steps), (other, _) = launch(validate, 2, settings, tmp_path, init=False)
+    assert len(validated) == 3
+    assert steps == 3 * BATCHES
+    for one, same in zip(validated, other, strict=True):
+        assert torch.equal(one, same)
+    assert not torch.equal(validated[1], validated[2])
 
 
 def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:

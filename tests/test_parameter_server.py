@@ -17,7 +17,7 @@ from lightning_pipesync.methods.parameter_server import ParameterServer
 from lightning_pipesync.methods.parameter_server.algorithm import Update
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
-from tests.reference_parameter_server import replay, replay_downpour
+from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 
 STEPS = 12
 
@@ -55,6 +55,8 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], 
             value = loss(model, i, rank)
             time.sleep(delays.choice([0.0, 0.0, 0.01, 0.03]))
             value.backward()
+            if settings["policy"] == "easgd":
+                sync.after_backward()
             return value
 
         sync.step(lambda: optimizer.step(closure))
@@ -107,6 +109,67 @@ def test_the_log_explains_downpour(
         assert {fetch.step % n_fetch for fetch in fetches} == {1 % n_fetch}
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("world_size", "given", "force"),
+    [(2, {"sync_period": 1}, 0.45), (3, {"sync_period": 3, "servers": 1}, 0.3), (4, {"elastic_force": 0.5}, 0.5)],
+)
+def test_the_log_explains_easgd(world_size: int, given: dict[str, Any], force: float, optimizer: str) -> None:
+    """With momentum in the learners' optimizers it is EAMSGD."""
+    settings = {"policy": "easgd", "sync_period": 2, **given}
+    outcomes = launch(train, world_size, optimizer, settings)
+    log = outcomes[0][0]
+    expected = state(replay_easgd(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, force)[-1])
+    for _, weights, metrics in outcomes:
+        assert (
+            metrics["updates"]
+            == len(log)
+            == sum((STEPS - 2 * (rank == 1)) // settings["sync_period"] for rank in range(world_size))
+        )
+        for name, value in weights.items():
+            assert torch.equal(value, expected[name]), name
+
+
+def train_replica(resumed: bool, resumes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Trains one replica with EASGD, so that timing plays no part; saved and resumed in the middle of a period."""
+
+    def begin(seed: int) -> tuple[Any, Any, ParameterServer]:
+        model = seeded_mlp(seed)
+        optimizer = OPTIMIZERS["adamw"](model)
+        return model, optimizer, ParameterServer(model, optimizer, policy="easgd", sync_period=3, timeout_s=60)
+
+    model, optimizer, sync = begin(0)
+    for i in range(STEPS):
+        if i == 7:
+            sync.flush()
+            center, saved = state(model), sync.state_dict()
+            if resumed:
+                sync.detach()
+                model, optimizer, sync = begin(1)
+                model.load_state_dict(center)
+                sync.load_state_dict(saved)
+            elif resumes:
+                sync.resume()
+        optimizer.zero_grad()
+        loss(model, i, 0).backward()
+        sync.step()
+    sync.flush()
+    weights = state(model)
+    sync.resume()
+    own = state(model)
+    sync.detach()
+    return weights, own
+
+
+def test_easgd_resumes_with_its_replicas() -> None:
+    cases = [(False, True), (True, True), (False, False)]
+    plain, resumed, from_center = (launch(train_replica, 1, *case) for case in cases)
+    for name, value in plain[0][0].items():
+        assert torch.equal(resumed[0][0][name], value), name
+        assert torch.equal(resumed[0][1][name], plain[0][1][name]), name
+    assert any(not torch.equal(from_center[0][0][name], value) for name, value in plain[0][0].items())
+
+
 def load_in_midst(settings: dict[str, Any]) -> dict[str, Tensor]:
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
@@ -122,7 +185,15 @@ def load_in_midst(settings: dict[str, Any]) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("settings", [{"policy": "downpour", "n_push": 2}, {"k": 2}, {"policy": "k_sync", "k": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "downpour", "n_push": 2},
+        {"policy": "easgd", "sync_period": 2},
+        {"policy": "k_sync", "k": 2},
+        {"policy": "k_batch_async", "k": 2},
+    ],
+)
 def test_loaded_weights_are_those_to_go_on_from(settings: dict[str, Any]) -> None:
     """Neither gradients that were pushed or accrued before, nor weights that were asked for, play a part."""
     expected = seeded_mlp(1).state_dict()

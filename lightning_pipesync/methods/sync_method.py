@@ -191,6 +191,24 @@ class SyncMethod(Method):
         with self._protocol.stepping(index):
             return self._step(index, update)
 
+    def update_own(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Updates this rank's weights by its own optimizer.
+
+        Raises:
+            RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass.
+        """
+        optimizer = self.optimizers[index]
+        if update is None:
+            self.after_backward(optimizer)
+        with self._guards[index].stepping():
+            result = optimizer.step() if update is None else update()
+        if not self.is_unscaled(optimizer):
+            raise RuntimeError(
+                "Call after_backward() when the gradient is complete, before or within update, and after the last "
+                "backward pass."
+            )
+        return result
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward passes accumulate this rank's gradients without communication."""

@@ -134,7 +134,7 @@ class LocalSGD(ReplicaMethod):
         if update == self.optimizers[index].step:  # bound before it is replaced
             update = None
         with self._rounds[index].in_step():
-            result = self._update_replica(index, update)
+            result = self.update_own(index, update)
         if self._rounds[index].meets_next:
             self._together(partial(self._end_step, index))
             self._non_trainable.keep_average()

@@ -23,6 +23,7 @@ class Policy:
         bound: the most gradients that a learner may be ahead of the slowest one (SSP's s); None: any number.
         together: whether all learners skip a step of which one has a gradient that is not finite.
         local: whether learners take local steps, and ask for weights at their own time (Downpour).
+        elastic: whether what learners push is their replica, which then pulls at the weights, and they at it (EASGD).
     """
 
     gradients: int
@@ -31,6 +32,7 @@ class Policy:
     bound: int | None = None
     together: bool = False
     local: bool = False
+    elastic: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lightning_pipesync.methods.parameter_server.algorithm import Policy
 from lightning_pipesync.methods.settings import Settings
 
 PolicyName = Literal[
-    "sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp", "downpour"
+    "sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp", "downpour", "easgd"
 ]
 StalenessLR = Literal["none", "mean", "gradient"]
 DelayCompensation = Literal["none", "momentum", "dc_asgd"]
@@ -26,10 +26,12 @@ _POLICIES_WITH = {
     "staleness_bound": ("ssp",),
     "n_push": ("downpour",),
     "n_fetch": ("downpour",),
+    "sync_period": ("easgd",),
+    "elastic_force": ("easgd",),
 }
 
 #: The least values of settings that are whole numbers.
-_LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "servers": 1}
+_LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "sync_period": 1, "servers": 1}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class ParameterServerConfig(Settings):
     after each gradient. ``n_softsync``: after every ranks / ``n`` gradients. ``ssp``: after each gradient, and no
     learner is more than ``staleness_bound`` gradients ahead of the slowest one. ``downpour``: learners take local steps
     of plain SGD, push the sum of their gradients every ``n_push`` steps, each of which is an update, and fetch weights
-    every ``n_fetch`` steps, both under computation."""
+    every ``n_fetch`` steps, both under computation. ``easgd``: each learner trains a replica with its own optimizer,
+    and every ``sync_period`` steps the replica and the servers' weights pull at each other."""
 
     k: int | None = None
     """K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as many
@@ -64,6 +67,13 @@ class ParameterServerConfig(Settings):
 
     n_fetch: int = 1
     """Steps of ``downpour`` from one fetch to the next."""
+
+    sync_period: int = 10
+    """tau of ``easgd``: steps of a learner from one pull to the next."""
+
+    elastic_force: Literal["auto"] | float = "auto"
+    """alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers' weights move.
+    ``auto``: 0.9 / number of learners."""
 
     servers: int | None = None
     """Number of ranks, the first ones, that serve a share of the weights, beside their own training. None: all."""
@@ -123,11 +133,19 @@ class ParameterServerConfig(Settings):
         if self.delay_compensation not in get_args(DelayCompensation):
             names = get_args(DelayCompensation)
             raise ValueError(f"delay_compensation must be one of {names}, got {self.delay_compensation!r}.")
-        if self.delay_compensation != "none" and self.policy == "downpour":
+        if self.delay_compensation != "none" and self.policy in ("downpour", "easgd"):
             raise ValueError(
                 f"delay_compensation={self.delay_compensation!r} is for gradients at weights of the servers, and with "
-                "policy='downpour' learners compute them at their own: set delay_compensation='none'."
+                f"policy={self.policy!r} learners compute them at their own: set delay_compensation='none'."
             )
+        if self.policy == "easgd" and not get_codec(self.compression).lossless:
+            raise ValueError(
+                f"compression={self.compression!r} is for gradients, and with policy='easgd' learners push weights: "
+                "set compression='none'."
+            )
+        force = self.elastic_force
+        if force != "auto" and not (isinstance(force, (int, float)) and 0 < force < 1):
+            raise ValueError(f"elastic_force must be 'auto' or more than 0 and less than 1, got {force!r}.")
         if not 0 <= self.dc_lambda < math.inf:
             raise ValueError(f"dc_lambda must be at least 0, got {self.dc_lambda!r}.")
         for name, least in _LEAST.items():
@@ -179,7 +197,14 @@ class ParameterServerConfig(Settings):
             "n_softsync": Policy(learners // self.n, waits=False),
             "ssp": Policy(1, waits=True, bound=self.staleness_bound),
             "downpour": Policy(1, waits=False, local=True),
+            "easgd": Policy(1, waits=True, elastic=True),
         }[self.policy]
+
+    def force(self, learners: int) -> float | None:
+        """Returns alpha of EASGD with a number of learners; None with another policy."""
+        if self.policy != "easgd":
+            return None
+        return 0.9 / learners if self.elastic_force == "auto" else float(self.elastic_force)
 
     def num_servers(self, world_size: int) -> int:
         """Returns the number of servers.
@@ -215,6 +240,11 @@ class ParameterServerConfig(Settings):
         return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
+    def lost_with_other_ranks(self) -> str | None:
+        """What a run loses if it resumes with another number of ranks; None: nothing."""
+        return "all replicas begin from the servers' weights" if self.policy == "easgd" else None
+
+    @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
         return self.uses_error_feedback
@@ -229,6 +259,9 @@ class ParameterServerConfig(Settings):
         if self.policy in ("sync", "k_sync", "k_batch_sync"):
             for name in ("staleness_lr", "delay_compensation"):
                 ignored[name] = f"with policy={self.policy!r}, in which no gradient is stale"
+        if self.policy == "easgd":
+            for name in ("staleness_lr", "elementwise", "error_feedback"):
+                ignored[name] = "with policy='easgd', whose optimizers run on the learners"
         if self.delay_compensation != "dc_asgd":
             ignored["dc_lambda"] = f"with delay_compensation={self.delay_compensation!r}"
         return ignored

@@ -128,16 +128,31 @@ class Learner:
         Raises:
             RuntimeError: a peer is lost.
         """
+        if self._receive() or self._moves:
+            for bucket in self._buckets:
+                bucket.unpack()
+
+    def await_pull(self) -> None:
+        """Waits for what the center is to move a replica by, and subtracts that from the parameters.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        self._receive()
+        for bucket in self._buckets:
+            bucket.subtract()
+
+    def _receive(self) -> bool:
+        """Waits for values of all servers, and takes them into the buckets; returns whether there are new ones."""
         self._await_arrival()
         for server, (weights, values) in self._arrived.items():
             self.version, self.ahead = weights.version, weights.ahead
             for bucket, shard in zip(self._buckets, values or (), strict=False):
                 bucket.receive(server, shard)
-        if self._moves or any(values is not None for _, values in self._arrived.values()):
-            for bucket in self._buckets:
-                bucket.unpack()
+        are_new = any(values is not None for _, values in self._arrived.values())
         self.newest = max(self.newest, self.version)
         self._arrived.clear()
+        return are_new
 
     def drop_weights(self) -> None:
         """Waits for the weights that this rank has asked for, and leaves the parameters as they are.

@@ -20,6 +20,7 @@ from lightning_pipesync.methods.parameter_server.config import ParameterServerCo
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
 from lightning_pipesync.methods.parameter_server.correspondence import COORDINATOR, Correspondence
 from lightning_pipesync.methods.parameter_server.downpour import LocalSteps
+from lightning_pipesync.methods.parameter_server.elastic import ElasticReplica
 from lightning_pipesync.methods.parameter_server.learner import Learner
 from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
 from lightning_pipesync.methods.parameter_server.passes import Passes
@@ -96,11 +97,12 @@ class ParameterServer(SyncMethod):
                 self._shards,
                 self._num_servers,
                 config.delay_compensation == "dc_asgd",
+                config.force(transport.world_size),
                 messages.send_weights,
                 messages.send_norm,
                 self._learner.fail,
             )
-        for optimizer in self.optimizers:
+        for optimizer in () if self._policy.elastic else self.optimizers:
             optimizer.state.clear()
         self.data.ask = messages.ask
         self._members = group_members(self.optimizers)
@@ -120,6 +122,9 @@ class ParameterServer(SyncMethod):
         if self._policy.local:
             ask, given = partial(messages.tell, Wish.FETCH), (config.n_push, config.n_fetch)
             self._local = LocalSteps(self._learner, self._buckets, self.optimizers[0], *given, self._push, ask)
+        self._elastic: ElasticReplica | None = None
+        if self._policy.elastic:
+            self._elastic = ElasticReplica(self._learner, self._buckets, config.sync_period, self._push)
 
     @property
     def log(self) -> list[Update]:
@@ -149,6 +154,8 @@ class ParameterServer(SyncMethod):
             )
         if self._loaded:
             self._settle()
+        if self._elastic is not None:
+            return self._step_of_replica(self._elastic, index, update)
         stepped, result = True, None
         optimizer = self.optimizers[index]
         if update is not None:
@@ -164,15 +171,24 @@ class ParameterServer(SyncMethod):
         self.flushed = False
         return result
 
+    def _step_of_replica(self, replica: ElasticReplica, index: int, update: Callable[[], T] | None) -> T | None:
+        """Updates this rank's own weights (EASGD)."""
+        if self.flushed:
+            replica.go_on_from_center()
+        result = self.update_own(index, update)
+        replica.step()
+        self.flushed = False
+        return result
+
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Makes the servers clip the mean gradient of the next update by its L2 norm.
 
-        With ``policy="downpour"`` the rank's own gradient is clipped.
+        With ``policy="downpour"`` or ``"easgd"`` the rank's own gradient is clipped.
 
         Returns:
             The norm of this rank's own gradient, 0-dim; no rank has the mean.
         """
-        if self._local is not None:
+        if self._policy.local or self._policy.elastic:
             return super().clip(max_norm, optimizer)
         self._clipping.setdefault(self._index(optimizer), {})["max_norm"] = max_norm
         gradients = [p.grad for p in self._trained(optimizer) if p.grad is not None]
@@ -180,7 +196,7 @@ class ParameterServer(SyncMethod):
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Makes the servers clip every value of the mean gradient of the next update to ``[-max_value, max_value]``."""
-        if self._local is not None:
+        if self._policy.local or self._policy.elastic:
             super().clip_value(max_value, optimizer)
             return
         self._clipping.setdefault(self._index(optimizer), {})["max_value"] = max_value
@@ -216,17 +232,24 @@ class ParameterServer(SyncMethod):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property
+    def diverged(self) -> bool:
+        return (self._policy.local or self._policy.elastic) and not self.flushed
+
+    @property
     def in_lockstep(self) -> bool:
         return self._policy.together
 
     def flush(self) -> None:
         """Waits until all gradients are applied, and makes the weights the servers' newest; a collective call.
 
-        Gradients that are too few for an update make one nevertheless. The buffers become those of rank 0.
+        Gradients that are too few for an update make one nevertheless. The buffers become those of rank 0. With
+        ``policy="easgd"`` the rank's own weights come back with :meth:`resume`.
         """
         self._learner.check()
         if self._loaded:
             self._settle()
+        if self._elastic is not None and not self.flushed:
+            self._elastic.keep()
         self._retire()
         if self.config.goes_on:
             self._share_buffers()
@@ -253,7 +276,9 @@ class ParameterServer(SyncMethod):
                 buffer.copy_(value)
 
     def resume(self) -> None:
-        """Continues from the flushed weights."""
+        """Continues from the flushed weights, with ``policy="easgd"`` from this rank's own."""
+        if self._elastic is not None and self.flushed:
+            self._elastic.restore()
         self.flushed = False
 
     def _after_loading(self, *_: object) -> None:
@@ -273,13 +298,15 @@ class ParameterServer(SyncMethod):
         if self._server is not None:
             self._server.reload(self._read_loaded)
         self._retire()  # a learner goes on once all servers have read
+        if self._elastic is not None:
+            self._elastic.after_loading()
 
     def _read_loaded(self) -> None:
         for shard in self._shards:
             shard.read_weights()
-            if self.optimizers[shard.bucket.group[0]].state:
+            if self.optimizers[shard.bucket.group[0]].state and not self._policy.elastic:
                 shard.update.read_states()
-        for optimizer in self.optimizers:
+        for optimizer in () if self._policy.elastic else self.optimizers:
             optimizer.state.clear()
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -299,7 +326,7 @@ class ParameterServer(SyncMethod):
         """
         index = self._index(optimizer)
         optimizer = self.optimizers[index]
-        if self._loaded:
+        if self._loaded or self._policy.elastic:
             return optimizer.state_dict()
         optimizer.state.update(self._whole_states(index))
         try:
@@ -309,17 +336,22 @@ class ParameterServer(SyncMethod):
 
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizer, which :meth:`detach` would drop; a collective call."""
-        for index, optimizer in enumerate(self.optimizers if not self._loaded else ()):
+        for index, optimizer in enumerate(() if self._loaded or self._policy.elastic else self.optimizers):
             optimizer.state.update(self._whole_states(index))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and residuals of this rank, after :meth:`flush`."""
         state: dict[str, Any] = {"version": self._learner.version, "steps": self._learner.steps}
         residuals = [bucket.residual for bucket in self._buckets if bucket.residual is not None]
+        if self._elastic is not None:
+            state["replica"] = {**self._elastic.state_dict(), "optimizer": self.optimizers[0].state_dict()}
         return {**state, "coordinator": self._coordinator.state_dict(), "residuals": residuals}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded."""
+        """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded.
+
+        A collective call with ``policy="easgd"``.
+        """
         self._learner.version = self._learner.newest = state["version"]
         self._learner.steps = state["steps"]
         self._coordinator.load_state_dict(state["coordinator"], state["version"])
@@ -328,7 +360,12 @@ class ParameterServer(SyncMethod):
         for bucket, residual in zip(self._buckets, state["residuals"], strict=False):
             if bucket.residual is not None:
                 bucket.residual.copy_(residual)
-        self._loaded = True
+        if self._elastic is not None:
+            self._elastic.load_state_dict(state["replica"])
+            self.optimizers[0].load_state_dict(state["replica"]["optimizer"])
+            self._settle()  # the next gradient is of the replica
+        else:
+            self._loaded = True
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the threads and the process groups. The weights stay as they are."""
@@ -363,12 +400,12 @@ class ParameterServer(SyncMethod):
         world_size = self.transport.world_size
         try:
             policy = self.config.policy_for(world_size)
-            if policy.local and len(self.optimizers) > 1:
+            if (policy.local or policy.elastic) and len(self.optimizers) > 1:
                 raise ValueError(
-                    f"policy='downpour' takes the steps of one optimizer, and there are {len(self.optimizers)}: choose "
-                    "another policy."
+                    f"policy={self.config.policy!r} takes the steps of one optimizer, and there are "
+                    f"{len(self.optimizers)}: choose another policy."
                 )
-            for optimizer in self.optimizers:
+            for optimizer in () if policy.elastic else self.optimizers:
                 self.config.check_optimizer(optimizer, self.config.num_servers(world_size))
         except ValueError as error:
             return error

@@ -44,6 +44,7 @@ class Server:
         shards: the server's shards of all buckets.
         num_servers: the number of servers.
         compensates: whether gradients are compensated for the weights at which they were computed.
+        force: alpha, if replicas pull at the weights instead (EASGD); None: they do not.
         send_weights: called with a learner, what weights it gets, and the values of all shards, None if it has them.
         send_norm: called with a version and this server's part of the squared norm, which all servers are to get.
         fail: called with an error, after which the server does nothing more.
@@ -54,6 +55,7 @@ class Server:
         shards: Sequence[ServedShard],
         num_servers: int,
         compensates: bool,
+        force: float | None,
         send_weights: Callable[[int, Weights, list[Tensor] | None], object],
         send_norm: Callable[[int, Tensor], object],
         fail: Callable[[BaseException], object],
@@ -65,6 +67,8 @@ class Server:
         self._unused: set[Key] = set()  # gradients that were dropped before they arrived
         self._norms: dict[int, dict[int, Tensor]] = {}  # parts of the squared norm, by version and server
         self._sent: dict[int, Weights] = {}  # what each learner has
+        self._force = force
+        self._pulls: dict[int, list[Tensor]] = {}  # by learner, what its replica is pulled by
         self._compensates = compensates
         self._backups = self._new_backups()
         self._num_optimizers = len({shard.bucket.group[0] for shard in shards})
@@ -125,6 +129,10 @@ class Server:
             assert settings is not None
             self._update(decision.update, settings)
         for rank in decision.released:
+            if rank in self._pulls:
+                self._sent.pop(rank, None)
+                self._send_weights(rank, Weights(self.version, 0.0), self._pulls.pop(rank))
+                continue
             values, had = None, self._sent.get(rank)
             # Weights that were predicted from the same version serve as well as if they were predicted anew.
             if had is None or had.version != self.version or bool(had.ahead) != bool(decision.ahead):
@@ -145,6 +153,12 @@ class Server:
         if not self._await(lambda: all(key in self._pushed for key in keys)):
             return
         pushed = [self._pushed.pop(key) for key in keys]
+        if self._force is not None:
+            (rank, _), (replica,) = keys[0], pushed
+            pairs = zip(self._shards, replica.wires, strict=True)
+            self._pulls[rank] = [shard.pull(wire, self._force) for shard, wire in pairs]
+            self.version = update.version
+            return
         shards = [shard for shard in self._shards if shard.bucket.group[0] == update.optimizer]
         means = self._average(update, pushed)
         self.version = update.version

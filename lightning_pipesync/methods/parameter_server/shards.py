@@ -14,6 +14,7 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import encode_with_feedback
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import foreach_add_
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
@@ -62,6 +63,10 @@ class SharedBucket:
         """Copies the gradients into the buffer, zeros for None; returns which parameters have one."""
         return self._gradients.pack_gradients(self._tensors)
 
+    def pack_values(self) -> None:
+        """Copies the parameters themselves into the buffer."""
+        self._gradients.pack(self._tensors)
+
     def clear_gradients(self) -> None:
         """Drops the gradients of the parameters."""
         for tensor in self._tensors:
@@ -82,6 +87,16 @@ class SharedBucket:
     def unpack(self) -> None:
         """Copies the received weights into the parameters."""
         self._values.unpack(self._tensors)
+
+    def unpack_from(self, flat: Tensor) -> None:
+        """Copies values of such a buffer into the parameters."""
+        self._values.flat.copy_(flat)
+        self.unpack()
+
+    @torch.no_grad()
+    def subtract(self) -> None:
+        """Subtracts what was received from the parameters."""
+        foreach_add_(self._tensors, self._values.views, alpha=-1)
 
     def shard(self, server: int) -> slice:
         """Returns the slice of the buffer that a server has."""
@@ -171,6 +186,20 @@ class ServedShard:
         if self._total is not self._gradient:
             self._gradient.copy_(self._total)
         return self._gradient
+
+    @torch.no_grad()
+    def pull(self, wire: Tensor, force: float) -> Tensor:
+        """Lets a replica pull at the weights; returns what these pull it by (EASGD, Algorithm 1).
+
+        Args:
+            wire: the encoded replica.
+            force: alpha.
+        """
+        replica = torch.empty_like(self.values)
+        self._codec.decode(wire.to(self.values.device), replica, self.values.dtype)
+        moved = replica.sub_(self.values).mul_(force)
+        self.values.add_(moved)
+        return moved
 
     @torch.no_grad()
     def step(self, present: Sequence[bool], hyperparameters: Mapping[str, Any]) -> None:

@@ -175,24 +175,6 @@ class ReplicaMethod(SyncMethod):
         if self._loaded:
             self._together(self._agree_on_loaded)
 
-    def _update_replica(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Updates this rank's weights.
-
-        Raises:
-            RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass.
-        """
-        optimizer = self.optimizers[index]
-        if update is None:
-            self.after_backward(optimizer)
-        with self._guards[index].stepping():
-            result = optimizer.step() if update is None else update()
-        if not self.is_unscaled(optimizer):
-            raise RuntimeError(
-                "Call after_backward() when the gradient is complete, before or within update, and after the last "
-                "backward pass."
-            )
-        return result
-
     def _consolidate(self) -> None:
         """Sets the weights and buffers to the average of the replicas, see :meth:`flush`."""
         for unit in self._units:
