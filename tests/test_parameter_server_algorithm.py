@@ -148,6 +148,7 @@ def test_stale_gradients_count_less(rule: str, weights: tuple[float, ...], facto
         ({"k": 0}, "k must be"),
         ({"staleness_bound": -1}, "staleness_bound must be"),
         ({"staleness_lr": "half"}, "staleness_lr must be"),
+        ({"delay_compensation": "half"}, "delay_compensation must be"),
         ({"partition": "seldp"}, "partition must be"),
         ({"timeout_s": 0}, "timeout_s must be"),
     ],
