@@ -24,13 +24,12 @@ from lightning_pipesync.methods.parameter_server.elastic import ElasticReplica
 from lightning_pipesync.methods.parameter_server.learner import Learner
 from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
 from lightning_pipesync.methods.parameter_server.passes import Passes
+from lightning_pipesync.methods.parameter_server.served import ServedOptimizers
 from lightning_pipesync.methods.parameter_server.server import Server
 from lightning_pipesync.methods.parameter_server.shards import (
     ServedShard,
     SharedBucket,
-    served_states,
     shared_buckets,
-    whole_states,
 )
 from lightning_pipesync.methods.step import run_without_update
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -87,14 +86,14 @@ class ParameterServer(SyncMethod):
         self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
         self._messages = messages = Correspondence(transport, config, self._learner)
         self._server: Server | None = None
-        self._shards: list[ServedShard] = []
+        shards: list[ServedShard] = []
         if transport.rank < self._num_servers:
-            self._shards = [
+            shards = [
                 ServedShard(b, transport.rank, self.optimizers[b.group[0]], config, self._num_servers)
                 for b in self._buckets
             ]
             self._server = Server(
-                self._shards,
+                shards,
                 self._num_servers,
                 config.delay_compensation == "dc_asgd",
                 config.force(transport.world_size),
@@ -102,8 +101,7 @@ class ParameterServer(SyncMethod):
                 messages.send_norm,
                 self._learner.fail,
             )
-        for optimizer in () if self._policy.elastic else self.optimizers:
-            optimizer.state.clear()
+        self._served = ServedOptimizers(self.optimizers, self._buckets, shards, config, transport)
         self.data.ask = messages.ask
         self._members = group_members(self.optimizers)
         self._clipping: dict[int, dict[str, float]] = {}  # of each optimizer's next step
@@ -296,18 +294,10 @@ class ParameterServer(SyncMethod):
         self._messages.tell(Wish.RETIRE)
         self._learner.drop_weights()
         if self._server is not None:
-            self._server.reload(self._read_loaded)
+            self._server.reload(self._served.read_loaded)
         self._retire()  # a learner goes on once all servers have read
         if self._elastic is not None:
             self._elastic.after_loading()
-
-    def _read_loaded(self) -> None:
-        for shard in self._shards:
-            shard.read_weights()
-            if self.optimizers[shard.bucket.group[0]].state and not self._policy.elastic:
-                shard.update.read_states()
-        for optimizer in () if self._policy.elastic else self.optimizers:
-            optimizer.state.clear()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -325,19 +315,14 @@ class ParameterServer(SyncMethod):
             RuntimeError: a rank has trained since the last :meth:`flush`.
         """
         index = self._index(optimizer)
-        optimizer = self.optimizers[index]
         if self._loaded or self._policy.elastic:
-            return optimizer.state_dict()
-        optimizer.state.update(self._whole_states(index))
-        try:
-            return optimizer.state_dict()
-        finally:
-            optimizer.state.clear()
+            return self.optimizers[index].state_dict()
+        return self._served.state_dict_of(index)
 
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizer, which :meth:`detach` would drop; a collective call."""
-        for index, optimizer in enumerate(() if self._loaded or self._policy.elastic else self.optimizers):
-            optimizer.state.update(self._whole_states(index))
+        if not self._loaded:
+            self._served.give_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and residuals of this rank, after :meth:`flush`."""
@@ -377,20 +362,6 @@ class ParameterServer(SyncMethod):
         super().detach(timeout_s)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
-
-    def _whole_states(self, index: int) -> dict[Tensor, dict[str, Any]]:
-        """Returns an optimizer's state by parameter, on all ranks; a collective call, unless a rank may be lost.
-
-        Raises:
-            RuntimeError: only rank 0 has it, as others may be lost.
-        """
-        buckets = self._buckets_of(index)
-        shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
-        if self.config.goes_on and not shards:
-            raise RuntimeError("With on_lost_rank='continue' rank 0 alone has the optimizer's state: save it there.")
-        if self.config.goes_on:
-            return served_states(buckets, shards)
-        return whole_states(buckets, shards, self._num_servers, self.transport)
 
     def _buckets_of(self, index: int) -> list[SharedBucket]:
         """Returns the buckets of an optimizer."""

@@ -15,11 +15,10 @@ from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import encode_with_feedback
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_add_
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.delay_compensation import compensate
-from lightning_pipesync.methods.reshard import reshard, slices_in_shard
+from lightning_pipesync.methods.reshard import slices_in_shard
 
 
 class SharedBucket:
@@ -243,52 +242,3 @@ def shared_buckets(
     codec = get_codec(config.compression)
     trained = [parameter for parameter in parameters if parameter.group]
     return [SharedBucket(kind, num_servers, codec, config.uses_error_feedback) for kind in of_one_kind(trained)]
-
-
-def whole_states(
-    buckets: Sequence[SharedBucket], shards: Sequence[ServedShard], num_servers: int, transport: Transport
-) -> dict[Tensor, dict[str, Any]]:
-    """Returns the optimizer's state of whole parameters, on all ranks; a collective call.
-
-    Args:
-        buckets: the parameters.
-        shards: this rank's shards of them, if it is a server.
-        num_servers: the number of servers.
-        transport: the way to the other ranks.
-    """
-    own = _states_by_name(shards)
-    of_server = [
-        {name: place for bucket in buckets for name, place in bucket.slices(server).items()}
-        for server in range(num_servers)
-    ]
-    old: list[dict[str, slice]] = [*of_server, *({} for _ in range(transport.world_size - num_servers))]
-    members = [member for bucket in buckets for member in bucket.members]
-    whole = {member.name: slice(0, member.tensor.numel()) for member in members}
-    return _by_parameter(members, reshard(own, old, [whole] * transport.world_size, transport))
-
-
-def served_states(buckets: Sequence[SharedBucket], shards: Sequence[ServedShard]) -> dict[Tensor, dict[str, Any]]:
-    """Returns the optimizer's state of whole parameters on the only server; not a collective call."""
-    return _by_parameter([member for bucket in buckets for member in bucket.members], _states_by_name(shards))
-
-
-def _states_by_name(shards: Sequence[ServedShard]) -> dict[str, dict[str, Any]]:
-    return {name: state for shard in shards for name, state in shard.update.states().items()}
-
-
-def _by_parameter(
-    members: Sequence[NamedParameter], states: Mapping[str, Mapping[str, Any]]
-) -> dict[Tensor, dict[str, Any]]:
-    """Returns copies of states by name, by parameter and in its shape."""
-    return {
-        member.tensor: {kind: _shaped(value, member.tensor) for kind, value in states[member.name].items()}
-        for member in members
-        if member.name in states
-    }
-
-
-def _shaped(value: Any, parameter: Tensor) -> Any:
-    """Returns a copy of a value of a whole parameter's state, in its shape and on its device."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value.clone() if isinstance(value, Tensor) else value
-    return value.to(parameter.device, copy=True).view(parameter.shape)

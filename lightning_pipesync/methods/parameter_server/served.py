@@ -1,0 +1,107 @@
+"""The users' optimizers, whose states the servers have, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from lightning_pipesync.methods.parameter_server.shards import ServedShard, SharedBucket
+from lightning_pipesync.methods.reshard import reshard
+
+
+class ServedOptimizers:
+    """The states of optimizers that run on the servers; those of EASGD run on the learners, and keep theirs.
+
+    Args:
+        optimizers: the user's own.
+        buckets: the parameters.
+        shards: this rank's shards of them, if it is a server.
+        config: the settings.
+        transport: the way to the other ranks.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        buckets: Sequence[SharedBucket],
+        shards: Sequence[ServedShard],
+        config: ParameterServerConfig,
+        transport: Transport,
+    ) -> None:
+        self._optimizers = () if config.policy == "easgd" else tuple(optimizers)
+        self._buckets, self._shards = buckets, shards
+        self._config, self._transport = config, transport
+        self._num_servers = config.num_servers(transport.world_size)
+        self._clear()
+
+    def read_loaded(self) -> None:
+        """Gives this rank's shards the weights, and the optimizers' states, that were loaded."""
+        for shard in self._shards:
+            shard.read_weights()
+            if self._optimizers and self._optimizers[shard.bucket.group[0]].state:
+                shard.update.read_states()
+        self._clear()
+
+    def state_dict_of(self, index: int) -> dict[str, Any]:
+        """Returns what ``optimizer.state_dict()`` would be without servers; collective, unless ranks may be lost.
+
+        Raises:
+            RuntimeError: only rank 0 has it, as others may be lost.
+        """
+        optimizer = self._optimizers[index]
+        optimizer.state.update(self._states_of(index))
+        try:
+            return optimizer.state_dict()
+        finally:
+            optimizer.state.clear()
+
+    def give_back(self) -> None:
+        """Sets the whole state of the optimizers; a collective call, unless ranks may be lost."""
+        for index, optimizer in enumerate(self._optimizers):
+            optimizer.state.update(self._states_of(index))
+
+    def _clear(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
+    def _states_of(self, index: int) -> dict[Tensor, dict[str, Any]]:
+        """Returns an optimizer's state by whole parameter."""
+        buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
+        shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
+        own = {name: state for shard in shards for name, state in shard.update.states().items()}
+        if not self._config.goes_on:
+            own = self._of_all_servers(own, buckets)
+        elif not shards:
+            raise RuntimeError("With on_lost_rank='continue' rank 0 alone has the optimizer's state: save it there.")
+        return {
+            member.tensor: {kind: _shaped(value, member.tensor) for kind, value in own[member.name].items()}
+            for bucket in buckets
+            for member in bucket.members
+            if member.name in own
+        }
+
+    def _of_all_servers(
+        self, own: Mapping[str, dict[str, Any]], buckets: Sequence[SharedBucket]
+    ) -> dict[str, dict[str, Any]]:
+        """Returns states of whole parameters by name, from those of this rank's shards; a collective call."""
+        world_size = self._transport.world_size
+        of_server = [
+            {name: place for bucket in buckets for name, place in bucket.slices(server).items()}
+            for server in range(self._num_servers)
+        ]
+        old: list[dict[str, slice]] = [*of_server, *({} for _ in range(world_size - self._num_servers))]
+        members = [member for bucket in buckets for member in bucket.members]
+        whole = {member.name: slice(0, member.tensor.numel()) for member in members}
+        return reshard(own, old, [whole] * world_size, self._transport)
+
+
+def _shaped(value: Any, parameter: Tensor) -> Any:
+    """Returns a copy of a value of a whole parameter's state, in its shape and on its device."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value.clone() if isinstance(value, Tensor) else value
+    return value.to(parameter.device, copy=True).view(parameter.shape)
