@@ -204,9 +204,9 @@ def _train_together(training: Training, seed: int, num_steps: int, evaluated: se
         training.step(batch)
         scheduler.step()
         if steps in evaluated:
-            seconds += time.perf_counter() - start
             own, mib = weights_of(training.module), training.mib_sent
-            dist.barrier()
+            dist.barrier()  # until the slowest rank has taken this step, too
+            seconds += time.perf_counter() - start
             start = time.perf_counter()
             with training.consolidated() as module:
                 consolidation = time.perf_counter() - start

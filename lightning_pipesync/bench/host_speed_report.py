@@ -70,7 +70,7 @@ def limit_of(result: dict[str, Any], method: str) -> float | None:
 
 def draw_errors(result: dict[str, Any], path: Path) -> None:
     """Draws the error (100 less the accuracy, or the perplexity) over time, the mean over the seeds of each method."""
-    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
     panel = figure.subplots()
     better = result["higher_is_better"]
 
@@ -83,13 +83,12 @@ def draw_errors(result: dict[str, Any], path: Path) -> None:
         curves = list(zip(*(run["points"] for run in runs), strict=True))
         seconds = [fmean(point["seconds"] for point in points) for points in curves]
         errors = [fmean(error_of(point["quality"]) for point in points) for points in curves]
-        panel.plot(seconds, errors, "-o", markersize=3, color=f"C{i % 10}", alpha=0.8, label=readable(name))
-        panel.lines[-1].set_linestyle("-" if i < 10 else "--")
+        panel.plot(seconds, errors, "-" if i < 10 else "--", color=f"C{i % 10}", alpha=0.8, label=readable(name))
     panel.axhline(error_of(result["target"]), color="black", linestyle=":", label="target")
     label = result["metric"].replace("accuracy", "error")
     panel.set(xlabel="seconds of training", ylabel=label, yscale="log", title=title_of(result))
     panel.grid(alpha=0.3, which="both")
-    figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=150)
 
 

@@ -30,13 +30,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
     num_rows = -(-len(counts) // _COLUMNS)
     figure = Figure(figsize=(4 * _COLUMNS, 2.4 * num_rows), layout="constrained")
     panels = figure.subplots(num_rows, _COLUMNS, squeeze=False, sharey=True).flat
-    for panel, (name, of_method) in zip(panels, counts.items(), strict=False):
+    for (name, of_method), panel in zip(counts.items(), panels, strict=False):
         total = sum(of_method)
         mean = sum(staleness * count for staleness, count in enumerate(of_method)) / total
         panel.bar(range(len(of_method)), [100 * count / total for count in of_method])
         panel.axvline(mean, color="black", linestyle=":")
         title = readable(name.removeprefix("parameter_server:"))
-        panel.set_title(f"{title}; mean {mean:.2f}", fontsize="small")
+        panel.set_title(f"{title}\nmean {mean:.2f}", fontsize="small")
+        panel.set_xticks(range(len(of_method)))
+        panel.set_xlim(-0.6, max(2, len(of_method) - 0.4))
         panel.grid(alpha=0.3)
     for panel in panels:  # those that are left
         panel.set_axis_off()
