@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-#: Returns the number of the next mini-batch of an epoch with so many, or None when there is no more.
-Ask = Callable[[int, int], "int | None"]
+#: Returns the number of the next mini-batch of an epoch with so many, or None when there is no more; the last argument
+#: is whether each rank is to get one.
+Ask = Callable[[int, int, bool], "int | None"]
 
 
 class HandedOutBatches(Sampler[list[int]]):
@@ -24,15 +25,19 @@ class HandedOutBatches(Sampler[list[int]]):
         seed: of the order, the same on all ranks.
         drop_last: whether the last batch is left out if it is smaller.
         ask: asks for a batch.
+        to_each: whether each rank is to get one batch of an epoch at least.
 
     Attributes:
         num_taken: number of batches that have been handed out to all ranks, in all epochs, when this rank asked last.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool, ask: Ask) -> None:
+    def __init__(
+        self, dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool, ask: Ask, to_each: bool
+    ) -> None:
         self._dataset: Sized = dataset
         self.batch_size, self.drop_last = batch_size, drop_last
         self._shuffle, self._seed, self._ask, self._epoch = shuffle, seed, ask, 0
+        self._to_each = to_each
         self.num_taken = 0
 
     @property
@@ -55,7 +60,7 @@ class HandedOutBatches(Sampler[list[int]]):
         order = list(range(num_samples))
         if self._shuffle:
             order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
-        while (number := self._ask(epoch, self.num_batches)) is not None:
+        while (number := self._ask(epoch, self.num_batches, self._to_each)) is not None:
             self.num_taken = epoch * self.num_batches + number + 1
             yield order[number * self.batch_size : (number + 1) * self.batch_size]
         self.num_taken = (epoch + 1) * self.num_batches
@@ -63,8 +68,6 @@ class HandedOutBatches(Sampler[list[int]]):
 
 class BatchQueue:
     """Which mini-batches have been handed out, on the rank that does so.
-
-    No rank goes without: the last batches of an epoch are kept for those that have had none.
 
     Args:
         world_size: the number of ranks.
@@ -75,10 +78,13 @@ class BatchQueue:
         self._next: dict[int, int] = {}  # by epoch
         self._had: dict[int, set[int]] = {}  # by epoch, the ranks that have had one
 
-    def take(self, rank: int, epoch: int, num_batches: int) -> int | None:
-        """Returns the number of a rank's next mini-batch of an epoch with so many; None when there is no more."""
+    def take(self, rank: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
+        """Returns the number of a rank's next mini-batch of an epoch with so many; None when there is no more.
+
+        If each rank is to get one, the last ones are kept for those that have had none.
+        """
         number, had = self._next.get(epoch, 0), self._had.setdefault(epoch, set())
-        kept = len(self._ranks - had - {rank})
+        kept = len(self._ranks - had - {rank}) if to_each else 0
         if num_batches - number <= (kept if rank in had else 0):
             return None
         had.add(rank)

@@ -85,14 +85,14 @@ def with_seldp(
 
 
 def with_handed_out_batches(
-    loader: DataLoader[Any], ask: Ask, world_size: int, seed: int = 0, shuffle: bool = True
+    loader: DataLoader[Any], ask: Ask, *, to_each_of: int | None = None, seed: int = 0, shuffle: bool = True
 ) -> DataLoader[Any]:
     """Returns a loader of the same data whose batches are handed out.
 
     Args:
         loader: a loader of a map-style data set; a ``DistributedSampler`` keeps its own seed and shuffle.
         ask: asks for a batch.
-        world_size: number of ranks.
+        to_each_of: the number of ranks, if each is to get one batch of an epoch at least; None: they need not.
         seed: of the order, the same on all ranks.
         shuffle: whether the order of the samples is another one in each epoch.
 
@@ -107,9 +107,11 @@ def with_handed_out_batches(
     if isinstance(order := sampler_of(loader), DistributedSampler):
         seed, shuffle = order.seed, order.shuffle
     drop_last = getattr(loader.batch_sampler, "drop_last", False)
-    batches = HandedOutBatches(loader.dataset, batch_size(loader), shuffle, seed, drop_last, ask)
-    if batches.num_batches < world_size:
-        raise ValueError(f"An epoch has {batches.num_batches} batches to hand out, too few for {world_size} ranks.")
+    batches = HandedOutBatches(
+        loader.dataset, batch_size(loader), shuffle, seed, drop_last, ask, to_each_of is not None
+    )
+    if to_each_of is not None and batches.num_batches < to_each_of:
+        raise ValueError(f"An epoch has {batches.num_batches} batches to hand out, too few for {to_each_of} ranks.")
     return with_seed_of_its_own(copy_loader(loader, loader.sampler, batches))
 
 

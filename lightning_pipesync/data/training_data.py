@@ -131,7 +131,7 @@ class TrainingData:
             return with_seed_of_its_own(loader)
         shuffle = type(order) is not SequentialSampler
         if config.partition == "handed_out":
-            return with_handed_out_batches(loader, self.ask, world_size, seed, shuffle)
+            return with_handed_out_batches(loader, self.ask, seed=seed, shuffle=shuffle)
         if type(order) is not DistributedSampler:
             order = DistributedSampler(loader.dataset, world_size, self.transport.rank, shuffle, seed)
         if config.partition == "seldp":

@@ -39,7 +39,7 @@ class UnevenBatches:
                 f"this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
                 "out the sampler, or set partition='defdp'."
             )
-        loader = with_handed_out_batches(loader, self._ask, self._world_size)
+        loader = with_handed_out_batches(loader, self._ask, to_each_of=self._world_size)
         self._batches = sampler_of(loader)
         return loader
 

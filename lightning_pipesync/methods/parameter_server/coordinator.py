@@ -71,7 +71,7 @@ class Coordinator:
     def hand_out(self, rank: int, ask: Ask) -> None:
         """Sends a learner the number of its next batch."""
         with self._lock:
-            number = self._handed_out.take(rank, ask.epoch, ask.num_batches)
+            number = self._handed_out.take(rank, ask.epoch, ask.num_batches, ask.to_each)
         self._send(rank, (Batch(number),))
 
     def lose(self, rank: int) -> None:

@@ -61,9 +61,9 @@ class Correspondence:
         """Tells the coordinator what this learner wants."""
         self.send(COORDINATOR, (wish,))
 
-    def ask(self, epoch: int, num_batches: int) -> int | None:
+    def ask(self, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of the next batch of an epoch with so many; None when there is no more."""
-        self.send(COORDINATOR, (Ask(epoch, num_batches),))
+        self.send(COORDINATOR, (Ask(epoch, num_batches, to_each),))
         return self._learner.await_batch()
 
     def push(

@@ -58,10 +58,11 @@ class PartOfNorm:
 
 @dataclass(frozen=True)
 class Ask:
-    """A learner asks for the next batch of an epoch with so many."""
+    """A learner asks for the next batch of an epoch with so many, of which each rank may have to get one."""
 
     epoch: int
     num_batches: int
+    to_each: bool
 
 
 @dataclass(frozen=True)
