@@ -17,7 +17,9 @@ from lightning_pipesync import ParameterServerStrategy
 from tests.harness import launch, raised
 from tests.lightning_models import SAMPLES, Classifier, dataset, train_loader, trainer, val_loader
 
-EPOCHS, BATCHES = 3, SAMPLES // 4
+EPOCHS = 3
+#: Of a batch: with 5 samples an epoch has 13 batches, so that one of two ranks has more of them at any pace.
+SIZES = {4: 16, 5: 13}
 
 
 class Uneven(Classifier):
@@ -48,22 +50,24 @@ def strategy(**settings: Any) -> ParameterServerStrategy:
     return ParameterServerStrategy(partition="handed_out", timeout_s=60, **settings)
 
 
-def fit(folder: Path, policy: str, num_workers: int = 0, resume: bool = False) -> dict[str, Any]:
+def fit(folder: Path, policy: str, size: int = 4, num_workers: int = 0, resume: bool = False) -> dict[str, Any]:
     module = Uneven(plateau=True)
     checkpoint = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     fitting = trainer(
         strategy(policy=policy), 2, folder, max_epochs=EPOCHS, enable_checkpointing=True, callbacks=[checkpoint]
     )
     path = folder / "epoch=0.ckpt" if resume else None
-    fitting.fit(module, train_loader(num_workers=num_workers), val_loader(), ckpt_path=path)
+    fitting.fit(module, train_loader(size, num_workers=num_workers), val_loader(), ckpt_path=path)
     position = module.lr_schedulers()[0].last_epoch
     return {"epochs": module.of_epochs, "validated": module.validated_with, "position": position}
 
 
-@pytest.mark.parametrize(("policy", "num_workers"), [("async", 0), ("k_batch_async", 2), ("sync", 0)])
-def test_every_sample_is_trained_on_once(policy: str, num_workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "size", "num_workers"), [("async", 4, 0), ("k_batch_async", 4, 2), ("sync", 5, 0), ("downpour", 5, 0)]
+)
+def test_every_sample_is_trained_on_once(policy: str, size: int, num_workers: int, tmp_path: Path) -> None:
     """The fast rank has more of them, both validate the same weights, and schedulers follow the job, not a rank."""
-    fast, slow = launch(fit, 2, tmp_path, policy, num_workers, init=False)
+    fast, slow = launch(fit, 2, tmp_path, policy, size, num_workers, init=False)
     for of_fast, of_slow in zip(fast["epochs"], slow["epochs"], strict=True):
         assert sorted(of_fast + of_slow) == list(range(SAMPLES))
         assert of_slow
@@ -74,17 +78,17 @@ def test_every_sample_is_trained_on_once(policy: str, num_workers: int, tmp_path
     for one, other in zip(fast["validated"], slow["validated"], strict=True):
         assert torch.equal(one, other)
     for outcome in (fast, slow):
-        assert outcome["position"] == EPOCHS * BATCHES // 2
+        assert outcome["position"] == EPOCHS * SIZES[size] // 2
 
 
 def test_resumes_after_an_epoch(tmp_path: Path) -> None:
     launch(fit, 2, tmp_path, "async", init=False)
-    fast, slow = launch(fit, 2, tmp_path, "async", 0, True, init=False)
+    fast, slow = launch(fit, 2, tmp_path, "async", 4, 0, True, init=False)
     assert len(fast["epochs"]) == len(slow["epochs"]) == EPOCHS - 1
     for of_fast, of_slow in zip(fast["epochs"], slow["epochs"], strict=True):
         assert sorted(of_fast + of_slow) == list(range(SAMPLES))
     for outcome in (fast, slow):
-        assert outcome["position"] == EPOCHS * BATCHES // 2
+        assert outcome["position"] == EPOCHS * SIZES[4] // 2
 
 
 class Numbers(IterableDataset):

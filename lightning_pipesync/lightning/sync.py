@@ -67,7 +67,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         self._begin_to_attach(trainer)
         self._check(module, self.optimizers)
         self.method = self._plan.attach(module, self.optimizers)
-        if not self.method.in_lockstep:
+        if not self.method.in_lockstep or self.config.partition == "handed_out":
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         if self.config.partition == "handed_out":
             self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))

@@ -142,6 +142,7 @@ class Recovery:
             RuntimeError: as :meth:`run`.
         """
         while self._applicants is not None and max(self.run(self._exchange_applicants)):
+            self._membership.forget_pauses()  # all others are there, or there are none
             agreement = self._agree(RuntimeError(f"Rank {LEADER} is lost, which leads the others."))
             self._regroup_as_agreed(agreement, self._method.snapshot())
 
