@@ -72,7 +72,7 @@ def test_every_sample_is_trained_on_once(policy: str, size: int, num_workers: in
         assert sorted(of_fast + of_slow) == list(range(SAMPLES))
         assert of_slow
         if policy == "async":
-            assert len(of_fast) > 2 * len(of_slow)
+            assert len(of_fast) > len(of_slow)
     assert fast["epochs"][0] != fast["epochs"][1]
     assert len(fast["validated"]) == EPOCHS
     for one, other in zip(fast["validated"], slow["validated"], strict=True):
@@ -107,6 +107,8 @@ def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
     ("settings", "words"),
     [
         ({"max_steps": 5}, "Trainer(max_steps=...) counts a rank's own steps"),
+        ({"min_steps": 5}, "Trainer(min_steps=...) counts"),
+        ({"max_time": {"seconds": 50}}, "Trainer(max_time=...) counts"),
         ({"val_check_interval": 5}, "Trainer(val_check_interval=...) counts"),
         ({"overfit_batches": 2}, "Trainer(overfit_batches=...) counts"),
         ({"saves": {"every_n_train_steps": 3}}, "ModelCheckpoint(every_n_train_steps=...) counts"),

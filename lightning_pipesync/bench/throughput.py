@@ -21,7 +21,7 @@ class Throughput:
 
     def __init__(self, policy: Policy, speeds: HostSpeeds, num_hosts: int) -> None:
         self._sequencer = Sequencer.of(policy, range(num_hosts))
-        self._cancels = policy.cancels
+        self._cancels, self._goes_on = policy.cancels, policy.local
         self._seconds = [speeds.seconds_of(host, seed=0) for host in range(num_hosts)]
         self._now, self._used = 0.0, 0
         self._versions = [0] * num_hosts
@@ -37,6 +37,8 @@ class Throughput:
             if number == self._passes[host]:  # it was not cancelled
                 gradient = Gradient(host, number, self._versions[host])
                 self._follow(self._sequencer.push(gradient))
+                if self._goes_on:
+                    self._begin(host)
         return self._used / self._now
 
     def _begin(self, host: int) -> None:

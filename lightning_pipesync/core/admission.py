@@ -131,7 +131,8 @@ class Applicants:
     def __init__(self, job: Job, interval: float, call: Callable[[Callable[[], Any]], Any]) -> None:
         self._job, self._interval, self._call = job, interval, call
         self._members: dict[int, int] = {}  # by rank, the last process that was admitted
-        self._heard: dict[int, Beat] = {}  # the last beat of each applicant
+        self._found: dict[int, int] = {}  # by rank, the one that was found last
+        self._heard: dict[tuple[int, int], Beat] = {}  # the last beat of each applicant, by rank and process
 
     def living(self, absent: Collection[int]) -> dict[int, str]:
         """Returns the applicants that live, by rank, each with its host and process id in words.
@@ -143,13 +144,15 @@ class Applicants:
         for rank in absent:
             start = self._start_of(rank)
             if start > self._members.get(rank, 1) and self._lives(rank, start):
-                found[rank] = f"host {self._heard[rank].host}, pid {self._heard[rank].pid}"
+                self._found[rank] = start
+                beat = self._heard[rank, start]
+                found[rank] = f"host {beat.host}, pid {beat.pid}"
         return found
 
     def admit(self, agreement: Agreement) -> None:
         """Writes the agreement for those who have joined."""
         for rank in agreement.joined:
-            start = self._members[rank] = self._start_of(rank)
+            start = self._members[rank] = self._found[rank]
             self._call(lambda: self._job.store.set(_admission_key(rank, start), agreement.to_json()))  # noqa: B023
 
     def _start_of(self, rank: int) -> int:
@@ -159,14 +162,14 @@ class Applicants:
 
     def _lives(self, rank: int, start: int) -> bool:
         """Returns whether an applicant has published a beat since it was heard last; waits for one if it is new."""
-        store, before = dist.PrefixStore(_key_of(rank, start), self._job.store), self._heard.get(rank)
+        store, before = dist.PrefixStore(_key_of(rank, start), self._job.store), self._heard.get((rank, start))
         now: Beat = self._call(lambda: Heartbeat.last_beat(store, rank))
-        if before is None or before.pid != now.pid:
+        if before is None:
             before, deadline = now, time.monotonic() + LISTENED * self._interval
             while now.number <= before.number and time.monotonic() < deadline:
                 time.sleep(self._interval / 4)
                 now = self._call(lambda: Heartbeat.last_beat(store, rank))
-        self._heard[rank] = now
+        self._heard[rank, start] = now
         return now.number > before.number
 
 

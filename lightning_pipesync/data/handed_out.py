@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-#: Returns the number of the next mini-batch of an epoch with so many, or None when there is no more; the last argument
-#: is whether each rank is to get one.
-Ask = Callable[[int, int, bool], "int | None"]
+#: Returns the number of a loader's next mini-batch of an epoch with so many, or None when there is no more; the last
+#: argument is whether each rank is to get one.
+Ask = Callable[[int, int, int, bool], "int | None"]
+#: The number of a loader, and of an epoch.
+Lap = tuple[int, int]
 
 
 class HandedOutBatches(Sampler[list[int]]):
@@ -25,6 +27,7 @@ class HandedOutBatches(Sampler[list[int]]):
         seed: of the order, the same on all ranks.
         drop_last: whether the last batch is left out if it is smaller.
         ask: asks for a batch.
+        loader: the number of the loader, the same on all ranks.
         to_each: whether each rank is to get one batch of an epoch at least.
 
     Attributes:
@@ -32,12 +35,20 @@ class HandedOutBatches(Sampler[list[int]]):
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool, ask: Ask, to_each: bool
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        ask: Ask,
+        loader: int,
+        to_each: bool,
     ) -> None:
         self._dataset: Sized = dataset
         self.batch_size, self.drop_last = batch_size, drop_last
         self._shuffle, self._seed, self._ask, self._epoch = shuffle, seed, ask, 0
-        self._to_each = to_each
+        self._loader, self._to_each = loader, to_each
         self.num_taken = 0
 
     @property
@@ -60,7 +71,7 @@ class HandedOutBatches(Sampler[list[int]]):
         order = list(range(num_samples))
         if self._shuffle:
             order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
-        while (number := self._ask(epoch, self.num_batches, self._to_each)) is not None:
+        while (number := self._ask(self._loader, epoch, self.num_batches, self._to_each)) is not None:
             self.num_taken = epoch * self.num_batches + number + 1
             yield order[number * self.batch_size : (number + 1) * self.batch_size]
         self.num_taken = (epoch + 1) * self.num_batches
@@ -75,31 +86,28 @@ class BatchQueue:
 
     def __init__(self, world_size: int) -> None:
         self._ranks = set(range(world_size))
-        self._next: dict[int, int] = {}  # by epoch
-        self._had: dict[int, set[int]] = {}  # by epoch, the ranks that have had one
+        self._next: dict[Lap, int] = {}
+        self._had: dict[Lap, set[int]] = {}  # the ranks that have had one
 
-    def take(self, rank: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
-        """Returns the number of a rank's next mini-batch of an epoch with so many; None when there is no more.
+    def take(self, rank: int, lap: Lap, num_batches: int, to_each: bool) -> int | None:
+        """Returns the number of a rank's next mini-batch of a lap with so many; None when there is no more.
 
         If each rank is to get one, the last ones are kept for those that have had none.
         """
-        number, had = self._next.get(epoch, 0), self._had.setdefault(epoch, set())
+        number, had = self._next.get(lap, 0), self._had.setdefault(lap, set())
         kept = len(self._ranks - had - {rank}) if to_each else 0
         if num_batches - number <= (kept if rank in had else 0):
             return None
         had.add(rank)
-        self._next[epoch] = number + 1
+        self._next[lap] = number + 1
         return number
 
-    def lose(self, rank: int) -> None:
-        """Keeps no batch for a rank any more."""
-        self._ranks.discard(rank)
+    def state_dict(self) -> dict[Lap, tuple[int, list[int]]]:
+        """Returns what was handed out, and to whom, by lap; of the last two epochs."""
+        last = max((epoch for _, epoch in self._next), default=0)
+        return {lap: (number, sorted(self._had[lap])) for lap, number in self._next.items() if lap[1] >= last - 1}
 
-    def state_dict(self) -> dict[int, tuple[int, list[int]]]:
-        """Returns what was handed out, and to whom, by epoch; of the last two epochs."""
-        return {epoch: (self._next[epoch], sorted(self._had[epoch])) for epoch in sorted(self._next)[-2:]}
-
-    def load_state_dict(self, state: Mapping[int, tuple[int, list[int]]]) -> None:
+    def load_state_dict(self, state: Mapping[Lap, tuple[int, list[int]]]) -> None:
         """Resumes from what :meth:`state_dict` returned."""
-        self._next = {epoch: number for epoch, (number, _) in state.items()}
-        self._had = {epoch: set(had) for epoch, (_, had) in state.items()}
+        self._next = {lap: number for lap, (number, _) in state.items()}
+        self._had = {lap: set(had) for lap, (_, had) in state.items()}

@@ -85,13 +85,20 @@ def with_seldp(
 
 
 def with_handed_out_batches(
-    loader: DataLoader[Any], ask: Ask, *, to_each_of: int | None = None, seed: int = 0, shuffle: bool = True
+    loader: DataLoader[Any],
+    ask: Ask,
+    number: int,
+    *,
+    to_each_of: int | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
 ) -> DataLoader[Any]:
     """Returns a loader of the same data whose batches are handed out.
 
     Args:
         loader: a loader of a map-style data set; a ``DistributedSampler`` keeps its own seed and shuffle.
         ask: asks for a batch.
+        number: of the loader, the same on all ranks, another one for each.
         to_each_of: the number of ranks, if each is to get one batch of an epoch at least; None: they need not.
         seed: of the order, the same on all ranks.
         shuffle: whether the order of the samples is another one in each epoch.
@@ -108,7 +115,7 @@ def with_handed_out_batches(
         seed, shuffle = order.seed, order.shuffle
     drop_last = getattr(loader.batch_sampler, "drop_last", False)
     batches = HandedOutBatches(
-        loader.dataset, batch_size(loader), shuffle, seed, drop_last, ask, to_each_of is not None
+        loader.dataset, batch_size(loader), shuffle, seed, drop_last, ask, number, to_each_of is not None
     )
     if to_each_of is not None and batches.num_batches < to_each_of:
         raise ValueError(f"An epoch has {batches.num_batches} batches to hand out, too few for {to_each_of} ranks.")

@@ -73,10 +73,12 @@ class TrainingData:
         self.followed = False
         self.steps_per_epoch = lambda: None
         self._settings, self.transport = settings, transport
+        self._num_prepared = 0
 
     def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None) -> TrainLoader:
         """See :meth:`SyncMethod.prepare_train_loader`."""
         problem: ValueError | None = None
+        self._num_prepared += 1
         try:
             loader = self._in_order(loader, seed)
         except ValueError as error:
@@ -131,7 +133,7 @@ class TrainingData:
             return with_seed_of_its_own(loader)
         shuffle = type(order) is not SequentialSampler
         if config.partition == "handed_out":
-            return with_handed_out_batches(loader, self.ask, seed=seed, shuffle=shuffle)
+            return with_handed_out_batches(loader, self.ask, self._num_prepared, seed=seed, shuffle=shuffle)
         if type(order) is not DistributedSampler:
             order = DistributedSampler(loader.dataset, world_size, self.transport.rank, shuffle, seed)
         if config.partition == "seldp":

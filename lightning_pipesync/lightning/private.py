@@ -42,6 +42,8 @@ def check_uneven_batches(trainer: Trainer) -> None:
     """
     counted = {
         "Trainer(max_steps=...)": trainer.max_steps != -1,
+        "Trainer(min_steps=...)": bool(trainer.min_steps),
+        "Trainer(max_time=...)": any(_is_lightnings(one, "Timer") for one in vars(trainer)["callbacks"]),
         "Trainer(val_check_interval=...)": trainer.val_check_interval != 1.0,
         "Trainer(overfit_batches=...)": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
     }
@@ -90,9 +92,14 @@ def saves_now(trainer: Trainer) -> bool:
 def _model_checkpoints(trainer: Trainer) -> Iterator[Any]:
     """Yields the Trainer's callbacks that are a ModelCheckpoint, of either distribution."""
     for callback in trainer.checkpoint_callbacks:
-        of_lightning = (cls for cls in type(callback).__mro__ if cls.__module__.partition(".")[0] in LIGHTNING)
-        if any(cls.__name__ == "ModelCheckpoint" for cls in of_lightning):
+        if _is_lightnings(callback, "ModelCheckpoint"):
             yield callback
+
+
+def _is_lightnings(callback: object, name: str) -> bool:
+    """Returns whether an object is of the class with this name in either distribution, or of one derived from it."""
+    of_lightning = (cls for cls in type(callback).__mro__ if cls.__module__.partition(".")[0] in LIGHTNING)
+    return any(cls.__name__ == name for cls in of_lightning)
 
 
 def shown_metrics(trainer: Trainer) -> list[dict[str, Any]]:

@@ -140,10 +140,10 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         dataloader = in_order(dataloader, self.config, order, self.world_size, self._batch_limit)
         return self.begin_where_stopped(dataloader)
 
-    def _ask(self, epoch: int, num_batches: int, to_each: bool) -> int | None:
+    def _ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Asks for the next batch: Lightning may make the loader before there is a method."""
         assert self.method is not None
-        return self.method.data.ask(epoch, num_batches, to_each)
+        return self.method.data.ask(loader, epoch, num_batches, to_each)
 
     # --- a training step --------------------------------------------------------------------------------------------
 

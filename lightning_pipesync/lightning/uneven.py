@@ -26,6 +26,8 @@ class UnevenBatches:
     def __init__(self, world_size: int, ask: Ask) -> None:
         self._world_size, self._ask = world_size, ask
         self._batches: HandedOutBatches | None = None
+        self._num_loaders = 0
+        self._num_stepped: dict[int, int] = {}  # by scheduler
 
     def handed_out(self, loader: DataLoader[Any], in_default_order: bool) -> DataLoader[Any]:
         """Returns a training loader whose batches are handed out.
@@ -39,7 +41,8 @@ class UnevenBatches:
                 f"this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
                 "out the sampler, or set partition='defdp'."
             )
-        loader = with_handed_out_batches(loader, self._ask, to_each_of=self._world_size)
+        self._num_loaders += 1
+        loader = with_handed_out_batches(loader, self._ask, self._num_loaders, to_each_of=self._world_size)
         self._batches = sampler_of(loader)
         return loader
 
@@ -60,8 +63,11 @@ class UnevenBatches:
                 step(scheduler, metric)
                 return
             batches_per_step = self._world_size * trainer.accumulate_grad_batches * config.frequency
-            while scheduler.last_epoch < self._batches.num_taken // batches_per_step:
+            position = self._batches.num_taken // batches_per_step
+            done = self._num_stepped.get(id(scheduler), getattr(scheduler, "last_epoch", position - 1))
+            for _ in range(done, position):
                 step(scheduler, metric)
+            self._num_stepped[id(scheduler)] = max(done, position)
 
         module.lr_scheduler_step = to_position  # type: ignore[method-assign]
         return lambda: vars(module).pop("lr_scheduler_step", None)

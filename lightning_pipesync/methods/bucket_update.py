@@ -64,6 +64,8 @@ class BucketUpdate:
         gradient: the same of the gradients.
     """
 
+    _is_whole: bool
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -140,7 +142,9 @@ class BucketUpdate:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Context manager whose steps are undone at its end, to the last bit."""
-        values = [(tensor, tensor.clone()) for tensor in self._copy.param_groups[0]["params"]]
+        stepped = list(self._copy.param_groups[0]["params"])
+        was_whole = self._is_whole
+        values = [(tensor, tensor.clone()) for tensor in stepped]
         states = {
             tensor: {kind: value.clone() if isinstance(value, Tensor) else value for kind, value in state.items()}
             for tensor, state in self._copy.state.items()
@@ -148,6 +152,7 @@ class BucketUpdate:
         try:
             yield
         finally:
+            self._copy.param_groups[0]["params"], self._is_whole = stepped, was_whole
             self._copy.state.clear()
             self._copy.state.update(states)
             with torch.no_grad():

@@ -71,14 +71,13 @@ class Coordinator:
     def hand_out(self, rank: int, ask: Ask) -> None:
         """Sends a learner the number of its next batch."""
         with self._lock:
-            number = self._handed_out.take(rank, ask.epoch, ask.num_batches, ask.to_each)
+            number = self._handed_out.take(rank, (ask.loader, ask.epoch), ask.num_batches, ask.to_each)
         self._send(rank, (Batch(number),))
 
     def lose(self, rank: int) -> None:
         """Goes on without a learner."""
         with self._lock:
             self._lost.add(rank)
-            self._handed_out.lose(rank)
             self._decide(self._sequencer.lose(rank))
 
     def dismisses(self, rank: int) -> bool:

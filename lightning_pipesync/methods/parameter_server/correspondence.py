@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -61,9 +62,9 @@ class Correspondence:
         """Tells the coordinator what this learner wants."""
         self.send(COORDINATOR, (wish,))
 
-    def ask(self, epoch: int, num_batches: int, to_each: bool) -> int | None:
-        """Returns the number of the next batch of an epoch with so many; None when there is no more."""
-        self.send(COORDINATOR, (Ask(epoch, num_batches, to_each),))
+    def ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
+        """Returns the number of a loader's next batch of an epoch with so many; None when there is no more."""
+        self.send(COORDINATOR, (Ask(loader, epoch, num_batches, to_each),))
         return self._learner.await_batch()
 
     def push(
@@ -150,11 +151,12 @@ class Correspondence:
             self._learner.fail(error)
         elif self._rank == COORDINATOR:
             left = [learner for learner in self._coordinator.learners if learner != rank]
-            warnings.warn(
-                f"Lost rank {rank} after {self._learner.newest} updates: rank {', '.join(map(str, left))} "
-                f"{'go' if len(left) > 1 else 'goes'} on without it. {error}",
-                stacklevel=2,
-            )
+            with suppress(UserWarning):  # where warnings are errors
+                warnings.warn(
+                    f"Lost rank {rank} after {self._learner.newest} updates: rank {', '.join(map(str, left))} "
+                    f"{'go' if len(left) > 1 else 'goes'} on without it. {error}",
+                    stacklevel=2,
+                )
             self._coordinator.lose(rank)
 
     def _dismissal(self) -> RuntimeError:

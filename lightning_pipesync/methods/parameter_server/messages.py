@@ -58,8 +58,9 @@ class PartOfNorm:
 
 @dataclass(frozen=True)
 class Ask:
-    """A learner asks for the next batch of an epoch with so many, of which each rank may have to get one."""
+    """A learner asks for a loader's next batch of an epoch with so many, of which each rank may have to get one."""
 
+    loader: int
     epoch: int
     num_batches: int
     to_each: bool

@@ -151,6 +151,7 @@ class ServedShard:
     @torch.no_grad()
     def read_weights(self) -> None:
         """Copies the weights of the user's own parameters."""
+        self._present = None
         for piece in self._pieces:
             own = piece.parameter if piece.place is None else piece.parameter.reshape(-1)[piece.place]
             piece.values.copy_(own)
