@@ -61,10 +61,11 @@ class LocalSteps:
             self._asked = False
             self._fetches.append(Fetch(step, self._learner.version, before_pass=False))
         for bucket in self._buckets:
-            lr = self._optimizer.param_groups[bucket.group[1]]["lr"]
+            group = self._optimizer.param_groups[bucket.group[1]]
+            alpha = group["lr"] if group.get("maximize") else -group["lr"]
             for parameter in (member.tensor for member in bucket.members):
                 if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-lr)
+                    parameter.add_(parameter.grad, alpha=alpha)
         if step % self._n_push == 0:
             self._push_accrued()
         if step % self._n_fetch == 0:
