@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -191,3 +193,84 @@ def test_without_groups_there_is_no_further_process_group() -> None:
     for default, of_one, of_two in launch(number_of_process_groups, GROUPS * SIZE, [None, 1, SIZE]):
         assert default == of_one == 1
         assert of_two == 1 + GROUPS + SIZE, "a row for each group, and a column for each place in it"
+
+
+class SlowFirstLayer(torch.autograd.Function):
+    """Between two layers; its backward pass goes on when some of a gradient is sent, or after a time without."""
+
+    sent: Callable[[], float]
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        end = time.monotonic() + WAIT_S
+        while not (sent := SlowFirstLayer.sent() > LEAST) and time.monotonic() < end:
+            time.sleep(0.01)
+        SENT_UNDER_BACKWARD.append(sent)
+        return gradient
+
+
+SENT_UNDER_BACKWARD: list[bool] = []
+WAIT_S = 20.0
+LEAST = 100 / 2**20  # MiB, more than flags have
+
+
+def train_slowly(settings: dict[str, Any]) -> list[bool]:
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.Sequential(first, last)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, bucket_mb=1e-4, period=100, **settings)
+    for _ in range(2):
+        before = sync.metrics()["mib_sent"]
+        SlowFirstLayer.sent = lambda before=before: sync.metrics()["mib_sent"] - before  # type: ignore[misc]
+        optimizer.zero_grad()
+        last(SlowFirstLayer.apply(first(torch.ones(2, 8)))).sum().backward()  # type: ignore[no-untyped-call]
+        sync.step()
+    sync.detach()
+    return SENT_UNDER_BACKWARD
+
+
+@pytest.mark.parametrize("settings", [{"replicas_per_group": SIZE}, {"warmup_steps": 2}])
+def test_gradients_are_averaged_under_the_backward_pass(settings: dict[str, Any]) -> None:
+    assert launch(train_slowly, GROUPS * SIZE, settings) == [[True, True]] * (GROUPS * SIZE)
+
+
+def train_with(act: str) -> dict[str, Tensor]:
+    """Takes 4 steps; between the backward pass and the third one something else happens, on all ranks."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = LocalSGD(model, optimizer, bucket_mb=1e-4, period=2, replicas_per_group=SIZE, outer_optimizer="nesterov")
+    for i in range(4):
+        optimizer.zero_grad()
+        if i == 2 and act == "a pass without a step":
+            loss(model, 7, dist.get_rank()).backward()
+            optimizer.zero_grad()
+        if i == 2 and act == "two passes":
+            (loss(model, i, dist.get_rank()) / 2).backward()
+            (loss(model, i, dist.get_rank()) / 2).backward()
+        else:
+            loss(model, i, dist.get_rank()).backward()
+        if i == 2 and act == "a checkpoint":
+            sync.state_dict()
+        if i == 2 and act == "a flush":
+            sync.flush()
+            sync.resume()
+        if i == 2 and act == "a gradient written to":
+            for p in model.parameters():
+                p.grad.mul_(2).div_(2)  # type: ignore[union-attr]
+        sync.step()
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
+def test_what_happens_between_backward_and_step() -> None:
+    """It changes nothing: the gradient that counts is the one that there is when the step is taken."""
+    expected = launch(train_with, GROUPS * SIZE, "nothing")
+    for act in ("a pass without a step", "two passes", "a checkpoint", "a flush", "a gradient written to"):
+        outcomes = launch(train_with, GROUPS * SIZE, act)
+        for weights, without in zip(outcomes, expected, strict=True):
+            torch.testing.assert_close(weights, without, rtol=0, atol=0, msg=act)

@@ -15,7 +15,7 @@ from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import hook_gradient
-from lightning_pipesync.methods.dear.algorithm import BackPipeSchedule
+from lightning_pipesync.methods.backpipe_schedule import BackPipeSchedule
 from lightning_pipesync.methods.dear.eager import measure_link
 from lightning_pipesync.methods.step_times import StepTimes
 

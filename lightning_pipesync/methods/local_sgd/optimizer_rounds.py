@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ class OptimizerRounds:
         config: the settings.
         transport: the way to the other ranks.
         data: knows how many steps an epoch has.
+        starts_in_pass: see :class:`SynchronousGradients`.
 
     Attributes:
         replicas: averages the parameters.
@@ -52,8 +53,10 @@ class OptimizerRounds:
         config: LocalSGDConfig,
         transport: Transport,
         data: TrainingData,
+        starts_in_pass: Callable[[], bool] | None,
     ) -> None:
         self._optimizer, self._config, self._transport, self._data = optimizer, config, transport, data
+        self._starts_in_pass = starts_in_pass
         self.num_steps = self.num_local_steps = 0
         self._num_replicas = replicas_of(transport).world_size
         self._fragments = Fragments(parameters, config, transport)
@@ -67,10 +70,8 @@ class OptimizerRounds:
         if config.period == BY_GRADIENT:
             tensors = [parameter.tensor for parameter in parameters]
             self._trigger = GradientTrigger(tensors, config, type(optimizer).__name__, transport)
-        self._in_group: SynchronousGradients | None = None
-        if transport.row is not None:
-            self._in_group = SynchronousGradients(optimizer, self._fragments.buckets, transport, in_group=True)
         self._warm_up: SynchronousGradients | None = None
+        self._in_group: SynchronousGradients | None = None
         self._set_warm_up()
 
     @property
@@ -96,29 +97,27 @@ class OptimizerRounds:
         """Factor on the learning rate of local steps."""
         return self._step_size.scale
 
-    def take_gradient(self) -> bool:
-        """Averages the gradient in the warm-up, later in the group; measures it, if it decides about averages.
-
-        Returns:
-            Whether the gradient was averaged with one that is not finite.
+    def average_gradient(self) -> None:
+        """Averages the gradient in the warm-up, later in the group.
 
         Raises:
             RuntimeError: the optimizer has got parameters that are not averaged; some rank is about to consolidate the
                 weights; or a peer is lost.
         """
-        if self._warm_up is not None:
-            return self._warm_up.average()
-        overflow = self._in_group is not None and self._in_group.average()
-        if self._trigger is not None:
+        if (gradients := self._warm_up or self._in_group) is not None:
+            gradients.average()
+
+    def measure_gradient(self) -> None:
+        """Measures the gradient after the warm-up, if it decides about averages."""
+        if self._warm_up is None and self._trigger is not None:
             self._trigger.measure()
-        return overflow
 
     def in_step(self) -> AbstractContextManager[None]:
         """Returns a context in which ``optimizer.step`` has scaled learning rates, if the step is local."""
         return nullcontext() if self._warm_up is not None else self._step_size.in_use()
 
     def skip_step(self) -> None:
-        """Ends a step that the user has skipped after :meth:`take_gradient`.
+        """Ends a step that the user has skipped after :meth:`measure_gradient`.
 
         Raises:
             RuntimeError: another rank has not skipped it; or a peer is lost.
@@ -137,7 +136,7 @@ class OptimizerRounds:
         if self._warm_up is not None:
             if self.num_steps == self._config.warmup_steps:
                 self.replicas.agree_on_present()
-                self._warm_up = None
+                self._set_warm_up()
             return False
         self.replicas.diverged = True
         self._fragments.apply_due(self.num_steps)
@@ -157,12 +156,14 @@ class OptimizerRounds:
         Raises:
             RuntimeError: they differ; or a peer is lost.
         """
+        self._drop_pass()
         if self._trigger is not None and self._warm_up is None:
             self._trigger.check_consolidation()
         self._fragments.check_consolidation(self.num_steps)
 
     def drop_averages(self) -> None:
         """Drops the averages under way: training continues from other weights."""
+        self._drop_pass()
         self._fragments.drop()
 
     def snapshot(self) -> dict[str, Any]:
@@ -190,6 +191,7 @@ class OptimizerRounds:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns optimizer state, this rank's replica, the outer optimizer's state, averages under way, counters."""
+        self._drop_pass()
         return {
             "optimizer": self._optimizer.state_dict(),
             "fragments": self._fragments.state_dict(),
@@ -201,6 +203,7 @@ class OptimizerRounds:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank."""
+        self._drop_pass()
         self._fragments.load_state_dict(state["fragments"])
         self._optimizer.load_state_dict(state["optimizer"])
         if "step_size" in state:  # not in checkpoints of earlier versions
@@ -211,11 +214,27 @@ class OptimizerRounds:
             self._trigger.load_state_dict(state["trigger"])
         self._set_warm_up()
 
+    def close(self) -> None:
+        """Ends the threads, and removes the hooks."""
+        for gradients in (self._warm_up, self._in_group):
+            if gradients is not None:
+                gradients.close()
+
     def _set_warm_up(self) -> None:
-        warming_up = self.num_steps < self._config.warmup_steps
-        self._warm_up = None
-        if warming_up:
-            self._warm_up = SynchronousGradients(self._optimizer, self._fragments.buckets, self._transport)
+        """Makes the gradients those of the warm-up, or of the group."""
+        self.close()
+        warming_up, in_group = self.num_steps < self._config.warmup_steps, self._transport.row is not None
+        self._warm_up = self._synchronous(in_group=False) if warming_up else None
+        self._in_group = self._synchronous(in_group=True) if in_group and not warming_up else None
+
+    def _drop_pass(self) -> None:
+        """Waits for averages of gradients that no step follows: what comes next may use the same group of ranks."""
+        if (gradients := self._warm_up or self._in_group) is not None:
+            gradients.drop()
+
+    def _synchronous(self, in_group: bool) -> SynchronousGradients:
+        buckets, starts = self._fragments.buckets, self._starts_in_pass
+        return SynchronousGradients(self._optimizer, buckets, self._transport, in_group, starts)
 
     def _fragments_due(self) -> list[int]:
         """Returns the fragments whose average starts now: the next ones in turn."""

@@ -109,8 +109,10 @@ class LocalSGD(ReplicaMethod):
             [parameter for parameter in self._parameters if parameter.group and parameter.group[0] == index]
             for index in range(len(self.optimizers))
         ]
+        # Of several optimizers the gradients may become ready in another order on another rank.
+        starts_in_pass = (lambda: self.syncing) if len(self.optimizers) == 1 else None
         return [
-            OptimizerRounds(optimizer, parameters, self.config, self.transport, self.data)
+            OptimizerRounds(optimizer, parameters, self.config, self.transport, self.data, starts_in_pass)
             for optimizer, parameters in zip(self.optimizers, of_optimizer, strict=True)
         ]
 
@@ -118,13 +120,15 @@ class LocalSGD(ReplicaMethod):
         for rounds in self._rounds:
             rounds.drop_averages()
 
-    def _unscale(self, index: int, loss_scale: float | None) -> bool:
-        """Averages the gradient in the warm-up, or measures it.
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Averages the gradient in the warm-up, later in a group; see also :meth:`ReplicaMethod._reduce`."""
+        self._rounds[index].average_gradient()
+        super()._reduce(index, loss_scale)
 
-        Returns:
-            Whether it was averaged with one that is not finite.
-        """
-        return self._rounds[index].take_gradient()
+    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+        """Measures the gradient. What is averaged is not finite on all ranks, or on none."""
+        self._rounds[index].measure_gradient()
+        return False
 
     def _skip(self, index: int) -> None:
         self._rounds[index].skip_step()
@@ -202,6 +206,8 @@ class LocalSGD(ReplicaMethod):
             state = self._state_for_newcomers(snapshot)
             for newcomer in newcomers:
                 self.transport.send_state(state, newcomer)
+        for rounds in self._rounds:
+            rounds.close()
         self._rounds = self._new_rounds()
         for rounds, unit in zip(self._rounds, snapshot.units, strict=True):
             replicas = unit["replicas"]
@@ -250,6 +256,8 @@ class LocalSGD(ReplicaMethod):
         """Ends the method's threads and process groups. The weights stay as they are."""
         if self._recovery is not None:
             self._recovery.close()
+        for rounds in getattr(self, "_rounds", ()):
+            rounds.close()
         super().detach(timeout_s)
 
     def _together(self, section: Callable[[], T]) -> T:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.collectives import Collectives
+from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.torch_private import foreach_copy_
 
 
@@ -42,15 +43,38 @@ class GradientAggregation:
                 gradient counts as zero. A gradient that no rank has stays None, as in DDP.
         """
         if some_missing:
-            self._add_missing()
+            self.add_missing()
         handles = []
-        for bucket, parameters, feedback in zip(self._buckets, self._parameters, self._feedback, strict=True):
-            bucket.pack_gradients(parameters)
-            handles.append(self._collectives.all_reduce(bucket.flat, codec=self._codec, mean=True, feedback=feedback))
-        for handle, bucket, parameters in zip(handles, self._buckets, self._parameters, strict=True):
+        for index in range(len(self._buckets)):
+            self.pack(index)
+            handles.append(self.start(index))
+        for index, handle in enumerate(handles):
             handle.wait()
-            pairs = [(p.grad, v) for p, v in zip(parameters, bucket.views, strict=True) if p.grad is not None]
-            foreach_copy_([gradient for gradient, _ in pairs], [view for _, view in pairs])
+            self.unpack(index)
+
+    def pack(self, index: int) -> None:
+        """Copies the gradients of a bucket, zeros for missing ones."""
+        self._buckets[index].pack_gradients(self._parameters[index])
+
+    def start(self, index: int) -> Handle[Tensor]:
+        """Starts to average what :meth:`pack` has copied."""
+        flat, feedback = self._buckets[index].flat, self._feedback[index]
+        return self._collectives.all_reduce(flat, codec=self._codec, mean=True, feedback=feedback)
+
+    @torch.no_grad()
+    def unpack(self, index: int) -> None:
+        """Replaces the gradients of a bucket by their average, once it has arrived; a missing one stays None."""
+        pairs = zip(self._parameters[index], self._buckets[index].views, strict=True)
+        present = [(p.grad, view) for p, view in pairs if p.grad is not None]
+        foreach_copy_([gradient for gradient, _ in present], [view for _, view in present])
+
+    def add_missing(self) -> None:
+        """Sets gradients to zero that another rank has and this one has not; a collective call."""
+        parameters = [parameter for bucket in self._parameters for parameter in bucket]
+        somewhere = self._collectives.union([parameter.grad is not None for parameter in parameters]).wait()
+        for parameter, present in zip(parameters, somewhere, strict=True):
+            if present and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the residuals of the codec."""
@@ -61,11 +85,3 @@ class GradientAggregation:
         kept = [feedback for feedback in self._feedback if feedback is not None]
         for feedback, residuals in zip(kept, state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
-
-    def _add_missing(self) -> None:
-        """Sets gradients to zero that another rank has and this one has not."""
-        parameters = [parameter for bucket in self._parameters for parameter in bucket]
-        somewhere = self._collectives.union([parameter.grad is not None for parameter in parameters]).wait()
-        for parameter, present in zip(parameters, somewhere, strict=True):
-            if present and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
