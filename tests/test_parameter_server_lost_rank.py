@@ -85,7 +85,11 @@ def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> 
     used = [(gradient.rank, gradient.step) for update in log for gradient in update.gradients]
     assert max((step for rank, step in used if rank == 2), default=0) <= LOST_AT
     for rank in (0, 1):
-        assert max(step for one, step in used if one == rank) == STEPS
+        last = max(step for one, step in used if one == rank)
+        if policy in ("k_sync", "k_batch_sync"):
+            assert last > LOST_AT, "later passes may have been cancelled"
+        else:
+            assert last == STEPS
     (said,) = (text for text in outcomes[0]["said"] if "Lost" in text)
     assert said.startswith("Lost rank 2 after ")
     assert "rank 0, 1 go on without it" in said
