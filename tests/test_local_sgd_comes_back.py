@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
@@ -71,6 +72,10 @@ def train(settings: dict[str, Any], folder: Path, fate: str = "") -> dict[str, A
         except (RuntimeError, ValueError) as error:
             return {"raised": str(error)}
         began, laps = sync.num_steps, []
+        steps_seen = nn.Linear(1, 1, bias=False).requires_grad_(False)  # in place of a running average
+        steps_seen.weight.fill_(0)
+        sync.follow(steps_seen)
+        seen = float(steps_seen.weight)
         while sync.num_steps < NUM_STEPS:
             laps.append([int(x) for x in sync.prepare_train_loader(DataLoader(range(12)))])
             for _ in range(LAP):
@@ -81,6 +86,7 @@ def train(settings: dict[str, Any], folder: Path, fate: str = "") -> dict[str, A
                 optimizer.zero_grad()
                 loss(model, step, int(os.environ["RANK"])).backward()
                 sync.step()
+                steps_seen.weight.fill_(sync.num_steps)
             if process == 0 and sync.num_steps == BACK:
                 wait_for(folder / "applied")
                 if fate == "ends":
@@ -89,6 +95,7 @@ def train(settings: dict[str, Any], folder: Path, fate: str = "") -> dict[str, A
     outcome = {
         "weights": state(model),
         "began": began,
+        "seen": seen,
         "laps": laps,
         "said": [str(one.message) for one in said if " rounds: " in str(one.message)],
         "rank": dist.get_rank(),
@@ -122,7 +129,7 @@ def test_comes_back(outer: str, world_size: int, tmp_path: Path) -> None:
         back={1: BACK},
     )
     came_back = outcomes[-1]
-    assert came_back["began"] == BACK
+    assert came_back["began"] == came_back["seen"] == BACK
     assert came_back["rank"] == 1
     for outcome in outcomes:
         assert outcome["ranks"] == world_size

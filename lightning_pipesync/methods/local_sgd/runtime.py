@@ -18,8 +18,9 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.local_sgd.algorithm import number_of_participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
+from lightning_pipesync.methods.local_sgd.handover import Handover
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
-from lightning_pipesync.methods.local_sgd.recovery import Recovery, Snapshot, reshard, without_outer_state
+from lightning_pipesync.methods.local_sgd.recovery import Recovery, Snapshot, reshard
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.settings import config_from
@@ -89,6 +90,7 @@ class LocalSGD(ReplicaMethod):
         self._parameters = parameters
         self._rounds = self._new_rounds()
         self._attach_replicas(parameters)
+        self._followers_to_come: list[list[Tensor]] = []  # of rank 0, in a process that comes back
         self._recovery = Recovery(self, self.config.timeout_s, self._job) if self._can_undo else None
 
     @property
@@ -181,6 +183,12 @@ class LocalSGD(ReplicaMethod):
 
     # --- lost ranks -------------------------------------------------------------------------------------------------
 
+    def follow(self, module: nn.Module) -> None:
+        """Makes :meth:`flush` average ``module``, too; in a process that comes back, it becomes that of rank 0."""
+        super().follow(module)
+        if self._followers_to_come:
+            self._followers[-1].take_over(self._followers_to_come.pop(0))
+
     def snapshot(self) -> Snapshot:
         """Returns what a section may change, see :class:`Recovery`; not a collective call."""
         units = [rounds.snapshot() for rounds in self._rounds]
@@ -201,11 +209,9 @@ class LocalSGD(ReplicaMethod):
             tensors.transport = self.transport
         is_new = self.transport.rank in newcomers
         if is_new:
-            snapshot = self._continue_from(self.transport.receive_state(0))
+            snapshot = self._continue_from(Handover.receive(self.transport))
         elif self.transport.rank == 0 and newcomers:
-            state = self._state_for_newcomers(snapshot)
-            for newcomer in newcomers:
-                self.transport.send_state(state, newcomer)
+            self._handover(snapshot).send(self.transport, newcomers)
         for rounds in self._rounds:
             rounds.close()
         self._rounds = self._new_rounds()
@@ -218,31 +224,28 @@ class LocalSGD(ReplicaMethod):
         for name, value in snapshot.flags.items():
             setattr(self, name, value)
 
-    def _state_for_newcomers(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Returns what a rank needs that comes back, besides its own model and settings, which must be the same."""
-        return {
-            "described": describe(self.config, self._parameters, self._module),
-            "tensors": [tensor.detach() for tensor in self._all_tensors()],
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "snapshot": snapshot,
-        }
+    def _handover(self, snapshot: Snapshot) -> Handover:
+        """Returns what rank 0 hands over to ranks that come back."""
+        return Handover(
+            describe(self.config, self._parameters, self._module),
+            [tensor.detach() for tensor in self._all_tensors()],
+            [optimizer.state_dict() for optimizer in self.optimizers],
+            [[tensor.detach() for tensor in follower.tensors] for follower in self._followers],
+            snapshot,
+        )
 
-    @torch.no_grad()
-    def _continue_from(self, state: dict[str, Any]) -> Snapshot:
-        """Takes over what :meth:`_state_for_newcomers` returned on rank 0; returns the snapshot to continue from.
+    def _continue_from(self, handover: Handover) -> Snapshot:
+        """Takes over what rank 0 has, in a rank that comes back; returns the snapshot to continue from.
 
         Raises:
             ValueError: this rank has other settings, or another model.
         """
         described = describe(self.config, self._parameters, self._module)
-        raise_if_different(state["described"], described, self.transport.rank)
-        for tensor, value in zip(self._all_tensors(), state["tensors"], strict=True):
-            tensor.copy_(value)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for tensors in (self._non_trainable, *self._followers):
-            tensors.agree()
-        return without_outer_state(state["snapshot"])
+        raise_if_different(handover.described, described, self.transport.rank)
+        handover.load(self._all_tensors(), self.optimizers)
+        self._non_trainable.agree()
+        self._followers_to_come = handover.followers
+        return handover.snapshot
 
     def _all_tensors(self) -> list[Tensor]:
         return [*(parameter.tensor for parameter in self._parameters), *self._read_buffers()]

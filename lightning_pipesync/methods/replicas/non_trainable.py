@@ -47,6 +47,18 @@ class NonTrainableTensors:
         self._average: dict[int, Tensor] = {}
         self._record_common()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters and the current buffers."""
+        return [*self._parameters, *self._read_buffers()]
+
+    @torch.no_grad()
+    def take_over(self, values: Sequence[Tensor]) -> None:
+        """Makes the tensors those that all other ranks have."""
+        for tensor, value in zip(self.tensors, values, strict=True):
+            tensor.copy_(value)
+        self.agree()
+
     def average(self, keep_own: bool = False) -> None:
         """Averages the tensors that some rank has changed; a collective call.
 
@@ -142,11 +154,8 @@ class NonTrainableTensors:
         ]
 
     def _pick(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        tensors = self._tensors()
+        tensors = self.tensors
         return {index: tensors[index] for index in indices}
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self._parameters, *self._read_buffers()]
 
     def _is_buffer(self, index: int) -> bool:
         return index >= len(self._parameters)
