@@ -91,6 +91,36 @@ def test_resumes_after_an_epoch(tmp_path: Path) -> None:
         assert outcome["position"] == EPOCHS * SIZES[4] // 2
 
 
+def fit_until(
+    folder: Path, max_steps: int, accumulated: int, given: dict[str, Any]
+) -> tuple[list[int], list[list[int]], int]:
+    """Returns the batches that a rank had in each epoch, these, and ``max_steps`` after the training."""
+    module = Uneven()
+    fitting = trainer(strategy(), 2, folder, max_steps=max_steps, accumulate_grad_batches=accumulated, **given)
+    fitting.fit(module, train_loader(4), val_loader())
+    return [len(epoch) // 4 for epoch in module.of_epochs], module.of_epochs, fitting.max_steps
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "accumulated", "per_epoch"),
+    [(10, 1, [16, 4]), (5, 2, [16, 4]), (8, 1, [16]), (3, 1, [6])],
+)
+def test_max_steps_are_those_of_an_average_rank(
+    max_steps: int, accumulated: int, per_epoch: list[int], tmp_path: Path
+) -> None:
+    """Two ranks together train on as many batches as two of DDP would."""
+    fast, slow = launch(fit_until, 2, tmp_path, max_steps, accumulated, {"max_epochs": -1}, init=False)
+    assert [one + other for one, other in zip(fast[0], slow[0], strict=True)] == per_epoch
+    for of_fast, of_slow, batches in zip(fast[1], slow[1], per_epoch, strict=True):
+        assert len(set(of_fast + of_slow)) == 4 * batches
+    assert fast[2] == slow[2] == max_steps
+
+
+def test_a_fast_dev_run_is_a_batch_on_each_rank(tmp_path: Path) -> None:
+    outcomes = launch(fit_until, 2, tmp_path, -1, 1, {"fast_dev_run": True}, init=False)
+    assert [batches for batches, *_ in outcomes] == [[1], [1]]
+
+
 class Numbers(IterableDataset):
     def __iter__(self) -> Any:
         return iter(dataset())
@@ -106,8 +136,7 @@ def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"max_steps": 5}, "Trainer(max_steps=...) counts a rank's own steps"),
-        ({"min_steps": 5}, "Trainer(min_steps=...) counts"),
+        ({"min_steps": 5}, "Trainer(min_steps=...) counts a rank's own steps"),
         ({"max_time": {"seconds": 50}}, "Trainer(max_time=...) counts"),
         ({"val_check_interval": 5}, "Trainer(val_check_interval=...) counts"),
         ({"overfit_batches": 2}, "Trainer(overfit_batches=...) counts"),

@@ -32,6 +32,7 @@ class HandedOutBatches(Sampler[list[int]]):
 
     Attributes:
         num_taken: number of batches that have been handed out to all ranks, in all epochs, when this rank asked last.
+        max_batches: the most batches that are handed out to all ranks, in all epochs; None: any number.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class HandedOutBatches(Sampler[list[int]]):
         self._shuffle, self._seed, self._ask, self._epoch = shuffle, seed, ask, 0
         self._loader, self._to_each = loader, to_each
         self.num_taken = 0
+        self.max_batches: int | None = None
 
     @property
     def sampler(self) -> HandedOutBatches:
@@ -67,14 +69,16 @@ class HandedOutBatches(Sampler[list[int]]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, num_samples = self._epoch, len(self._dataset)
+        epoch, num_samples, num_batches = self._epoch, len(self._dataset), self.num_batches
+        if self.max_batches is not None:
+            num_batches = min(num_batches, max(0, self.max_batches - epoch * num_batches))
         order = list(range(num_samples))
         if self._shuffle:
             order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
-        while (number := self._ask(self._loader, epoch, self.num_batches, self._to_each)) is not None:
+        while (number := self._ask(self._loader, epoch, num_batches, self._to_each)) is not None:
             self.num_taken = epoch * self.num_batches + number + 1
             yield order[number * self.batch_size : (number + 1) * self.batch_size]
-        self.num_taken = (epoch + 1) * self.num_batches
+        self.num_taken = epoch * self.num_batches + num_batches
 
 
 class BatchQueue:

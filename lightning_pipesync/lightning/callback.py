@@ -73,6 +73,7 @@ class PipeSyncCallbackMixin(Overriding, _Base):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _strategy(trainer).flush()
+        trainer.should_stop |= _strategy(trainer).has_ended
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

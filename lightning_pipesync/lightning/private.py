@@ -41,7 +41,6 @@ def check_uneven_batches(trainer: Trainer) -> None:
         ValueError: something does; the message names it.
     """
     counted = {
-        "Trainer(max_steps=...)": trainer.max_steps != -1,
         "Trainer(min_steps=...)": bool(trainer.min_steps),
         "Trainer(max_time=...)": any(_is_lightnings(one, "Timer") for one in vars(trainer)["callbacks"]),
         "Trainer(val_check_interval=...)": trainer.val_check_interval != 1.0,

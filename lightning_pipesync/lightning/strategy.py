@@ -182,6 +182,11 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     def end_training(self) -> None:
         """Called at the end of the training, before ``on_train_end`` of other callbacks."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the training ends with this epoch, for the ranks have taken ``max_steps`` together."""
+        return False
+
     def resume(self) -> None:
         """Continues the training after :meth:`flush`."""
         self._restore_rng()

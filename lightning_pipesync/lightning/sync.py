@@ -71,6 +71,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         if self.config.partition == "handed_out":
             self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
+            self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
         self._check_checkpoint(self.method.transport)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for value in vars(callback).values():
@@ -99,6 +100,10 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
     @cached_property
     def _uneven_batches(self) -> UnevenBatches:
         return UnevenBatches(self.world_size, self._ask)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._uneven_batches.are_used_up
 
     @property
     def _plan(self) -> MethodPlan:

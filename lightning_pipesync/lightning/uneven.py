@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -12,11 +13,11 @@ from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
 from lightning_pipesync.data.loaders import sampler_of, with_handed_out_batches
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class UnevenBatches:
-    """Hands out the batches of a Trainer's loader, and makes its schedulers follow the job.
+    """Hands out the batches of a Trainer's loader, and makes its schedulers and ``max_steps`` follow the job.
 
     Args:
         world_size: number of ranks.
@@ -28,6 +29,7 @@ class UnevenBatches:
         self._batches: HandedOutBatches | None = None
         self._num_loaders = 0
         self._num_stepped: dict[int, int] = {}  # by scheduler
+        self._max_batches: int | None = None
 
     def handed_out(self, loader: DataLoader[Any], in_default_order: bool) -> DataLoader[Any]:
         """Returns a training loader whose batches are handed out.
@@ -44,7 +46,32 @@ class UnevenBatches:
         self._num_loaders += 1
         loader = with_handed_out_batches(loader, self._ask, self._num_loaders, to_each_of=self._world_size)
         self._batches = sampler_of(loader)
+        self._batches.max_batches = self._max_batches
         return loader
+
+    @contextmanager
+    def limited(self, trainer: Trainer) -> Iterator[None]:
+        """Makes ``max_steps`` count the steps of an average rank, however many steps this one takes.
+
+        All ranks together get as many batches as DDP's would in ``max_steps`` steps. If they are fewer in the last
+        epoch than there are ranks, that epoch is left out.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        max_steps = loop.max_steps
+        if max_steps != -1:
+            self._max_batches = max_steps * self._world_size * trainer.accumulate_grad_batches
+        loop.max_steps = -1
+        try:
+            yield
+        finally:
+            loop.max_steps = max_steps
+
+    @property
+    def are_used_up(self) -> bool:
+        """Whether as many batches have been handed out as ``max_steps`` allows, at the end of an epoch."""
+        if self._batches is None or self._max_batches is None:
+            return False
+        return self._max_batches - self._batches.num_taken < self._world_size
 
     def pace_schedulers(self, module: LightningModule) -> Callable[[], object]:
         """Makes schedulers that count steps go to where an average rank is, however many steps this one takes.
