@@ -28,10 +28,10 @@ def collectives(
         output: Folder for collectives.json, collectives.md and collectives.png.
     """
     from lightning_pipesync.bench import collectives_report, sweep
-    from lightning_pipesync.bench.collectives import CollectivesSettings
+    from lightning_pipesync.bench.collectives import CollectivesSettings, measure_collectives
 
     settings = CollectivesSettings(tuple(sizes_mib), tuple(codecs), rounds)
-    results = sweep.run("collectives", settings, sweep.make_hosts(hosts, rate, racks, uplink), len(sizes_mib))
+    results = sweep.run(measure_collectives, settings, sweep.make_hosts(hosts, rate, racks, uplink), len(sizes_mib))
     if results:
         sweep.finish("collectives", results, output, collectives_report.as_markdown(results))
         collectives_report.draw(results, output / "collectives.png")
@@ -75,7 +75,7 @@ def step(
     """
     from lightning_pipesync.bench import step_pictures, step_report, sweep
     from lightning_pipesync.bench.candidates import makers
-    from lightning_pipesync.bench.step import StepSettings
+    from lightning_pipesync.bench.step import StepSettings, measure_step
 
     if "ddp" not in methods:
         raise ValueError(f"methods={methods!r}: ddp has to be among them, which all others are compared to.")
@@ -85,7 +85,7 @@ def step(
     ratios = tuple(ratio or [1.0]) if emulated else ()
     settings = StepSettings(model, scale, tuple(methods), ratios, tuple(bucket_mb), steps, rounds)
     num_measurements = max(1, len(ratios)) * (rounds + 1) * (1 + len(makers(methods, bucket_mb)))
-    results = sweep.run("step", settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
+    results = sweep.run(measure_step, settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
     if results:
         sweep.finish("step", results, output, step_report.as_markdown(results))
         step_pictures.draw(results, output)
@@ -119,11 +119,11 @@ def stages(
         output: Folder for stages.json, stages.md and stages.png, of the last number of hosts.
     """
     from lightning_pipesync.bench import stages_report, sweep
-    from lightning_pipesync.bench.stages import StagesSettings
+    from lightning_pipesync.bench.stages import StagesSettings, measure_stages
 
     settings = StagesSettings(tuple(methods), tuple(stage_ms), activation_mib, steps, rounds)
     num_measurements = len(stage_ms) * rounds * len(methods)
-    results = sweep.run("stages", settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
+    results = sweep.run(measure_stages, settings, sweep.make_hosts(hosts, rate, racks, uplink), num_measurements)
     if results:
         sweep.finish("stages", results, output, stages_report.as_markdown(results))
         stages_report.draw(results[-1]["runs"][0], output / "stages.png")
@@ -161,6 +161,7 @@ def timeline(
     from lightning_pipesync.bench import sweep, timeline_report
     from lightning_pipesync.bench.candidates import makers
     from lightning_pipesync.bench.step import StepSettings
+    from lightning_pipesync.bench.timeline import measure_timeline
 
     if not model.startswith("emulated-"):
         raise ValueError(f"model={model!r}: a timeline is drawn of an emulated model.")
@@ -168,7 +169,7 @@ def timeline(
         raise ValueError(f"methods={methods!r}: what FSDP2 and ZeRO communicate cannot be seen from outside.")
     settings = StepSettings(model, scale, tuple(methods), (ratio,), tuple(bucket_mb), steps, 1)
     num_measurements = len(makers(methods, bucket_mb))
-    results = sweep.run("timeline", settings, sweep.make_hosts([hosts], rate, racks, uplink), num_measurements)
+    results = sweep.run(measure_timeline, settings, sweep.make_hosts([hosts], rate, racks, uplink), num_measurements)
     if results:
         sweep.finish("timeline", results, output, timeline_report.as_markdown(results[0]))
         timeline_report.draw(results[0], output / "timeline.png")
@@ -226,7 +227,7 @@ def converge(
         output: Folder for converge.json, converge.md and the pictures.
     """
     from lightning_pipesync.bench import converge_report, host_speed_report, staleness_picture, sweep
-    from lightning_pipesync.bench.converge import ConvergeSettings
+    from lightning_pipesync.bench.converge import ConvergeSettings, measure_converge
     from lightning_pipesync.bench.job import launched
 
     settings = ConvergeSettings(
@@ -247,7 +248,7 @@ def converge(
     for one in () if launched() else all_hosts:
         settings.host_speeds.check_hosts(one.count)
     num_measurements = len(methods) * len(seeds) * evaluations
-    results = sweep.run("converge", settings, all_hosts, num_measurements)
+    results = sweep.run(measure_converge, settings, all_hosts, num_measurements)
     if results:
         markdown = converge_report.as_markdown(results)
         if compute is not None:

@@ -10,13 +10,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from lightning_pipesync import netlab
-from lightning_pipesync.bench.worker import PROGRESS, run_rank
+from lightning_pipesync.bench.worker import PROGRESS, Measure, run_rank, words_for
 from lightning_pipesync.netlab import Network
 
 #: The number of lines of output that an error message quotes.
@@ -46,11 +46,11 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_job(kind: str, settings: Any, hosts: Hosts, progress: Callable[[str], object]) -> dict[str, Any] | None:
+def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[str], object]) -> dict[str, Any] | None:
     """Runs a benchmark and returns its result.
 
     Args:
-        kind: the name of a benchmark, see :func:`worker.measure`.
+        measure: measures on each rank.
         settings: its settings, a dataclass.
         hosts: the hosts to run on; not used if a launcher has started this process.
         progress: called with a description after each part.
@@ -63,11 +63,11 @@ def run_job(kind: str, settings: Any, hosts: Hosts, progress: Callable[[str], ob
         ValueError: the settings of the network are invalid.
     """
     if launched():
-        return run_rank(kind, asdict(settings), progress)
+        return run_rank(measure, settings, progress)
     with TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         worker = [sys.executable, "-m", "lightning_pipesync.bench.worker"]
-        command = [*worker, kind, json.dumps(asdict(settings)), str(result)]
+        command = [*worker, *words_for(measure, settings), str(result)]
         last: deque[str] = deque(maxlen=QUOTED)
 
         def on_line(rank: int, line: str) -> None:

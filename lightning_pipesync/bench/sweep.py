@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_pipesync.bench.job import Hosts, launched, run_job
 from lightning_pipesync.bench.results import environment, write_results
+from lightning_pipesync.bench.worker import Measure
 
 
 def make_hosts(counts: list[int], rate: str | None, racks: int, uplink: str | None) -> list[Hosts]:
@@ -30,7 +31,7 @@ def make_hosts(counts: list[int], rate: str | None, racks: int, uplink: str | No
     return [Hosts(count, rate, racks, uplink) for count in counts]
 
 
-def run(kind: str, settings: Any, all_hosts: list[Hosts], num_measurements: int) -> list[dict[str, Any]]:
+def run(measure: Measure, settings: Any, all_hosts: list[Hosts], num_measurements: int) -> list[dict[str, Any]]:
     """Runs the benchmark for each number of hosts, with a progress bar.
 
     Returns:
@@ -39,7 +40,7 @@ def run(kind: str, settings: Any, all_hosts: list[Hosts], num_measurements: int)
     results = []
     for hosts in all_hosts[:1] if launched() else all_hosts:
         with progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:
-            result = run_job(kind, settings, hosts, advance)
+            result = run_job(measure, settings, hosts, advance)
         if result is not None:
             rate = None if launched() else hosts.rate
             results.append({**result, "rate": rate, "environment": environment()})
