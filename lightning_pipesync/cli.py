@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_pipesync.bench.commands import collectives, converge, pipeline, stages, step, timeline
 from lightning_pipesync.netlab.command import netlab
+from lightning_pipesync.plan.command import plan
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -30,6 +31,7 @@ def launch(arguments: Sequence[str]) -> int:
 #: signature and docstring; it returns the exit status, or None for 0. What is slow to import, it imports itself.
 SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
     "launch": launch,
+    "plan": plan,
     "netlab": netlab,
     "bench": {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
@@ -85,6 +87,8 @@ def _for_parser(words: list[str]) -> list[str]:
     if "--" in words:
         cut = words.index("--")
         options, command = words[:cut], words[cut + 1 :]
+    if options[:1] == ["plan"]:
+        options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
     if options[:1] == ["bench"]:
         options = list(_with_lists(options))
     options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]

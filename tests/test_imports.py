@@ -19,6 +19,7 @@ STOREYS = [
     ["lightning", "accelerate"],
     ["transformers"],
     ["bench"],
+    ["plan"],
 ]
 FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"}
 ADAPTERS = {

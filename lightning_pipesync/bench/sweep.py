@@ -50,9 +50,13 @@ def run(measure: Measure, settings: Any, all_hosts: list[Hosts], num_measurement
 def finish(kind: str, results: list[dict[str, Any]], output: Path, markdown: str) -> None:
     """Writes the results to the folder ``output``, and prints the tables."""
     write_results(output, kind, {"kind": kind, "results": results}, markdown)
-    console = Console()
-    console.print(Markdown(markdown))
-    console.print(f"Results and pictures: {output}")
+    show(markdown)
+    Console().print(f"Results and pictures: {output}")
+
+
+def show(markdown: str) -> None:
+    """Prints text with tables."""
+    Console().print(Markdown(markdown))
 
 
 @contextmanager

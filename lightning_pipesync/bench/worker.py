@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -17,9 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pipesync.bench.preflight import exchange_facts
+
 #: The prefix of a line of progress on standard output.
 PROGRESS = "@progress "
 
+
+#: How long a rank waits for the others to start.
+TIMEOUT = timedelta(minutes=5)
 
 #: Measures on one rank, within an initialized default process group: called with its settings, a dataclass, and with a
 #: function to call with a description after each part.
@@ -28,8 +34,10 @@ Measure = Callable[[Any, Callable[[str], object]], dict[str, Any]]
 
 def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object]) -> dict[str, Any] | None:
     """Runs a benchmark as the rank of the environment; returns the result on rank 0."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    exchange_facts(store, rank, world_size)
     torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     leader = dist.get_rank() == 0
     measured = measure(settings, progress if leader else lambda text: None)
     dist.barrier()

@@ -11,16 +11,25 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
 SLOWEST, FASTEST = 100 * 10**3, 32 * 10**9
 
 
-def parse_rate(text: str) -> int:
+def bits_per_second(text: str) -> int:
     """Returns the bits per second of a rate such as ``"200mbit"`` or ``"2.5gbit"``; units are decimal.
 
     Raises:
-        ValueError: ``text`` is not a rate, or the kernel cannot emulate it.
+        ValueError: ``text`` is not a rate.
     """
     number, unit = _split(text)
     if unit not in _BITS:
         raise ValueError(f"{text!r} is not a rate: write a number and kbit, mbit or gbit (per second), as in 200mbit.")
-    rate = round(number * _BITS[unit])
+    return round(number * _BITS[unit])
+
+
+def parse_rate(text: str) -> int:
+    """Returns :func:`bits_per_second` of a rate that can be emulated.
+
+    Raises:
+        ValueError: ``text`` is not a rate, or the kernel cannot emulate it.
+    """
+    rate = bits_per_second(text)
     if not SLOWEST <= rate <= FASTEST:
         raise ValueError(f"The rate {text!r} is out of range: 100kbit to 32gbit can be emulated.")
     return rate

@@ -1,0 +1,56 @@
+"""``pipesync plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def plan(
+    hosts: int | None = None,
+    rate: str | None = None,
+    racks: int = 1,
+    uplink: str | None = None,
+    model: str = "emulated-resnet50",
+    scale: float = 0.1,
+    compute_ms: float = 200.0,
+    steps: int = 16,
+    rounds: int = 3,
+    from_file: Path | None = None,
+    output: Path = Path("outputs/plan"),
+) -> None:
+    """Measures hosts, network and model, predicts a step with each method, runs the best, and says what to type.
+
+    Run it under the launcher of your job, such as torchrun, with the same hosts. Without a launcher it plans for hosts
+    of an emulated network, or for processes on this machine. With --from it measures nothing.
+
+    Args:
+        hosts: Number of hosts, one rank each; 2 if not given. Under a launcher, its own. With --from: of a larger or
+            smaller cluster.
+        rate: Of each host's link in an emulated network, e.g. 1gbit. With --from: of the links of another cluster.
+        racks: Number of racks in the emulated network.
+        uplink: Rate of each rack's link to the others, e.g. 200mbit.
+        model: Yours, as MODULE:FUNCTION, which returns (module, batch, loss), where loss(module, batch) is a scalar; or
+            transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
+            emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
+        scale: Number of values in each tensor of an emulated model over the true number.
+        compute_ms: Forward and backward pass of an emulated model, in milliseconds.
+        steps: Least number of steps of one measurement of a method.
+        rounds: Number of measurements of each method that is run, in turns; 0: only predict.
+        from_file: plan.json of an earlier plan, instead of measuring. Written as --from, too.
+        output: Folder for plan.json and plan.md.
+    """
+    from lightning_pipesync.bench import sweep
+    from lightning_pipesync.plan.measure import PROVEN, PlanSettings, measure_plan
+    from lightning_pipesync.plan.report import as_markdown
+    from lightning_pipesync.plan.saved import of_result, read_plan
+
+    if from_file is not None:
+        profile, cluster, result = read_plan(from_file, hosts, rate)
+        sweep.show(as_markdown(profile, cluster, result))
+        return
+    settings = PlanSettings(model, scale, compute_ms, steps, rounds)
+    num_measurements = 2 + (rounds + 1) * (1 + 2 * PROVEN) * (rounds > 0)
+    results = sweep.run(measure_plan, settings, sweep.make_hosts([hosts or 2], rate, racks, uplink), num_measurements)
+    if results:
+        profile, cluster, result = of_result(results[0])
+        sweep.finish("plan", results, output, as_markdown(profile, cluster, result))

@@ -1,0 +1,196 @@
+"""What a step takes with each method: simulations of their schedules, from measured costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_pipesync.bench.step import Profile, predict_ddp
+from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.schedule import BucketTimes, simulate_step
+from lightning_pipesync.methods.dear.eager import plan_early_gathers
+from lightning_pipesync.plan.cluster import Cluster
+
+#: Bucket sizes of DDP and DeAR that are tried, in MiB; the default is among them.
+BUCKET_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
+
+#: The settings of an outer step that suit short periods, see docs/local_sgd.md.
+_OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
+
+#: Settings of local SGD that are tried.
+LOCAL_SGD: tuple[dict[str, Any], ...] = (
+    {"period": 16, **_OUTER},
+    {"period": 16, **_OUTER, "compression": "int8"},
+    {"period": 16, **_OUTER, "compression": "int8", "fragments": 4, "overlap_steps": 4},
+    {"period": 64, **_OUTER},
+)
+
+#: The share of local steps of SelSync.
+LSSR = 0.75
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to take.
+
+    Attributes:
+        method: the strategy's name.
+        settings: those that differ from the method's defaults.
+        seconds: of a step, on average.
+        error: half the difference that the standard errors of the measured costs make, in seconds.
+        exact: whether the training is that of DDP, bit for bit but for the order of sums.
+        why: what the time consists of, or what is known of its quality.
+    """
+
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: float = 0.0
+    exact: bool = True
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """Method and settings, as ``pipesync bench`` takes them."""
+        settings = ",".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{self.method}:{settings}" if settings else self.method
+
+
+def predict(profile: Profile, cluster: Cluster) -> list[Prediction]:
+    """Returns a prediction for each method with its best settings, or with some that are known to train well.
+
+    Args:
+        profile: a step without communication.
+        cluster: the costs of communication.
+    """
+    low, high = (
+        {one.name: one.seconds for one in _predictions(profile, cluster.with_errors(sign))} for sign in (-1, 1)
+    )
+    every = list(_predictions(profile, cluster))
+    found = [
+        Prediction(one.method, one.settings, one.seconds, (high[one.name] - low[one.name]) / 2, one.exact, one.why)
+        for one in every
+    ]
+    searched = {"ddp", "dear"}
+    best = {name: min((one for one in found if one.method == name), key=lambda one: one.seconds) for name in searched}
+    return [one for one in found if one.method not in searched or one is best[one.method]]
+
+
+def _predictions(profile: Profile, cluster: Cluster) -> Iterator[Prediction]:
+    """Yields the prediction of each method with each of its settings."""
+    compute = profile.forward + profile.backward + profile.update
+    all_reduce = {codec: _all_reduce(profile, cluster, codec) for codec in cluster.all_reduces}
+    for size in BUCKET_MB:
+        seconds = predict_ddp(profile, cluster.backend, cluster.world_size, size)
+        yield Prediction("ddp", {"bucket_mb": size}, seconds, exact=True, why=_waits(compute, seconds))
+    for size in BUCKET_MB:
+        seconds = _dear(profile, cluster, size)
+        settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": size}
+        yield Prediction("dear", settings, seconds, exact=True, why=_waits(compute, seconds))
+    for codec in all_reduce:
+        late = "gradients are one step late, computed at predicted weights"
+        yield Prediction("pipe_sgd", _codec(codec), max(compute, all_reduce[codec]), exact=False, why=late)
+    yield Prediction(
+        "selsync",
+        {"lssr": LSSR, "outer_momentum": 0.3},
+        compute + (1 - LSSR) * all_reduce["none"],
+        exact=False,
+        why=f"{LSSR:.0%} of the steps are local",
+    )
+    for settings in LOCAL_SGD:
+        codec = settings.get("compression", "none")
+        if codec in all_reduce:
+            seconds = _local_sgd(compute, all_reduce[codec], settings)
+            yield Prediction(
+                "local_sgd", settings, seconds, exact=False, why=f"averages every {settings['period']} steps"
+            )
+
+
+def _codec(codec: str) -> dict[str, Any]:
+    return {} if codec == "none" else {"compression": codec}
+
+
+def _waits(compute: float, seconds: float) -> str:
+    return f"{1 - compute / seconds:.0%} of a step waits for the network"
+
+
+def _dear(profile: Profile, cluster: Cluster, bucket_mb: float) -> float:
+    """Returns the seconds of a step of DeAR with early gathers, as it would plan them."""
+    # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
+    tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
+    parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
+    link, world_size = cluster.halves, cluster.world_size
+    buckets = []
+    for members in plan_buckets(parameters, Fusion(bucket_mb=bucket_mb)):
+        times = [profile.tensors[int(member.name)] for member in members]
+        size = sum(map(num_bytes, members))
+        buckets.append(
+            BucketTimes(
+                ready=max(one.ready for one in times),
+                needed=min(one.needed for one in times),
+                reduce_scatter=link.reduce_scatter(size, world_size),
+                all_gather=link.all_gather(size, world_size),
+                latency=link.all_gather(0, world_size),
+            )
+        )
+    step = simulate_step(buckets, profile.forward, profile.backward, plan_early_gathers(buckets))
+    return step.seconds + profile.update
+
+
+def _all_reduce(profile: Profile, cluster: Cluster, codec: str) -> float:
+    """Returns the seconds of the all-reduce of the whole model, in one bucket."""
+    total = sum(tensor.num_bytes for tensor in profile.tensors)
+    return cluster.all_reduces[codec].all_reduce(total, cluster.world_size)
+
+
+def _local_sgd(compute: float, all_reduce: float, settings: Mapping[str, Any]) -> float:
+    """Returns the seconds of a step of local SGD, on average over a period.
+
+    The average of a fragment runs under ``overlap_steps`` steps, and what is left of it is waited for.
+    """
+    period, fragments, overlap = settings["period"], settings.get("fragments", 1), settings.get("overlap_steps", 0)
+    waited = max(0.0, all_reduce / fragments - overlap * compute) * fragments
+    return max(compute + waited / period, all_reduce / period)
+
+
+def enough_bandwidth(profile: Profile, cluster: Cluster, share: float = 0.05) -> float | None:
+    """Returns the bytes per second from which on DDP waits for the network for ``share`` of a step at most.
+
+    None: it waits for longer at any bandwidth, because of latency or of what processors do.
+    """
+
+    def waits(bandwidth: float) -> bool:
+        found = predict(profile, cluster.with_bandwidth(bandwidth))
+        ddp = next(one.seconds for one in found if one.method == "ddp")
+        return ddp * (1 - share) > profile.forward + profile.backward + profile.update
+
+    return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
+
+
+def enough_accumulation(profile: Profile, cluster: Cluster, share: float = 0.05) -> int | None:
+    """Returns the batches to accumulate with which DDP waits for the network for ``share`` of a step at most.
+
+    A power of 2, at most 1024; None: that is not enough.
+    """
+    compute = profile.forward + profile.backward
+    ddp = min(predict_ddp(profile, cluster.backend, cluster.world_size, size) for size in BUCKET_MB)
+    for batches in (2**exponent for exponent in range(11)):
+        whole = (batches - 1) * compute
+        if (whole + ddp) * (1 - share) <= whole + compute + profile.update:
+            return batches
+    return None
+
+
+def _first(holds: Callable[[float], bool], low: float, high: float, steps: int = 30) -> float | None:
+    """Returns 10 to the least exponent at which a condition holds that holds from there on; None: it never does."""
+    if not holds(high):
+        return None
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return math.pow(10, high)

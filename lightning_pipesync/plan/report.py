@@ -1,0 +1,112 @@
+"""The plan as a table, with lines to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from lightning_pipesync.bench.results import table
+from lightning_pipesync.bench.step import Profile
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.links import mbit
+from lightning_pipesync.plan.predictions import Prediction, enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.training.registry import METHODS
+
+#: An exact method that gains less than this share of a step over DDP is not worth a change.
+WORTH = 0.02
+
+
+#: The two lists.
+KINDS = ((True, "exact"), (False, "not exact"))
+
+
+def as_markdown(profile: Profile, cluster: Cluster, result: Mapping[str, Any]) -> str:
+    """Returns the plan: what was measured, the methods by predicted time, and lines to copy.
+
+    Args:
+        profile: a step without communication.
+        cluster: the costs of communication.
+        result: of :func:`measure_plan`: ``findings``, and ``measured`` steps, of which there may be none.
+    """
+    predictions = sorted(predict(profile, cluster), key=lambda one: one.seconds)
+    ddp = next(one for one in predictions if one.method == "ddp")
+    measured: Mapping[str, Mapping[str, Any]] = result["measured"]
+    size = sum(tensor.num_bytes for tensor in profile.tensors) / MIB
+    lines = [
+        f"{cluster.world_size} hosts, {mbit(cluster.bandwidth)}; a step without communication "
+        f"{1e3 * _compute(profile):.0f} ms, gradients {size:.1f} MiB\n\n",
+        *(f"- {finding}\n" for finding in result["findings"]),
+        *(_table(title, [one for one in predictions if one.exact == exact], ddp, measured) for exact, title in KINDS),
+        "\n",
+        _enough(profile, cluster),
+        "\n\n",
+        _to_copy(predictions, ddp),
+    ]
+    return "".join(lines)
+
+
+def best_exact(predictions: Sequence[Prediction]) -> Prediction:
+    """Returns the fastest exact method, and DDP if that gains too little."""
+    ddp = next(one for one in predictions if one.method == "ddp")
+    best = min((one for one in predictions if one.exact), key=lambda one: one.seconds)
+    return best if best.seconds < (1 - WORTH) * ddp.seconds else ddp
+
+
+def _table(
+    title: str, predictions: Sequence[Prediction], ddp: Prediction, measured: Mapping[str, Mapping[str, Any]]
+) -> str:
+    headings = [title, "ms a step", "measured", "error", "times DDP", "why"]
+    return "\n" + table(headings, [_row(one, ddp, measured.get(one.name, {})) for one in predictions])
+
+
+def _row(one: Prediction, ddp: Prediction, measured: Mapping[str, Any]) -> list[str]:
+    seconds = median(measured["seconds"]) if "seconds" in measured else None
+    return [
+        one.name.replace(":", ": ", 1).replace(",", ", "),
+        f"{1e3 * one.seconds:.0f} ± {1e3 * one.error:.0f}",
+        measured.get("error", "") if seconds is None else f"{1e3 * seconds:.0f}",
+        "" if seconds is None else f"{one.seconds / seconds - 1:+.0%}",
+        f"{ddp.seconds / one.seconds:.2f}",
+        one.why,
+    ]
+
+
+def _enough(profile: Profile, cluster: Cluster) -> str:
+    """Returns from where on DDP waits for 5 % of a step at most."""
+    bandwidth, batches = enough_bandwidth(profile, cluster), enough_accumulation(profile, cluster)
+    ways = [f"from {mbit(bandwidth)}"] if bandwidth is not None else []
+    ways += [f"with accumulate_grad_batches={batches}"] if batches not in (None, 1) else []
+    if batches == 1:
+        return "DDP is enough: it waits for the network for 5 % of a step at most."
+    return f"DDP is enough {', or '.join(ways)}." if ways else "DDP waits for more than 5 % of a step at any bandwidth."
+
+
+def _to_copy(predictions: Sequence[Prediction], ddp: Prediction) -> str:
+    """Returns lines of Python and YAML for the fastest exact method and for the fastest of all."""
+    exact = best_exact(predictions)
+    fastest = min(predictions, key=lambda one: one.seconds)
+    if exact is ddp:
+        text = 'Exact: stay with DDP, `Trainer(strategy="ddp")`.\n'
+    else:
+        text = f"Exact: `Trainer(strategy={_in_python(exact)})`\n"
+    if fastest.exact or fastest.seconds > (1 - WORTH) * exact.seconds:
+        return text
+    return text + (
+        f"\nFastest, if its quality suffices, see its page: `Trainer(strategy={_in_python(fastest)})`\n\n"
+        f"For `pipesync launch`:\n\n```yaml\n{_in_yaml(fastest)}```\n"
+    )
+
+
+def _in_python(one: Prediction) -> str:
+    settings = ", ".join(f"{name}={value!r}" for name, value in one.settings.items())
+    return f"{METHODS[one.method].__name__}Strategy({settings})"
+
+
+def _in_yaml(one: Prediction) -> str:
+    return "".join(["pipesync:\n", f"  method: {one.method}\n", *(f"  {k}: {v}\n" for k, v in one.settings.items())])
+
+
+def _compute(profile: Profile) -> float:
+    return profile.forward + profile.backward + profile.update

@@ -1,0 +1,244 @@
+"""Plans: predictions from measured costs, what sticks out among hosts and links, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipesync.bench import preflight
+from lightning_pipesync.bench.preflight import HostFacts, exchange_facts, findings
+from lightning_pipesync.bench.step import Profile, predict_ddp
+from lightning_pipesync.cli import main
+from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.links import Links, outliers, partners
+from lightning_pipesync.plan.predictions import enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.plan.report import as_markdown, best_exact
+from lightning_pipesync.plan.saved import of_result, read_plan
+
+MIB = 2**20
+#: 16 layers of a MiB; a step of 100 ms.
+PROFILE = Profile(
+    forward=0.03,
+    backward=0.06,
+    update=0.01,
+    tensors=[LayerTimes(0.06 * (i + 1) / 16, 0.03 * (15 - i) / 16, MIB) for i in range(16)],
+)
+
+
+def cluster(bandwidth: float, world_size: int = 4, **errors: float) -> Cluster:
+    link = LinkCost(1e-4, 1 / bandwidth, **errors)
+    int8 = LinkCost(1e-4, 0.25 / bandwidth + 1e-10)
+    return Cluster(world_size, bandwidth, link, link, {"none": link, "int8": int8})
+
+
+def by_method(found: Any) -> dict[str, Any]:
+    return {one.method: one for one in sorted(found, key=lambda one: -one.seconds)}  # the fastest one stays
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_those_of_the_cost_models() -> None:
+    """At 100 MB/s an all-reduce of 16 MiB takes 250 ms among 4 ranks, of which DDP hides 60."""
+    at = cluster(1e8)
+    found = by_method(predict(PROFILE, at))
+    all_reduce = at.backend.all_reduce(16 * MIB, 4)
+    assert all_reduce == pytest.approx(0.252, abs=0.001)
+    ddp = found["ddp"]
+    assert ddp.seconds == predict_ddp(PROFILE, at.backend, 4, ddp.settings["bucket_mb"])
+    assert 0.04 + all_reduce < ddp.seconds < 0.04 + 1.05 * all_reduce + 0.004
+    assert all_reduce < found["dear"].seconds < ddp.seconds
+    assert ddp.exact
+    assert found["dear"].exact
+    assert found["pipe_sgd"].seconds == pytest.approx(0.1)  # int8 hides under a step
+    assert found["selsync"].seconds == pytest.approx(0.1 + 0.25 * all_reduce)
+    assert found["local_sgd"].seconds == pytest.approx(0.1)
+
+
+def test_a_fast_network_leaves_nothing_to_gain() -> None:
+    found = by_method(predict(PROFILE, cluster(1e11)))
+    for one in found.values():
+        assert one.seconds == pytest.approx(0.1, rel=0.06), one.name
+    assert best_exact(list(found.values())).method == "ddp"
+
+
+def test_errors_of_the_costs_are_carried_along() -> None:
+    certain, uncertain = (by_method(predict(PROFILE, one)) for one in (cluster(1e8), cluster(1e8, beta_error=1e-9)))
+    assert certain["ddp"].error == 0
+    assert uncertain["ddp"].error == pytest.approx(0.1 * 0.252, rel=0.1)
+    assert uncertain["ddp"].seconds == certain["ddp"].seconds
+
+
+def test_other_links_and_hosts() -> None:
+    at = cluster(1e8)
+    faster = at.with_bandwidth(1e9)
+    assert faster.backend.beta == pytest.approx(1e-9)
+    assert faster.all_reduces["int8"].beta == pytest.approx(0.25e-9 * 1.0 + 1e-10, rel=0.05)  # encoding takes as long
+    larger = by_method(predict(PROFILE, replace(at, world_size=64)))
+    assert larger["ddp"].seconds > by_method(predict(PROFILE, at))["ddp"].seconds
+
+
+def test_from_where_on_ddp_is_enough() -> None:
+    at = cluster(1e8)
+    enough = enough_bandwidth(PROFILE, at)
+    assert enough is not None
+    assert by_method(predict(PROFILE, at.with_bandwidth(1.01 * enough)))["ddp"].seconds <= 0.1 / 0.95
+    assert by_method(predict(PROFILE, at.with_bandwidth(0.9 * enough)))["ddp"].seconds > 0.1 / 0.95
+    slow = replace(at, backend=LinkCost(1.0, 1e-8))
+    assert enough_bandwidth(PROFILE, slow) is None, "latency remains"
+    batches = enough_accumulation(PROFILE, at)
+    assert batches == 64  # 190 ms bare in 64 * 90
+    assert enough_accumulation(PROFILE, cluster(1e11)) == 1
+    assert enough_accumulation(PROFILE, cluster(1e5)) is None
+
+
+# --- hosts and links --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", range(2, 10))
+def test_each_pair_meets_once(world_size: int) -> None:
+    rounds = [partners(rank, world_size) for rank in range(world_size)]
+    for rank, of_rank in enumerate(rounds):
+        assert sorted(one for one in of_rank if one is not None) == [r for r in range(world_size) if r != rank]
+        for number, partner in enumerate(of_rank):
+            assert partner is None or rounds[partner][number] == rank
+
+
+def links(speed: Any, number: int = 4) -> Links:
+    bandwidth = [[0.0 if a == b else speed(a, b) for b in range(number)] for a in range(number)]
+    return Links(bandwidth, bandwidth)
+
+
+NAMES = ["host 0", "host 1", "host 2", "host 3"]
+
+
+def test_a_slow_host_is_named() -> None:
+    (found,) = outliers(links(lambda a, b: 5e7 if 3 in (a, b) else 1.2e8), NAMES)
+    assert found.startswith("host 3: 400 Mbit/s to and from the others, which have 960 Mbit/s.")
+
+
+def test_a_direction_counts() -> None:
+    (found,) = outliers(links(lambda a, b: 5e7 if b == 1 else 1.2e8), NAMES)
+    assert found.startswith("host 1: 400 Mbit/s")
+
+
+def test_racks_are_found() -> None:
+    (found,) = outliers(links(lambda a, b: 1.2e8 if a // 2 == b // 2 else 3e7), NAMES)
+    assert found.startswith("The ranks are in 2 racks (0, 1; 2, 3): 240 Mbit/s between them, 960 Mbit/s within.")
+    assert "replicas_per_group=2" in found
+
+
+def test_a_slow_pair_is_named() -> None:
+    (found,) = outliers(links(lambda a, b: 3e7 if {a, b} == {1, 2} else 1.2e8), NAMES)
+    assert found == "host 1 and host 2: 240 Mbit/s, where others have 960 Mbit/s."
+
+
+def test_equal_links_are_no_finding() -> None:
+    assert outliers(links(lambda a, b: 1.2e8 * (1 + 0.05 * a)), NAMES) == []
+    assert outliers(links(lambda a, b: 1.2e8, 2), NAMES[:2]) == []
+
+
+def facts(rank: int, **changed: Any) -> HostFacts:
+    usual: dict[str, Any] = {
+        "rank": rank,
+        "host": f"node{rank}",
+        "address": f"10.0.0.{rank}",
+        "interface": "eth0",
+        "mtu": 1500,
+        "backend_interface": "eth0",
+        "cores": 8,
+        "threads": 8,
+        "versions": {"torch": "2.13.0"},
+    }
+    return HostFacts(**{**usual, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"backend_interface": "docker0"}, "Gloo uses the interface docker0, and the way to the other hosts is eth0"),
+        ({"mtu": 9000}, "an MTU of 9000, and most hosts have 1500"),
+        ({"versions": {"torch": "2.9.0"}}, "torch 2.9.0, and most hosts have 2.13.0"),
+        ({"threads": 16}, "1 ranks with 16 threads in all on 8 cores. Set OMP_NUM_THREADS=8"),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_named(changed: dict[str, Any], words: str) -> None:
+    ranks = [facts(0), facts(1), facts(2, **changed)]
+    assert findings(ranks[:2]) == []
+    (found,) = findings(ranks)
+    assert words in found
+    assert "node2" in found
+
+
+def test_ranks_that_share_cores_are_named() -> None:
+    (found,) = findings([facts(rank, host="node", threads=1, cores=2) for rank in range(4)])
+    assert found == "Host node: 4 ranks on 2 cores, which they share."
+
+
+def test_an_interface_that_reaches_nobody_is_refused_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("pipesync/facts/1", json.dumps(asdict(facts(1, backend_interface="lo"))))
+    monkeypatch.setattr(preflight, "own_facts", facts)
+    with pytest.raises(
+        ValueError, match=r"rank 1 \(node1, 10.0.0.1\): Gloo uses .* lo, .* Set GLOO_SOCKET_IFNAME=eth0"
+    ):
+        exchange_facts(store, 0, 2)
+    store.set("pipesync/facts/1", json.dumps(asdict(facts(1))))
+    assert exchange_facts(store, 0, 2) == [facts(0), facts(1)]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def small_model() -> Any:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    return module, torch.ones(4, 64), lambda module, batch: module(batch).square().mean()
+
+
+def no_model() -> Any:
+    return nn.Linear(1, 1)
+
+
+def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the user's own model, with what was run; what is read again is the same plan."""
+    words = ["plan", "--model", "tests.test_plan:small_model", "--steps", "2", "--rounds", "1"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    capsys.readouterr()
+    written = (tmp_path / "plan.md").read_text()
+    assert written == as_markdown(*read_plan(tmp_path / "plan.json", None, None))
+    (result,) = json.loads((tmp_path / "plan.json").read_text())["results"]
+    profile, at, _ = of_result(result)
+    assert sum(tensor.num_bytes for tensor in profile.tensors) == 4 * (64 * 64 + 64 + 64 + 1)
+    assert at.world_size == 2
+    run = {name.partition(":")[0] for name, measured in result["measured"].items() if "seconds" in measured}
+    assert {"ddp", "dear"} < run, result["measured"]
+    assert main(["plan", "--from", str(tmp_path / "plan.json"), "--hosts", "64", "--rate", "25gbit"]) == 0
+    assert "64 hosts, 25 Gbit/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from", "nowhere.json"], "nowhere.json is not the plan.json of an earlier plan"),
+        (["--from", "README.md"], "README.md is not the plan.json"),
+        (["--model", "resnet51"], "neither MODULE:FUNCTION nor one of"),
+        (["--model", "tests.test_plan:nothing"], "has no attribute 'nothing'"),
+        (["--model", "tests.test_plan:no_model"], "return (module, batch, loss)"),
+        (["--hosts", "1"], "needs at least 2"),
+        (["--rate", "fast"], "'fast' is not a rate"),
+        (["--compute_ms", "0"], "compute_ms must be positive"),
+        (["--rounds", "-1"], "rounds must not be negative"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
