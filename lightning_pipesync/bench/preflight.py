@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync import __version__
 from lightning_pipesync.bench.bandwidth import own_address
 
 #: The request that returns the address of an interface (Linux, netdevice(7)).
@@ -95,7 +95,7 @@ def own_facts(rank: int) -> HostFacts:
         versions={
             "Python": platform.python_version(),
             "torch": torch.__version__,
-            "lightning-pipesync": __version__,
+            "lightning-pipesync": version("lightning-pipesync"),
         },
     )
 
