@@ -64,6 +64,8 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], 
             sync.flush()
             sync.resume()
     sync.flush()
+    sync.resume()
+    sync.flush()  # no step is between, as after a validation at the end
     metrics = sync.metrics()
     sync.detach()
     return sync.log, state(model), metrics

@@ -88,9 +88,9 @@ class SharedBucket:
         self._values.unpack(self._tensors)
 
     def unpack_from(self, flat: Tensor) -> None:
-        """Copies values of such a buffer into the parameters."""
-        self._values.flat.copy_(flat)
-        self.unpack()
+        """Copies values of such a buffer into the parameters; what was received stays."""
+        self._gradients.flat.copy_(flat)
+        self._gradients.unpack(self._tensors)
 
     @torch.no_grad()
     def subtract(self) -> None:
