@@ -171,10 +171,10 @@ def test_a_framework_that_counts_batches_does_not_hand_them_out() -> None:
 
 
 def test_each_rank_gets_a_batch_and_the_last_are_kept_for_those_without() -> None:
-    queue = BatchQueue(3)
+    queue = BatchQueue(range(3))
     assert [queue.take(0, (1, 0), 5, True) for _ in range(4)] == [0, 1, 2, None]
     assert [queue.take(rank, (1, 0), 5, True) for rank in (1, 1, 2, 0)] == [3, None, 4, None]
-    resumed = BatchQueue(3)
+    resumed = BatchQueue(range(3))
     resumed.load_state_dict(queue.state_dict())
     assert resumed.take(1, (1, 0), 5, True) is None
     assert [resumed.take(1, (1, 1), 3, True) for _ in range(2)] == [0, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -85,19 +85,21 @@ class BatchQueue:
     """Which mini-batches have been handed out, on the rank that does so.
 
     Args:
-        world_size: the number of ranks.
+        ranks: those that train.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._ranks = set(range(world_size))
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = set(ranks)
         self._next: dict[Lap, int] = {}
         self._had: dict[Lap, set[int]] = {}  # the ranks that have had one
 
     def take(self, rank: int, lap: Lap, num_batches: int, to_each: bool) -> int | None:
-        """Returns the number of a rank's next mini-batch of a lap with so many; None when there is no more.
+        """Returns the number of a rank's next mini-batch of a lap with so many; None when there is no more for it.
 
         If each rank is to get one, the last ones are kept for those that have had none.
         """
+        if rank not in self._ranks:
+            return None
         number, had = self._next.get(lap, 0), self._had.setdefault(lap, set())
         kept = len(self._ranks - had - {rank}) if to_each else 0
         if num_batches - number <= (kept if rank in had else 0):

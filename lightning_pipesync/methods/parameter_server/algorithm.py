@@ -7,7 +7,7 @@ weights is the same on all shards, and a run can be replayed from its decisions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -173,13 +173,20 @@ class _Learner:
         clock: the gradients that it has pushed since all had the same weights last.
         waiting: whether it waits for weights.
         retired: whether it has ended its part, until all have.
+        serves: whether it is no learner, and gets the weights when all others have ended their parts.
         finite: whether its gradient of a step that all take together is finite; None: it has not said so.
     """
 
     clock: int = 0
     waiting: bool = False
     retired: bool = False
+    serves: bool = False
     finite: bool | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it may push a gradient before all have ended their parts."""
+        return not (self.retired or self.serves)
 
 
 @dataclass
@@ -202,9 +209,17 @@ class Sequencer:
     pending: list[Gradient] = field(default_factory=list)
 
     @classmethod
-    def of(cls, policy: Policy, ranks: Iterable[int], staleness_lr: str = "none", predicts: bool = False) -> Sequencer:
-        """Returns the sequencer of learners, by rank, all of which have the weights of version 0."""
-        return cls(policy, StalenessLR(staleness_lr), {rank: _Learner() for rank in ranks}, predicts)
+    def of(
+        cls,
+        policy: Policy,
+        ranks: Iterable[int],
+        staleness_lr: str = "none",
+        predicts: bool = False,
+        servers: Collection[int] = (),
+    ) -> Sequencer:
+        """Returns the sequencer of ranks, which have the weights of version 0; ``servers`` of them only serve."""
+        learners = {rank: _Learner(serves=rank in servers) for rank in ranks}
+        return cls(policy, StalenessLR(staleness_lr), learners, predicts)
 
     def push(self, gradient: Gradient) -> list[Decision]:
         """Takes the gradient of a learner, which wants weights next, unless it takes local steps."""
@@ -248,7 +263,7 @@ class Sequencer:
     def _skip_if_due(self) -> list[Decision]:
         """Says whether a step is skipped once all learners that take it have told of their gradients."""
         told = [learner for learner in self.learners.values() if learner.finite is not None]
-        if not told or any(one.finite is None and not one.retired for one in self.learners.values()):
+        if not told or any(one.finite is None and one.trains for one in self.learners.values()):
             return []
         skip = not all(learner.finite for learner in told)
         for learner in told:
@@ -257,7 +272,7 @@ class Sequencer:
 
     def _update_if_due(self) -> list[Decision]:
         """Makes updates of the pending gradients if they are enough, or if nobody is left who would add one."""
-        working = [one for one in self.learners.values() if not one.retired and not (one.waiting and self.policy.waits)]
+        working = [one for one in self.learners.values() if one.trains and not (one.waiting and self.policy.waits)]
         decisions = []
         for optimizer in sorted({gradient.optimizer for gradient in self.pending}):
             used = [gradient for gradient in self.pending if gradient.optimizer == optimizer]
@@ -273,7 +288,7 @@ class Sequencer:
     def _release(self) -> list[Decision]:
         """Releases the learners that wait, and need not wait any longer."""
         bound, own = self.policy.bound, {gradient.rank for gradient in self.pending}
-        slowest = min((one.clock for one in self.learners.values() if not one.retired), default=0)
+        slowest = min((one.clock for one in self.learners.values() if one.trains), default=0)
         released = []
         for rank, learner in self.learners.items():
             awaits_update = self.policy.waits and rank in own

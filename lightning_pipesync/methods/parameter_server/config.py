@@ -78,6 +78,9 @@ class ParameterServerConfig(Settings):
     servers: int | None = None
     """Number of ranks, the first ones, that serve a share of the weights, beside their own training. None: all."""
 
+    dedicated_servers: bool = False
+    """Whether the servers only serve, as in the papers, and the other ranks train. In plain loops."""
+
     staleness_lr: StalenessLR = "none"
     """How the learning rate depends on the staleness of gradients, the number of updates since the weights at which
     they were computed. ``mean``: it is divided by the mean staleness so far, where that is above 1. ``gradient``: each
@@ -125,6 +128,13 @@ class ParameterServerConfig(Settings):
             raise ValueError(f"staleness_lr must be one of {get_args(StalenessLR)}, got {self.staleness_lr!r}.")
         if self.on_lost_rank not in ("raise", "continue"):
             raise ValueError(f"on_lost_rank must be 'raise' or 'continue', got {self.on_lost_rank!r}.")
+        if self.dedicated_servers and self.servers is None:
+            raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
+        if self.dedicated_servers and self.goes_on:
+            raise ValueError(
+                "on_lost_rank='continue' needs rank 0 to train, which has the buffers then: set "
+                "dedicated_servers=False, or on_lost_rank='raise'."
+            )
         if self.goes_on and self.servers != 1:
             raise ValueError(
                 f"on_lost_rank='continue' cannot go on without a rank that serves weights, with servers="
@@ -163,6 +173,12 @@ class ParameterServerConfig(Settings):
                 "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
                 "themselves, among all ranks. Use ParameterServer(model, optimizer, on_lost_rank='continue') in a "
                 "loop, or set on_lost_rank='raise'."
+            )
+        if self.dedicated_servers:
+            raise ValueError(
+                "dedicated_servers=True is for plain loops: a Trainer, Fabric and Accelerate count on a batch on each "
+                "rank. Use ParameterServer(model, optimizer, dedicated_servers=True) in a loop, or set "
+                "dedicated_servers=False."
             )
         if self.partition == "handed_out" and not uneven_batches:
             raise ValueError(
@@ -214,7 +230,20 @@ class ParameterServerConfig(Settings):
         """
         if self.servers is not None and self.servers > world_size:
             raise ValueError(f"servers={self.servers!r} is more than the {world_size} ranks.")
+        if self.dedicated_servers and self.servers == world_size:
+            raise ValueError(
+                f"servers={self.servers!r} with dedicated_servers=True leaves none of the {world_size} ranks to train: "
+                "start more ranks, or set dedicated_servers=False."
+            )
         return world_size if self.servers is None else self.servers
+
+    def learners(self, world_size: int) -> range:
+        """Returns the ranks that train.
+
+        Raises:
+            ValueError: as :meth:`num_servers`.
+        """
+        return range(self.num_servers(world_size) if self.dedicated_servers else 0, world_size)
 
     def check_optimizer(self, optimizer: Optimizer, num_servers: int) -> None:
         """Checks that an optimizer can be divided among the servers.

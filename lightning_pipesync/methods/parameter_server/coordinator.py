@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_pipesync.data.handed_out import BatchQueue
@@ -22,7 +22,7 @@ class Coordinator:
     Args:
         sequencer: takes the decisions.
         send: sends a message to a rank.
-        world_size: the number of ranks.
+        learners: the ranks that batches are handed out to.
         followers: the ranks that follow the decisions.
         keep_log: whether to keep the log.
     """
@@ -31,13 +31,13 @@ class Coordinator:
         self,
         sequencer: Sequencer,
         send: Callable[[int, Any], object],
-        world_size: int,
+        learners: Iterable[int],
         followers: Sequence[int],
         keep_log: bool,
     ) -> None:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
-        self._handed_out = BatchQueue(world_size)
+        self._handed_out = BatchQueue(learners)
         self._lost: set[int] = set()
         self._settings: dict[Gradient, StepSettings] = {}  # of the pushed gradients
         self._lock = threading.Lock()
@@ -78,13 +78,16 @@ class Coordinator:
         """Goes on without a learner."""
         with self._lock:
             self._lost.add(rank)
+            self._send(rank, (Dismissed(),))  # it may wake up
             self._decide(self._sequencer.lose(rank))
 
     def dismisses(self, rank: int) -> bool:
         """Returns whether a rank counts as lost, and tells it so: it may only have been silent for too long."""
-        if rank in self._lost:
+        with self._lock:
+            lost = rank in self._lost
+        if lost:
             self._send(rank, (Dismissed(),))
-        return rank in self._lost
+        return lost
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters, while nothing is pending."""

@@ -28,7 +28,7 @@ class Learner:
         buckets: the parameters.
         num_servers: the number of servers.
         transport: names the rank at fault if the weights do not arrive.
-        timeout_s: the most seconds to wait for weights.
+        timeout_s: the most seconds to wait for weights; None: as long as the others live.
         moves: whether this rank's weights move away from those that it has received.
     """
 
@@ -37,7 +37,7 @@ class Learner:
         buckets: Sequence[SharedBucket],
         num_servers: int,
         transport: Transport,
-        timeout_s: float,
+        timeout_s: float | None,
         moves: bool = False,
     ) -> None:
         self.rank = transport.rank
@@ -172,5 +172,5 @@ class Learner:
             in_time = self._changed.wait_for(lambda: self._error is not None or arrived(), self._timeout_s)
         self.check()
         if not in_time:
-            silent = RuntimeError(f"nothing for {self._timeout_s:g} s")
+            silent = RuntimeError(f"nothing for {self._timeout_s} s")
             raise transport.watch.accuse(what, None, silent)

@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
+from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.hyperparameters import current
-from lightning_pipesync.methods.method import group_members, parameters_of
+from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
 from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Sequencer, Update
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
@@ -65,6 +68,9 @@ class ParameterServer(SyncMethod):
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in
     :class:`ParameterServerConfig`.
+
+    Attributes:
+        only_serves: whether this rank takes no steps, with ``dedicated_servers=True``.
     """
 
     applies_grad = False  # the servers clip the mean
@@ -77,12 +83,16 @@ class ParameterServer(SyncMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         transport, config = self.transport, self.config
-        self._policy = config.policy_for(transport.world_size)
+        learners = config.learners(transport.world_size)
+        self._policy = config.policy_for(len(learners))
         self._num_servers = config.num_servers(transport.world_size)
+        self.only_serves, self._first_learner = transport.rank not in learners, learners[0]
         self._buckets = shared_buckets(parameters, self._num_servers, config)
-        # Who is not heard of for the timeout is given up first, and what waits for that goes on.
-        patience_s = config.timeout_s * (GIVING_UP if config.goes_on else 1)
-        self._learner = Learner(self._buckets, self._num_servers, transport, patience_s, self._policy.local)
+        # Who is not heard of for the timeout is given up first, and what waits for that goes on. A rank that only
+        # serves waits for as long as others train.
+        moves = self._policy.local or self._policy.elastic
+        patience_s = None if self.only_serves else config.timeout_s * (GIVING_UP if config.goes_on else 1)
+        self._learner = Learner(self._buckets, self._num_servers, transport, patience_s, moves)
         self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
         self._messages = messages = Correspondence(transport, config, self._learner)
         self._server: Server | None = None
@@ -96,7 +106,7 @@ class ParameterServer(SyncMethod):
                 shards,
                 self._num_servers,
                 config.delay_compensation == "dc_asgd",
-                config.force(transport.world_size),
+                config.force(len(learners)),
                 messages.send_weights,
                 messages.send_norm,
                 self._learner.fail,
@@ -112,9 +122,10 @@ class ParameterServer(SyncMethod):
         self._hooks += self._passes.hook(self._module, parameters)
         everyone = range(transport.world_size)
         predicts = config.delay_compensation == "momentum"
-        sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr, predicts)
+        serving = range(self._first_learner)
+        sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr, predicts, serving)
         followers = everyone if self._policy.cancels or self._policy.together else everyone[: self._num_servers]
-        self._coordinator = Coordinator(sequencer, messages.send, transport.world_size, followers, config.keep_log)
+        self._coordinator = Coordinator(sequencer, messages.send, learners, followers, config.keep_log)
         messages.start(self._coordinator, self._server)
         self._local: LocalSteps | None = None
         if self._policy.local:
@@ -123,6 +134,21 @@ class ParameterServer(SyncMethod):
         self._elastic: ElasticReplica | None = None
         if self._policy.elastic:
             self._elastic = ElasticReplica(self._learner, self._buckets, config.sync_period, self._push)
+
+    def prepare_train_loader(
+        self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
+    ) -> TrainLoader:
+        """See :meth:`SyncMethod.prepare_train_loader`.
+
+        Raises:
+            ValueError: on every rank, also with ``dedicated_servers=True`` and batches that are not handed out.
+        """
+        if self.config.dedicated_servers and self.config.partition != "handed_out":
+            raise ValueError(
+                f"partition={self.config.partition!r} gives as many batches to all ranks, and with "
+                "dedicated_servers=True some only serve: set partition='handed_out'."
+            )
+        return super().prepare_train_loader(loader, seed, to_device)
 
     @property
     def log(self) -> list[Update]:
@@ -145,6 +171,12 @@ class ParameterServer(SyncMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Pushes the gradient, and waits for the weights to go on from."""
         self._learner.check()
+        if self.only_serves:
+            raise RuntimeError(
+                f"Rank {self.transport.rank} only serves (dedicated_servers=True), and takes no steps: leave them out "
+                "if sync.only_serves, and call flush() with the others; or let partition='handed_out' give it no "
+                "batches."
+            )
         if self._members != group_members(self.optimizers):
             raise RuntimeError(
                 "Parameters were added to an optimizer after parameter servers had begun to train: give it all of them "
@@ -240,8 +272,8 @@ class ParameterServer(SyncMethod):
     def flush(self) -> None:
         """Waits until all gradients are applied, and makes the weights the servers' newest; a collective call.
 
-        Gradients that are too few for an update make one nevertheless. The buffers become those of rank 0. With
-        ``policy="easgd"`` the rank's own weights come back with :meth:`resume`.
+        Gradients that are too few for an update make one nevertheless. The buffers become those of the first learner.
+        With ``policy="easgd"`` the rank's own weights come back with :meth:`resume`.
         """
         self._learner.check()
         if self._loaded:
@@ -252,7 +284,7 @@ class ParameterServer(SyncMethod):
         if self.config.goes_on:
             self._share_buffers()
         else:
-            self._broadcast_buffers()
+            exchange_fused(self._read_buffers(), PIECE_MB, partial(self.transport.broadcast, src=self._first_learner))
         self.flushed = True
 
     def _retire(self) -> None:
@@ -370,7 +402,7 @@ class ParameterServer(SyncMethod):
     def _problem(self) -> ValueError | None:
         world_size = self.transport.world_size
         try:
-            policy = self.config.policy_for(world_size)
+            policy = self.config.policy_for(len(self.config.learners(world_size)))
             if (policy.local or policy.elastic) and len(self.optimizers) > 1:
                 raise ValueError(
                     f"policy={self.config.policy!r} takes the steps of one optimizer, and there are "

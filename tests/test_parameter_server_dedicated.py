@@ -1,0 +1,166 @@
+"""Ranks that only serve: the others train, by the same policies, and the log explains the weights as ever."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipesync.methods.parameter_server import ParameterServer
+from lightning_pipesync.methods.parameter_server.algorithm import Update
+from tests.harness import DIED, launch, raised
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
+
+STEPS = 10
+
+#: By name: settings, and what replays them.
+POLICIES: dict[str, tuple[dict[str, Any], Any]] = {
+    "sync": ({"policy": "sync"}, replay),
+    "k_batch_sync": ({"policy": "k_batch_sync", "k": 2}, replay),
+    "k_async": ({"policy": "k_async", "k": 2}, replay),
+    "k_batch_async": ({}, replay),
+    "predicted": ({"policy": "async", "delay_compensation": "momentum"}, replay),
+    "ssp": ({"policy": "ssp", "staleness_bound": 0}, replay),
+    "downpour": ({"policy": "downpour", "n_push": 2}, replay_downpour),
+    "easgd": ({"policy": "easgd", "sync_period": 2}, replay_easgd),
+}
+
+
+def train(settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], dict[str, Tensor], bool]:
+    """Trains with delays at random. Returns the log, the weights, the buffers before the end, and who only serves."""
+    rank = dist.get_rank()
+    model = seeded_mlp(batch_norm=True)
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, dedicated_servers=True, keep_log=True, timeout_s=60, **settings)
+    delays = random.Random()
+    own: dict[str, Tensor] = {}
+    for half in range(2):
+        for i in [] if sync.only_serves else range(half * STEPS // 2, (half + 1) * STEPS // 2):
+            optimizer.zero_grad()
+            loss(model, i, rank).backward()
+            time.sleep(delays.choice([0.0, 0.01, 0.03]))
+            sync.step()
+        own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        sync.flush()
+        saved = sync.optimizer_state_dict(optimizer)
+        assert saved["state"] or (sync.only_serves and "easgd" in settings.values()), "its optimizers run on learners"
+        sync.resume()
+    sync.flush()
+    sync.detach()
+    return sync.log, state(model), own, sync.only_serves
+
+
+@pytest.mark.parametrize(("world_size", "servers"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_log_explains_the_weights(policy: str, world_size: int, servers: int) -> None:
+    settings, reference = POLICIES[policy]
+    outcomes = launch(train, world_size, {**settings, "servers": servers})
+    assert [serves for *_, serves in outcomes] == [rank < servers for rank in range(world_size)]
+    log = outcomes[0][0]
+    given = {"force": 0.9 / (world_size - servers)} if policy == "easgd" else {}
+    last = reference(seeded_mlp(batch_norm=True), OPTIMIZERS["sgd"], loss, log, **given)[-1]
+    for _, weights, _, _ in outcomes:
+        for name, value in last.named_parameters():
+            assert torch.equal(weights[name], value), name
+        for name, value in outcomes[servers][2].items():  # those of the first learner
+            assert torch.equal(weights[name], value), name
+    assert {gradient.rank for update in log for gradient in update.gradients} == set(range(servers, world_size))
+    if policy in ("sync", "k_batch_async"):
+        assert max(len(update.gradients) for update in log) == world_size - servers, "as many as there are learners"
+
+
+def train_handed_out(timeout_s: float, pause_s: float) -> list[int]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    settings: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "partition": "handed_out"}
+    sync = ParameterServer(model, optimizer, timeout_s=timeout_s, **settings)
+    seen = []
+    for (indices,) in sync.prepare_train_loader(DataLoader(TensorDataset(torch.arange(24)), batch_size=4)):
+        seen += indices.tolist()
+        optimizer.zero_grad()
+        loss(model, len(seen), dist.get_rank()).backward()
+        time.sleep(pause_s)
+        sync.step()
+    sync.flush()
+    sync.detach()
+    return seen
+
+
+def test_batches_are_handed_out_to_learners() -> None:
+    """The server waits for them for longer than the timeout, in which they are heard of."""
+    serving, *learning = launch(train_handed_out, 3, 3.0, 1.6)
+    assert serving == []
+    assert sorted(index for seen in learning for index in seen) == list(range(24))
+    assert all(learning)
+
+
+def lose_learner() -> tuple[str, str] | None:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, servers=1, dedicated_servers=True, timeout_s=4)
+
+    def steps() -> None:
+        try:
+            for i in [] if sync.only_serves else range(50):
+                if i == 4 and dist.get_rank() == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                loss(model, i, dist.get_rank()).backward()
+                sync.step()
+            sync.flush()
+        finally:
+            sync.detach()
+
+    return raised(steps)
+
+
+def test_a_lost_learner_is_named_by_who_only_serves() -> None:
+    *others, dead = launch(lose_learner, 3, may_die=(2,))
+    assert dead == DIED
+    for outcome in others:
+        assert outcome is not None
+        assert "Rank 2 (host " in outcome[1]
+
+
+def step_and_refuse() -> list[tuple[str, str] | None]:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    loader = DataLoader(TensorDataset(torch.arange(8)))
+    sync = ParameterServer(model, optimizer, servers=1, dedicated_servers=True, timeout_s=60)
+    loss(model, 0, 0).backward()
+    outcomes = [raised(sync.step) if sync.only_serves else None, raised(lambda: sync.prepare_train_loader(loader))]
+    sync.detach()
+    dist.barrier()
+    outcomes.append(raised(lambda: ParameterServer(model, optimizer, servers=2, dedicated_servers=True)))
+    dist.barrier()
+    outcomes.append(raised(lambda: ParameterServer(model, optimizer, servers=1, dedicated_servers=True, k=2)))
+    dist.barrier()
+    return outcomes
+
+
+def test_refusals() -> None:
+    for rank, (stepped, *refused) in enumerate(launch(step_and_refuse, 2)):
+        assert rank == 1 or "Rank 0 only serves" in str(stepped)
+        texts = ["set partition='handed_out'", "leaves none of the 2 ranks to train", "more than the 1 learners"]
+        for outcome, words in zip(refused, texts, strict=True):
+            assert outcome is not None
+            assert outcome[0] == "ValueError"
+            assert words in outcome[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({}, "set servers=1, or more"), ({"servers": 1, "on_lost_rank": "continue"}, "needs rank 0 to train")],
+)
+def test_settings_that_fit_nothing(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ParameterServer.config_type(dedicated_servers=True, **settings)
