@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.methods.parameter_server.algorithm import Update
 
 
@@ -19,23 +21,44 @@ def replay(
     loss: Callable[[nn.Module, int, int], Tensor],
     log: Sequence[Update],
     dc_lambda: float = 0.0,
+    distance_bound: float = 0.0,
+    fetch_codec: Codec | None = None,
 ) -> list[nn.Module]:
     """Returns the model after each update, the first one before any.
 
     Args:
         loss: of the model in a rank's step, counted from 0.
         dc_lambda: lambda of DC-ASGD.
+        distance_bound: C / eta_max, if the learning rate depends on the distance.
+        fetch_codec: of the differences that learners fetch, from one server, without a flush in between.
     """
     server = copy.deepcopy(model)
     optimizer = make_optimizer(server)
+    fetched: dict[int, tuple[tuple[int, float], nn.Module]] = {}  # by learner, of version and updates ahead
     versions = [copy.deepcopy(server)]
     optimizers = [copy.deepcopy(optimizer.state_dict())]
     for update in log:
         optimizer.zero_grad()
         lr = optimizer.param_groups[0]["lr"]
         total: list[Tensor] = [torch.zeros_like(p) for p in server.parameters()]
-        for gradient, weight in zip(update.gradients, update.weights, strict=True):
-            learner = ahead(versions[gradient.version], make_optimizer, optimizers[gradient.version], gradient.ahead)
+        learners = []
+        for g in update.gradients:
+            learner = ahead(versions[g.version], make_optimizer, optimizers[g.version], g.ahead)
+            if fetch_codec is not None:
+                known, had = fetched.get(g.rank, ((0, 0.0), copy.deepcopy(model)))
+                if known != (g.version, g.ahead):
+                    add_difference(had, learner, fetch_codec)
+                fetched[g.rank] = (g.version, g.ahead), had
+                learner = copy.deepcopy(had)
+            learners.append(learner)
+        weights, lr_factor = update.weights, update.lr_factor
+        if distance_bound:  # Dutta et al., Eq. 13, for each gradient
+            moved = [[now - p for now, p in both(server, one)] for one in learners]
+            squared = [float(sum(difference.square().double().sum() for difference in one)) for one in moved]
+            factors = [min(1.0, distance_bound / distance) if distance else 1.0 for distance in squared]
+            lr_factor = sum(factors) / len(factors)
+            weights = tuple(factor / lr_factor for factor in factors)
+        for gradient, weight, learner in zip(update.gradients, weights, learners, strict=True):
             loss(learner, gradient.step - 1, gradient.rank).backward()
             for one, p, now in zip(total, learner.parameters(), server.parameters(), strict=True):
                 assert p.grad is not None
@@ -44,12 +67,30 @@ def replay(
                 one.add_(p.grad, alpha=weight)
         for p, one in zip(server.parameters(), total, strict=True):
             p.grad = one / len(update.gradients)
-        optimizer.param_groups[0]["lr"] = lr * update.lr_factor
+        optimizer.param_groups[0]["lr"] = lr * lr_factor
         optimizer.step()
         optimizers.append(copy.deepcopy(optimizer.state_dict()))
         optimizer.param_groups[0]["lr"] = lr
         versions.append(copy.deepcopy(server))
     return versions
+
+
+@torch.no_grad()
+def add_difference(had: nn.Module, sent: nn.Module, codec: Codec) -> None:
+    """Adds to what a learner had what a codec makes of the difference to what is sent, in the buffers of a server."""
+    own, new = Bucket(list(had.parameters())), Bucket(list(sent.parameters()))
+    own.pack(list(had.parameters()))
+    new.pack(list(sent.parameters()))
+    wire = torch.empty(codec.wire_bytes(own.flat.numel(), own.flat.dtype), dtype=torch.uint8)
+    codec.encode(new.flat - own.flat, wire)
+    codec.decode_add(wire, own.flat, own.flat.dtype)
+    own.unpack(list(had.parameters()))
+
+
+def both(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters of two models, without their graphs."""
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        yield p.detach(), q.detach()
 
 
 def replay_downpour(

@@ -20,6 +20,8 @@ from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 
 STEPS = 12
+#: A squared distance that some updates exceed, and some do not.
+BOUND = 1e-3
 
 POLICIES: dict[str, dict[str, Any]] = {
     "sync": {"policy": "sync"},
@@ -33,6 +35,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "ssp": {"policy": "ssp", "staleness_bound": 1},
     "dc_asgd": {"policy": "async", "delay_compensation": "dc_asgd", "dc_lambda": 2.0},
     "dc_asgd, several": {"policy": "k_batch_async", "k": 2, "delay_compensation": "dc_asgd", "dc_lambda": 2.0},
+    "distance": {"policy": "async", "staleness_lr": "distance", "distance_bound": BOUND, "servers": 1},
+    "distance, several": {
+        "policy": "k_batch_async",
+        "k": 2,
+        "staleness_lr": "distance",
+        "distance_bound": BOUND,
+        "delay_compensation": "momentum",
+    },
     "predicted": {"policy": "async", "delay_compensation": "momentum"},
     "predicted, by half": {"policy": "k_batch_async", "k": 2, "delay_compensation": "momentum", "staleness_lr": "mean"},
     "one server": {"policy": "k_batch_async", "k": 2, "servers": 1},
@@ -79,7 +89,11 @@ def test_the_log_explains_the_weights(policy: str, world_size: int, optimizer: s
         pytest.skip("with n of 2 on 2 ranks it is async")
     outcomes = launch(train, world_size, optimizer, POLICIES[policy])
     log = outcomes[0][0]
-    versions = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, POLICIES[policy].get("dc_lambda", 0.0))
+    given = {name: POLICIES[policy].get(name, 0.0) for name in ("dc_lambda", "distance_bound")}
+    versions = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, **given)
+    if policy == "distance":
+        ignored = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log)
+        assert not all(map(torch.equal, ignored[-1].parameters(), versions[-1].parameters())), "the rate has changed"
     expected = state(versions[-1])
     for _, weights, metrics in outcomes:
         assert metrics["updates"] == len(log)

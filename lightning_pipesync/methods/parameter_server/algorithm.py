@@ -120,6 +120,7 @@ class Decision:
         dropped: a gradient that they do not use: its pass was cancelled.
         released: the learners that they then send the weights to.
         ahead: the updates by which they predict these weights.
+        whole: whether all ranks are to have the same weights, which no codec changes.
         skip: whether all learners skip a step that they take together; None: nothing is said of one.
     """
 
@@ -127,7 +128,14 @@ class Decision:
     dropped: Gradient | None = None
     released: tuple[int, ...] = ()
     ahead: float = 0.0
+    whole: bool = False
     skip: bool | None = None
+
+
+def weights_and_factor(factors: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """Returns weights of gradients, of their number in all, and the factor on the rate that makes them ``factors``."""
+    mean = sum(factors) / len(factors)
+    return tuple(one / mean for one in factors) if mean else (1.0,) * len(factors), mean
 
 
 class StalenessLR:
@@ -135,7 +143,7 @@ class StalenessLR:
 
     Args:
         rule: ``"none"``; ``"mean"``: divided by the mean staleness so far, where that is above 1; ``"gradient"``: each
-            gradient is divided by its own.
+            gradient is divided by its own; ``"distance"``: decided by the servers, which know the weights.
     """
 
     def __init__(self, rule: str) -> None:
@@ -145,9 +153,7 @@ class StalenessLR:
         """Returns the weight of each gradient of an update, of their number in all, and a factor on the rate."""
         self._total, self._count = self._total + sum(staleness), self._count + len(staleness)
         if self._rule == "gradient":
-            divided = [1 / max(1, one) for one in staleness]
-            factor = sum(divided) / len(divided)
-            return tuple(one / factor for one in divided), factor
+            return weights_and_factor([1 / max(1, one) for one in staleness])
         factor = 1 / max(1.0, self.mean) if self._rule == "mean" else 1.0
         return (1.0,) * len(staleness), factor
 
@@ -251,7 +257,7 @@ class Sequencer:
             return decisions + self._release()
         for learner in self.learners.values():
             learner.retired, learner.waiting, learner.clock = False, False, 0
-        return [*decisions, Decision(released=tuple(sorted(self.learners)))]
+        return [*decisions, Decision(released=tuple(sorted(self.learners)), whole=True)]
 
     def lose(self, rank: int) -> list[Decision]:
         """Takes the loss of a learner. Its gradients that are pending stay."""

@@ -16,7 +16,7 @@ from lightning_pipesync.methods.settings import Settings
 PolicyName = Literal[
     "sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp", "downpour", "easgd"
 ]
-StalenessLR = Literal["none", "mean", "gradient"]
+StalenessLR = Literal["none", "mean", "gradient", "distance"]
 DelayCompensation = Literal["none", "momentum", "dc_asgd"]
 
 #: The policies with a setting of their own, by that setting.
@@ -84,7 +84,12 @@ class ParameterServerConfig(Settings):
     staleness_lr: StalenessLR = "none"
     """How the learning rate depends on the staleness of gradients, the number of updates since the weights at which
     they were computed. ``mean``: it is divided by the mean staleness so far, where that is above 1. ``gradient``: each
-    gradient counts by 1 / staleness."""
+    gradient counts by 1 / staleness. ``distance``: each counts by ``distance_bound`` over the squared distance of the
+    weights from those at which it was computed, 1 at most (Dutta et al., AISTATS 2018, Eq. 13); the servers keep the
+    weights of each learner for that."""
+
+    distance_bound: float = 0.005
+    """C / eta_max of that rule: the squared distance from which on the rate falls."""
 
     delay_compensation: DelayCompensation = "none"
     """How it is compensated that gradients are stale. ``momentum``: learners get the weights that they are expected to
@@ -103,6 +108,10 @@ class ParameterServerConfig(Settings):
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
+
+    fetch_compression: Codec | str = "none"
+    """Codec of the weights that learners fetch, as differences to those that they have; the servers keep these for each
+    learner. After a flush all ranks have the same weights nevertheless."""
 
     keep_log: bool = False
     """Whether rank 0 keeps the log of all updates, from which the run can be replayed."""
@@ -148,6 +157,18 @@ class ParameterServerConfig(Settings):
                 f"delay_compensation={self.delay_compensation!r} is for gradients at weights of the servers, and with "
                 f"policy={self.policy!r} learners compute them at their own: set delay_compensation='none'."
             )
+        if self.staleness_lr == "distance" and self.policy in ("downpour", "easgd"):
+            raise ValueError(
+                f"staleness_lr='distance' is for gradients at weights of the servers, and with policy={self.policy!r} "
+                "learners compute them at their own: set another staleness_lr."
+            )
+        if not get_codec(self.fetch_compression).lossless and self.policy in ("downpour", "easgd"):
+            raise ValueError(
+                f"fetch_compression={self.fetch_compression!r} is for weights that learners keep until the next ones, "
+                f"and with policy={self.policy!r} theirs move away: set fetch_compression='none'."
+            )
+        if not 0 < self.distance_bound < math.inf:
+            raise ValueError(f"distance_bound must be a positive number, got {self.distance_bound!r}.")
         if self.policy == "easgd" and not get_codec(self.compression).lossless:
             raise ValueError(
                 f"compression={self.compression!r} is for gradients, and with policy='easgd' learners push weights: "
@@ -291,6 +312,8 @@ class ParameterServerConfig(Settings):
         if self.policy == "easgd":
             for name in ("staleness_lr", "elementwise", "error_feedback"):
                 ignored[name] = "with policy='easgd', whose optimizers run on the learners"
+        if self.staleness_lr != "distance":
+            ignored["distance_bound"] = f"with staleness_lr={self.staleness_lr!r}: set 'distance'"
         if self.delay_compensation != "dc_asgd":
             ignored["dc_lambda"] = f"with delay_compensation={self.delay_compensation!r}"
         return ignored

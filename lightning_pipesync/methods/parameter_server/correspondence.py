@@ -19,9 +19,9 @@ from lightning_pipesync.methods.parameter_server.messages import (
     Batch,
     Buffers,
     Dismissed,
-    PartOfNorm,
     Push,
     StepSettings,
+    Sums,
     Weights,
     Wish,
 )
@@ -92,10 +92,10 @@ class Correspondence:
         """Sends this server's shards to a learner; None: it has them."""
         self.send(rank, (weights, values))
 
-    def send_norm(self, version: int, part: Tensor) -> None:
-        """Sends this server's part of a squared norm to all servers."""
+    def send_sums(self, sums: Sums, part: Tensor) -> None:
+        """Sends this server's part of sums to all servers."""
         for server in range(self._num_servers):
-            self.send(server, (PartOfNorm(version), part))
+            self.send(server, (sums, part))
 
     def send_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Sends rank 0's buffers to all other ranks."""
@@ -118,9 +118,9 @@ class Correspondence:
             self._learner.take(rank, what, *rest)
         elif isinstance(what, Buffers):
             self._learner.take_buffers(*rest)
-        elif isinstance(what, PartOfNorm):
+        elif isinstance(what, Sums):
             assert self._server is not None
-            self._server.take_norm(rank, what.version, *rest)
+            self._server.take_sums(rank, what, *rest)
         else:
             self._follow(what, *rest)
 

@@ -148,7 +148,10 @@ class Learner:
         for server, (weights, values) in self._arrived.items():
             self.version, self.ahead = weights.version, weights.ahead
             for bucket, shard in zip(self._buckets, values or (), strict=False):
-                bucket.receive(server, shard)
+                if weights.are_differences:
+                    bucket.receive_difference(server, shard)
+                else:
+                    bucket.receive(server, shard)
         are_new = any(values is not None for _, values in self._arrived.values())
         self.newest = max(self.newest, self.version)
         self._arrived.clear()

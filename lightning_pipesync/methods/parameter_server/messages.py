@@ -43,17 +43,22 @@ class Push:
 
 @dataclass(frozen=True)
 class Weights:
-    """A server's shards of the weights: of a version, or predicted from it by so many updates."""
+    """A server's shards of the weights: of a version, or predicted from it by so many updates.
+
+    They are sent as they are, or as encoded differences to those that the learner has.
+    """
 
     version: int
     ahead: float
+    are_differences: bool = False
 
 
 @dataclass(frozen=True)
-class PartOfNorm:
-    """A server's part of the squared norm of the gradient that makes a version."""
+class Sums:
+    """What sums over all servers are for: the update that makes a version, and its ``norm`` or ``distances``."""
 
     version: int
+    kind: str
 
 
 @dataclass(frozen=True)

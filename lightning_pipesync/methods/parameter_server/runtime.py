@@ -105,10 +105,10 @@ class ParameterServer(SyncMethod):
             self._server = Server(
                 shards,
                 self._num_servers,
-                config.delay_compensation == "dc_asgd",
+                config,
                 config.force(len(learners)),
                 messages.send_weights,
-                messages.send_norm,
+                messages.send_sums,
                 self._learner.fail,
             )
         self._served = ServedOptimizers(self.optimizers, self._buckets, shards, config, transport)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket, of_one_kind, shard_of, shard_slice
-from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import encode_with_feedback
 from lightning_pipesync.core.parameters import NamedParameter
@@ -32,19 +32,20 @@ class SharedBucket:
     Args:
         members: the parameters, of one dtype and device.
         num_servers: the number of servers.
-        codec: encodes the gradients.
-        feeds_back: whether the codec's error is added to the next gradient.
+        config: the settings.
     """
 
-    def __init__(self, members: Sequence[NamedParameter], num_servers: int, codec: Codec, feeds_back: bool) -> None:
+    def __init__(self, members: Sequence[NamedParameter], num_servers: int, config: ParameterServerConfig) -> None:
         assert members[0].group is not None
         self.members, self.group = list(members), members[0].group
-        self._num_servers, self._codec = num_servers, codec
+        self._num_servers = num_servers
+        self._codec, self._fetch_codec = get_codec(config.compression), get_codec(config.fetch_compression)
         self._tensors = [member.tensor for member in members]
         self._gradients, self._values = Bucket(self._tensors), Bucket(self._tensors)
+        self._values.pack(self._tensors)  # what all ranks have at first
         self.places = {m.name: place for m, place in zip(members, self._gradients.places, strict=True)}
         self.residual: Tensor | None = None
-        if feeds_back:
+        if config.uses_error_feedback:
             flat = self._gradients.flat
             self.residual = torch.zeros_like(flat, dtype=accumulation_dtype(flat.dtype))
 
@@ -82,6 +83,11 @@ class SharedBucket:
     def receive(self, server: int, values: Tensor) -> None:
         """Takes a server's shard of the weights; see :meth:`unpack`."""
         shard_of(self._values.flat, server, self._num_servers).copy_(values)
+
+    def receive_difference(self, server: int, wire: Tensor) -> None:
+        """Takes the encoded difference of a server's shard of the weights to what was received before."""
+        shard = shard_of(self._values.flat, server, self._num_servers)
+        self._fetch_codec.decode_add(wire.to(shard.device), shard, shard.dtype)
 
     def unpack(self) -> None:
         """Copies the received weights into the parameters."""
@@ -157,6 +163,11 @@ class ServedShard:
             piece.values.copy_(own)
 
     @torch.no_grad()
+    @torch.no_grad()
+    def squared_distance(self, others: Tensor) -> Tensor:
+        """Returns the squared L2 distance of the weights from others: 0-dim, float64, on the CPU."""
+        return (self.values - others).square_().sum(dtype=torch.float64).cpu()
+
     def average(
         self, wires: Sequence[Tensor], weights: Sequence[float], computed_at: Sequence[Tensor] | None = None
     ) -> Tensor:
@@ -240,6 +251,5 @@ def shared_buckets(
     parameters: Sequence[NamedParameter], num_servers: int, config: ParameterServerConfig
 ) -> list[SharedBucket]:
     """Returns the buckets of all parameters that an optimizer has."""
-    codec = get_codec(config.compression)
     trained = [parameter for parameter in parameters if parameter.group]
-    return [SharedBucket(kind, num_servers, codec, config.uses_error_feedback) for kind in of_one_kind(trained)]
+    return [SharedBucket(kind, num_servers, config) for kind in of_one_kind(trained)]

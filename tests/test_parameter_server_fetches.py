@@ -1,0 +1,116 @@
+"""Weights that are fetched as encoded differences: the log explains the run, and a flush makes all ranks equal."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.methods.parameter_server import ParameterServer
+from lightning_pipesync.methods.parameter_server.algorithm import Update
+from lightning_pipesync.methods.parameter_server.differences import Differences
+from tests.harness import launch
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.reference_parameter_server import replay
+
+STEPS = 12
+
+
+def train(settings: dict[str, Any], flushed_at: int | None = None) -> tuple[list[Update], dict[str, Tensor]]:
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, keep_log=True, timeout_s=60, **settings)
+    delays = random.Random()
+    for i in range(STEPS):
+        if i == flushed_at:
+            sync.flush()
+            sync.resume()
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        time.sleep(delays.choice([0.0, 0.01, 0.03]))
+        sync.step()
+    sync.flush()
+    sync.detach()
+    return sync.log, state(model)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "async": {"policy": "async"},
+    "k_batch_async": {"k": 2},
+    "bf16": {"policy": "async", "fetch_compression": "bf16"},
+    "predicted": {"policy": "k_batch_async", "k": 2, "delay_compensation": "momentum"},
+    "dc_asgd": {"policy": "async", "delay_compensation": "dc_asgd", "dc_lambda": 2.0},
+    "distance": {"policy": "async", "staleness_lr": "distance", "distance_bound": 1e-3},
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_the_log_explains_the_weights(case: str, world_size: int) -> None:
+    settings = {"servers": 1, "fetch_compression": "int8", **CASES[case]}
+    outcomes = launch(train, world_size, settings)
+    log = outcomes[0][0]
+    given = {name: settings.get(name, 0.0) for name in ("dc_lambda", "distance_bound")}
+    codec = get_codec(settings["fetch_compression"])
+    expected = state(replay(seeded_mlp(), OPTIMIZERS["sgd"], loss, log, **given, fetch_codec=codec)[-1])
+    as_they_are = state(replay(seeded_mlp(), OPTIMIZERS["sgd"], loss, log, **given)[-1])
+    for _, weights in outcomes:
+        for name, value in weights.items():
+            assert torch.equal(value, expected[name]), name
+    assert any(not torch.equal(value, expected[name]) for name, value in as_they_are.items()), "it is lossy"
+
+
+@pytest.mark.parametrize("servers", [1, None])
+def test_a_flush_makes_all_ranks_equal(servers: int | None) -> None:
+    outcomes = launch(train, 3, {"policy": "async", "servers": servers, "fetch_compression": "int4"}, 6)
+    for _, weights in outcomes:
+        for name, value in weights.items():
+            assert torch.equal(value, outcomes[0][1][name]), name
+
+
+def sent_by(codec: str) -> float:
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = ParameterServer(model, optimizer, policy="async", servers=1, fetch_compression=codec, timeout_s=60)
+    before = sync.metrics()["mib_sent"]
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 256)).sum().backward()
+        sync.step()
+    dist.barrier()  # both have had their weights
+    sent = sync.metrics()["mib_sent"] - before
+    sync.flush()
+    sync.detach()
+    return sent
+
+
+def test_differences_are_smaller() -> None:
+    """Rank 0 sends the weights of 0.25 MiB to rank 1 in each step, int8 in a quarter and some scales."""
+    whole, encoded = (launch(sent_by, 2, codec)[0] for codec in ("none", "int8"))
+    assert whole == pytest.approx(4 * 0.25, rel=0.02)
+    assert encoded == pytest.approx(whole / 4, rel=0.1)
+
+
+def test_weights_that_rest_are_approached() -> None:
+    values = [torch.linspace(-1, 1, 999) ** 3]
+    differences = Differences(get_codec("int8"), [torch.zeros(999)])
+    errors = []
+    for _ in range(4):
+        differences.encode(1, values)
+        errors.append(float((differences.of(1)[0] - values[0]).abs().max()))
+    assert errors[0] > 1e-4
+    assert errors[-1] < 1e-6
+    assert float(differences.of(0)[0].abs().max()) == 0, "another learner has its own"
+
+
+@pytest.mark.parametrize("policy", ["downpour", "easgd"])
+def test_refused_where_learners_move_away(policy: Any) -> None:
+    with pytest.raises(ValueError, match=r"fetch_compression='int8' is for weights that learners keep"):
+        ParameterServer.config_type(policy=policy, fetch_compression="int8")
