@@ -18,19 +18,16 @@ from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Sequencer, Update
+from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Update
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
 from lightning_pipesync.methods.parameter_server.correspondence import COORDINATOR, Correspondence
 from lightning_pipesync.methods.parameter_server.downpour import LocalSteps
 from lightning_pipesync.methods.parameter_server.elastic import ElasticReplica
 from lightning_pipesync.methods.parameter_server.learner import Learner
 from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
 from lightning_pipesync.methods.parameter_server.passes import Passes
-from lightning_pipesync.methods.parameter_server.served import ServedOptimizers
-from lightning_pipesync.methods.parameter_server.server import Server
+from lightning_pipesync.methods.parameter_server.server_side import ServerSide
 from lightning_pipesync.methods.parameter_server.shards import (
-    ServedShard,
     SharedBucket,
     shared_buckets,
 )
@@ -85,33 +82,16 @@ class ParameterServer(SyncMethod):
         transport, config = self.transport, self.config
         learners = config.learners(transport.world_size)
         self._policy = config.policy_for(len(learners))
-        self._num_servers = config.num_servers(transport.world_size)
+        num_servers = config.num_servers(transport.world_size)
         self.only_serves, self._first_learner = transport.rank not in learners, learners[0]
-        self._buckets = shared_buckets(parameters, self._num_servers, config)
+        self._buckets = shared_buckets(parameters, num_servers, config)
         # Who is not heard of for the timeout is given up first, and what waits for that goes on. A rank that only
         # serves waits for as long as others train.
         moves = self._policy.local or self._policy.elastic
         patience_s = None if self.only_serves else config.timeout_s * (GIVING_UP if config.goes_on else 1)
-        self._learner = Learner(self._buckets, self._num_servers, transport, patience_s, moves)
+        self._learner = Learner(self._buckets, num_servers, transport, patience_s, moves)
         self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
         self._messages = messages = Correspondence(transport, config, self._learner)
-        self._server: Server | None = None
-        shards: list[ServedShard] = []
-        if transport.rank < self._num_servers:
-            shards = [
-                ServedShard(b, transport.rank, self.optimizers[b.group[0]], config, self._num_servers)
-                for b in self._buckets
-            ]
-            self._server = Server(
-                shards,
-                self._num_servers,
-                config,
-                config.force(len(learners)),
-                messages.send_weights,
-                messages.send_sums,
-                self._learner.fail,
-            )
-        self._served = ServedOptimizers(self.optimizers, self._buckets, shards, config, transport)
         self.data.ask = messages.ask
         self._members = group_members(self.optimizers)
         self._clipping: dict[int, dict[str, float]] = {}  # of each optimizer's next step
@@ -120,13 +100,9 @@ class ParameterServer(SyncMethod):
         arrived = ModuleHook(self._after_loading)
         self._hooks += [child.register_load_state_dict_post_hook(arrived) for child in self._module.modules()]
         self._hooks += self._passes.hook(self._module, parameters)
-        everyone = range(transport.world_size)
-        predicts = config.delay_compensation == "momentum"
-        serving = range(self._first_learner)
-        sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr, predicts, serving)
-        followers = everyone if self._policy.cancels or self._policy.together else everyone[: self._num_servers]
-        self._coordinator = Coordinator(sequencer, messages.send, learners, followers, config.keep_log)
-        messages.start(self._coordinator, self._server)
+        self._serving = ServerSide(
+            self._buckets, self.optimizers, self._policy, config, transport, messages, self._learner
+        )
         self._local: LocalSteps | None = None
         if self._policy.local:
             ask, given = partial(messages.tell, Wish.FETCH), (config.n_push, config.n_fetch)
@@ -153,7 +129,7 @@ class ParameterServer(SyncMethod):
     @property
     def log(self) -> list[Update]:
         """All updates so far, with ``keep_log=True``, on rank 0."""
-        return self._coordinator.log
+        return self._serving.coordinator.log
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -325,8 +301,7 @@ class ParameterServer(SyncMethod):
             self._local.drop()
         self._messages.tell(Wish.RETIRE)
         self._learner.drop_weights()
-        if self._server is not None:
-            self._server.reload(self._served.read_loaded)
+        self._serving.read_loaded()
         self._retire()  # a learner goes on once all servers have read
         if self._elastic is not None:
             self._elastic.after_loading()
@@ -337,7 +312,7 @@ class ParameterServer(SyncMethod):
         """Returns the updates, this rank's cancelled passes, on rank 0 the mean staleness, and what the base does."""
         counts = {"updates": float(self._learner.version), "cancelled": float(self._passes.num_cancelled)}
         if self.transport.rank == COORDINATOR:
-            counts["staleness"] = self._coordinator.mean_staleness
+            counts["staleness"] = self._serving.coordinator.mean_staleness
         return {**counts, **super().metrics()}
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -349,12 +324,12 @@ class ParameterServer(SyncMethod):
         index = self._index(optimizer)
         if self._loaded or self._policy.elastic:
             return self.optimizers[index].state_dict()
-        return self._served.state_dict_of(index)
+        return self._serving.optimizers.state_dict_of(index)
 
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizer, which :meth:`detach` would drop; a collective call."""
         if not self._loaded:
-            self._served.give_back()
+            self._serving.optimizers.give_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and residuals of this rank, after :meth:`flush`."""
@@ -362,7 +337,7 @@ class ParameterServer(SyncMethod):
         residuals = [bucket.residual for bucket in self._buckets if bucket.residual is not None]
         if self._elastic is not None:
             state["replica"] = {**self._elastic.state_dict(), "optimizer": self.optimizers[0].state_dict()}
-        return {**state, "coordinator": self._coordinator.state_dict(), "residuals": residuals}
+        return {**state, "coordinator": self._serving.coordinator.state_dict(), "residuals": residuals}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank, after weights and optimizers were loaded.
@@ -371,9 +346,7 @@ class ParameterServer(SyncMethod):
         """
         self._learner.version = self._learner.newest = state["version"]
         self._learner.steps = state["steps"]
-        self._coordinator.load_state_dict(state["coordinator"], state["version"])
-        if self._server is not None:
-            self._server.version = state["version"]
+        self._serving.load_state_dict(state["coordinator"], state["version"])
         for bucket, residual in zip(self._buckets, state["residuals"], strict=False):
             if bucket.residual is not None:
                 bucket.residual.copy_(residual)
@@ -388,8 +361,7 @@ class ParameterServer(SyncMethod):
         """Ends the threads and the process groups. The weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
-        if self._server is not None:
-            self._server.close(timeout_s)
+        self._serving.close(timeout_s)
         self._messages.close(timeout_s)
         super().detach(timeout_s)
 
