@@ -55,6 +55,9 @@ def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dic
             if rank == 2 and i == LOST_AT:
                 if fate == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if fate == "ends":
+                    sync.detach()
+                    return {}
                 freeze(2.5 * TIMEOUT_S)
             optimizer.zero_grad()
             loss(model, i, rank).backward()
@@ -95,6 +98,18 @@ def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> 
     assert "rank 0, 1 go on without it" in said
     assert len(outcomes[0]["saved"]["state"]) == len(expected)
     assert "rank 0 alone has the optimizer's state" in outcomes[1]["saved"][1]
+
+
+@pytest.mark.parametrize("policy", ["sync", "k_batch_async"])
+def test_the_others_go_on_without_one_that_ends(policy: str, tmp_path: Path) -> None:
+    """It has not called flush(); nobody waits for it, and it is not lost."""
+    *others, _ = launch(train, 3, policy, {"timeout_s": 300}, "ends", tmp_path)
+    for outcome in others:
+        for name, value in others[0]["weights"].items():
+            assert torch.equal(outcome["weights"][name], value), name
+    steps = [gradient.step for update in others[0]["log"] for gradient in update.gradients if gradient.rank == 1]
+    assert max(steps) == STEPS
+    assert not others[0]["said"]
 
 
 def train_frozen(policy: str, folder: Path) -> Any:

@@ -59,15 +59,16 @@ class Mail:
         self._inboxes: list[_Inbox] = []
         self._closing = threading.Event()
 
-    def start(self, deliver: Deliver, lose: Lose) -> None:
+    def start(self, deliver: Deliver, lose: Lose, end: Callable[[int], object] = lambda _: None) -> None:
         """Starts to send and to receive.
 
         Args:
             deliver: called with each message, by a thread of its own for each sender; if it raises, the sender counts
                 as lost.
             lose: called with a rank that is lost, once, by another thread.
+            end: called with a rank that has ended in the normal way, once, by that thread.
         """
-        self._deliver, self._lose = deliver, lose
+        self._deliver, self._lose, self._end = deliver, lose, end
         peers = [peer for peer in range(self._messages.world_size) if peer != self._messages.rank]
         self._own = Worker("pipesync-mail-own")
         self._outboxes = {peer: _Outbox(self._messages, peer, self._traffic, self._interval_s) for peer in peers}
@@ -125,7 +126,11 @@ class Mail:
             last = now
             for inbox in list(listened.values()):
                 error = inbox.error
-                if error is None and now - inbox.heard > self._timeout_s and not inbox.ended:
+                if inbox.ended:
+                    del listened[inbox.peer]
+                    self._end(inbox.peer)
+                    continue
+                if error is None and now - inbox.heard > self._timeout_s:
                     silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
                     error = self._messages.accuse(silent, inbox.peer)
                 if error is not None:

@@ -50,7 +50,7 @@ class Correspondence:
     def start(self, coordinator: Coordinator, server: Server | None) -> None:
         """Starts to send and to receive; ``server`` is this rank's, if it is one."""
         self._coordinator, self._server = coordinator, server
-        self._mail.start(self._deliver, self._lose)
+        self._mail.start(self._deliver, self._lose, self._end)
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads, after all messages are delivered or after ``timeout_s`` seconds."""
@@ -157,6 +157,11 @@ class Correspondence:
                     f"{'go' if len(left) > 1 else 'goes'} on without it. {error}",
                     stacklevel=2,
                 )
+            self._coordinator.lose(rank)
+
+    def _end(self, rank: int) -> None:
+        """Takes the end of a rank, by a thread of the mail: it may not have called ``flush()`` before."""
+        if self._config.goes_on and self._rank == COORDINATOR:
             self._coordinator.lose(rank)
 
     def _dismissal(self) -> RuntimeError:
