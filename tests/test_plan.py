@@ -179,6 +179,11 @@ def test_what_is_wrong_with_a_host_is_named(changed: dict[str, Any], words: str)
     assert "node2" in found
 
 
+def test_ranks_that_share_a_link_are_named() -> None:
+    (found,) = findings([facts(0), facts(1), facts(2, address="10.0.0.1")])
+    assert found.startswith("2 ranks have the address 10.0.0.1, whose link they share")
+
+
 def test_ranks_that_share_cores_are_named() -> None:
     (found,) = findings([facts(rank, host="node", threads=1, cores=2) for rank in range(4)])
     assert found == "Host node: 4 ranks on 2 cores, which they share."

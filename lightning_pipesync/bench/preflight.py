@@ -106,6 +106,10 @@ def findings(facts: Sequence[HostFacts]) -> list[str]:
     found += _unlike(facts, "an MTU of", lambda one: str(one.mtu), "Set the same on all hosts and switches.")
     for package in facts[0].versions:
         found += _unlike(facts, package, lambda one: one.versions[package], "Install the same everywhere.")  # noqa: B023
+    addresses = Counter(one.address for one in facts)
+    if 1 < len(addresses) < len(facts):
+        address, ranks = addresses.most_common(1)[0]
+        found.append(f"{ranks} ranks have the address {address}, whose link they share: start one on each host.")
     for host, ranks in Counter(one.host for one in facts).items():
         of_host = [one for one in facts if one.host == host]
         threads, cores = sum(one.threads for one in of_host), max(one.cores for one in of_host)
