@@ -27,6 +27,7 @@ class Recorder:
         self.mail.start(
             lambda rank, message: self.arrived.put((rank, message)),
             lambda rank, error: self.lost.put((rank, str(error))),
+            lambda rank: self.arrived.put((rank, "ended")),
         )
 
     def close(self) -> None:
@@ -106,3 +107,17 @@ def test_who_ends_with_an_error_is_lost() -> None:
     """Who ends without one is not: see the other tests."""
     outcome = launch(end_with_an_error, 2)[0]
     assert outcome[0] == 1
+
+
+def end_after_a_message() -> list[Any]:
+    recorder = Recorder()
+    rank = recorder.transport.rank
+    if rank == 1:
+        recorder.mail.send(0, "last")
+    arrived = [] if rank == 1 else [recorder.arrived.get(timeout=20) for _ in range(2)]
+    recorder.close()
+    return [arrived, recorder.lost.qsize()]
+
+
+def test_the_end_of_a_rank_is_told_after_its_messages() -> None:
+    assert launch(end_after_a_message, 2)[0] == [[(1, "last"), (1, "ended")], 0]

@@ -131,6 +131,24 @@ def test_a_lost_learner_is_named_by_who_only_serves() -> None:
         assert "Rank 2 (host " in outcome[1]
 
 
+def end_without_a_flush() -> tuple[str, str] | None:
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, servers=1, dedicated_servers=True, timeout_s=4)
+    if sync.only_serves:
+        return raised(sync.flush)
+    loss(model, 0, 1).backward()
+    sync.step()
+    sync.detach(timeout_s=1.0)
+    return None
+
+
+def test_who_only_serves_does_not_wait_for_ever_for_one_that_has_ended() -> None:
+    outcome = launch(end_without_a_flush, 2, timeout_s=60)[0]
+    assert outcome is not None
+    assert "Rank 1 (host " in outcome[1]
+
+
 def step_and_refuse() -> list[tuple[str, str] | None]:
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -14,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync import ParameterServer
+from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Policy, Sequencer
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
+from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
 from tests.harness import DIED, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
@@ -55,9 +59,6 @@ def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dic
             if rank == 2 and i == LOST_AT:
                 if fate == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
-                if fate == "ends":
-                    sync.detach()
-                    return {}
                 freeze(2.5 * TIMEOUT_S)
             optimizer.zero_grad()
             loss(model, i, rank).backward()
@@ -100,18 +101,6 @@ def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> 
     assert "rank 0 alone has the optimizer's state" in outcomes[1]["saved"][1]
 
 
-@pytest.mark.parametrize("policy", ["sync", "k_batch_async"])
-def test_the_others_go_on_without_one_that_ends(policy: str, tmp_path: Path) -> None:
-    """It has not called flush(); nobody waits for it, and it is not lost."""
-    *others, _ = launch(train, 3, policy, {"timeout_s": 300}, "ends", tmp_path)
-    for outcome in others:
-        for name, value in others[0]["weights"].items():
-            assert torch.equal(outcome["weights"][name], value), name
-    steps = [gradient.step for update in others[0]["log"] for gradient in update.gradients if gradient.rank == 1]
-    assert max(steps) == STEPS
-    assert not others[0]["said"]
-
-
 def train_frozen(policy: str, folder: Path) -> Any:
     if dist.get_rank() < 2:
         return train(policy, {}, "freezes", folder)
@@ -128,6 +117,85 @@ def test_one_that_was_frozen_is_told_that_the_others_went_on(tmp_path: Path) -> 
             assert torch.equal(outcome["weights"][name], value), name
     assert frozen is not None
     assert "Rank 2 was not heard of in time, and counts as lost" in frozen[1]
+
+
+def freeze_in_a_wait(folder: Path) -> tuple[str, str] | None:
+    """Takes a step in which rank 2, frozen, waits for the others; returns what the step raises."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    given = {"servers": 1, "on_lost_rank": "continue", "timeout_s": TIMEOUT_S}
+    sync = ParameterServer(model, optimizer, policy="sync", **given)
+
+    def begin_to_freeze() -> None:
+        (folder / "freezes").touch()
+        freeze(2.5 * TIMEOUT_S)
+
+    if rank == 2:
+        threading.Timer(1.0, begin_to_freeze).start()
+    else:
+        while not (folder / "freezes").exists():
+            time.sleep(0.1)
+        time.sleep(1.0)
+    loss(model, 0, rank).backward()
+    outcome = raised(sync.step)
+    if rank == 2:
+        (folder / "told").touch()
+    while rank == 0 and not (folder / "told").exists():
+        time.sleep(0.1)
+    sync.detach(timeout_s=3.0)
+    return outcome
+
+
+def test_one_that_was_frozen_in_a_wait_is_told_without_asking(tmp_path: Path) -> None:
+    *others, frozen = launch(freeze_in_a_wait, 3, tmp_path)
+    assert others == [None, None]
+    assert frozen is not None
+    assert "Rank 2 was not heard of in time, and counts as lost" in frozen[1]
+
+
+def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
+    """A message is taken by one thread, and the loss of its sender by another."""
+    sent: list[tuple[int, Any]] = []
+    sequencer = Sequencer.of(Policy(2, waits=True), range(3))
+    coordinator = Coordinator(sequencer, lambda *message: sent.append(message), range(3), range(1), keep_log=True)
+    assert not coordinator.dismisses(2)
+    coordinator.lose(2)
+    coordinator.push(Gradient(2, 1, version=0), StepSettings([]))
+    coordinator.grant(2, Wish.RETIRE)
+    coordinator.push(Gradient(0, 1, version=0), StepSettings([]))
+    coordinator.push(Gradient(1, 1, version=0), StepSettings([]))
+    (update,) = coordinator.log
+    assert [gradient.rank for gradient in update.gradients] == [0, 1]
+
+
+def train_and_end_early(policy: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains with a rank 2 that ends without an error and without a flush; the timeout is longer than the test's."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    given = {"servers": 1, "on_lost_rank": "continue", "keep_log": True, "timeout_s": 600, **settings}
+    sync = ParameterServer(model, optimizer, policy=policy, **given)
+    for i in range(LOST_AT if rank == 2 else STEPS):
+        optimizer.zero_grad()
+        loss(model, i, rank).backward()
+        sync.step()
+    if rank != 2:
+        sync.flush()
+    sync.detach(timeout_s=3.0)
+    return {"weights": state(model), "log": sync.log}
+
+
+@pytest.mark.parametrize("policy", ["sync", "k_async", "async", "ssp"])
+def test_nobody_waits_for_one_that_ends_without_a_flush(policy: str) -> None:
+    *others, _ = launch(train_and_end_early, 3, policy, POLICIES[policy])
+    log = others[0]["log"]
+    last = replay(seeded_mlp(), OPTIMIZERS["sgd"], loss, log)[-1]
+    for outcome in others:
+        for name, value in last.named_parameters():
+            assert torch.equal(outcome["weights"][name], value), name
+    used = [gradient.rank for update in log for gradient in update.gradients]
+    assert [used.count(rank) for rank in range(3)] == [STEPS, STEPS, LOST_AT]
 
 
 def lose_the_server() -> Any:

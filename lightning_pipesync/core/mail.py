@@ -33,6 +33,8 @@ INTERVAL_S, FRACTION_OF_TIMEOUT = 10.0, 1 / 4
 Deliver = Callable[[int, Any], object]
 #: Takes a rank that is lost, and the error that names the rank at fault.
 Lose = Callable[[int, Exception], object]
+#: Takes a rank that has ended without an error.
+End = Callable[[int], object]
 
 
 class _Sign(Enum):
@@ -59,20 +61,21 @@ class Mail:
         self._inboxes: list[_Inbox] = []
         self._closing = threading.Event()
 
-    def start(self, deliver: Deliver, lose: Lose, end: Callable[[int], object] = lambda _: None) -> None:
+    def start(self, deliver: Deliver, lose: Lose, end: End) -> None:
         """Starts to send and to receive.
 
         Args:
             deliver: called with each message, by a thread of its own for each sender; if it raises, the sender counts
                 as lost.
             lose: called with a rank that is lost, once, by another thread.
-            end: called with a rank that has ended in the normal way, once, by that thread.
+            end: called with a rank that has closed its mail without an error, by the thread that has delivered all its
+                messages.
         """
-        self._deliver, self._lose, self._end = deliver, lose, end
+        self._deliver, self._lose = deliver, lose
         peers = [peer for peer in range(self._messages.world_size) if peer != self._messages.rank]
         self._own = Worker("pipesync-mail-own")
         self._outboxes = {peer: _Outbox(self._messages, peer, self._traffic, self._interval_s) for peer in peers}
-        self._inboxes = [_Inbox(self._messages, peer, deliver) for peer in peers]
+        self._inboxes = [_Inbox(self._messages, peer, deliver, end) for peer in peers]
         self._listener = threading.Thread(target=self._listen, name="pipesync-mail-listener", daemon=True)
         self._listener.start()
         self._at_end = at_shutdown(self.close)
@@ -126,11 +129,7 @@ class Mail:
             last = now
             for inbox in list(listened.values()):
                 error = inbox.error
-                if inbox.ended:
-                    del listened[inbox.peer]
-                    self._end(inbox.peer)
-                    continue
-                if error is None and now - inbox.heard > self._timeout_s:
+                if error is None and now - inbox.heard > self._timeout_s and not inbox.ended:
                     silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
                     error = self._messages.accuse(silent, inbox.peer)
                 if error is not None:
@@ -178,8 +177,8 @@ class _Inbox:
         error: what has ended the messages; None: nothing.
     """
 
-    def __init__(self, messages: Messages, peer: int, deliver: Deliver) -> None:
-        self._messages, self.peer, self._deliver = messages, peer, deliver
+    def __init__(self, messages: Messages, peer: int, deliver: Deliver, end: End) -> None:
+        self._messages, self.peer, self._deliver, self._end = messages, peer, deliver, end
         self.heard, self.ended = time.monotonic(), False
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"pipesync-mail-from-{peer}", daemon=True)
@@ -192,6 +191,7 @@ class _Inbox:
                 self.heard = time.monotonic()
                 if message is _Sign.GOODBYE:
                     self.ended = True
+                    self._end(self.peer)
                     return
                 if message is not _Sign.ALIVE:
                     self._deliver(self.peer, message)

@@ -53,14 +53,18 @@ class Coordinator:
         return self._sequencer.staleness_lr.mean
 
     def push(self, gradient: Gradient, settings: StepSettings) -> None:
-        """Takes a learner's gradient, and the settings of its step."""
+        """Takes a learner's gradient, and the settings of its step; not that of one that has just been lost."""
         with self._lock:
+            if gradient.rank in self._lost:
+                return
             self._settings[gradient] = settings
             self._decide(self._sequencer.push(gradient))
 
     def grant(self, rank: int, wish: Wish) -> None:
-        """Takes a learner's wish."""
+        """Takes a learner's wish; not that of one that has just been lost."""
         with self._lock:
+            if rank in self._lost:
+                return
             if wish is Wish.FETCH:
                 self._decide(self._sequencer.fetch(rank))
             elif wish is Wish.RETIRE:

@@ -44,7 +44,7 @@ class Correspondence:
         self._rank, self._world_size = transport.rank, transport.world_size
         self._config, self._learner = config, learner
         self._num_servers = config.num_servers(transport.world_size)
-        self._mail = transport.mail()
+        self._watch, self._mail = transport.watch, transport.mail()
         self.send = self._mail.send
 
     def start(self, coordinator: Coordinator, server: Server | None) -> None:
@@ -54,6 +54,7 @@ class Correspondence:
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads, after all messages are delivered or after ``timeout_s`` seconds."""
+        self._watch.close()  # first: what this rank ends is nobody's fault
         self._mail.close(timeout_s)
 
     # --- what a learner sends ---------------------------------------------------------------------------------------
@@ -160,8 +161,10 @@ class Correspondence:
             self._coordinator.lose(rank)
 
     def _end(self, rank: int) -> None:
-        """Takes the end of a rank, by a thread of the mail: it may not have called ``flush()`` before."""
-        if self._config.goes_on and self._rank == COORDINATOR:
+        """Takes that a rank has ended without an error, by a thread of the mail; all may have ended their parts."""
+        if not self._config.goes_on:
+            self._learner.bound_waits()
+        elif self._rank == COORDINATOR:
             self._coordinator.lose(rank)
 
     def _dismissal(self) -> RuntimeError:

@@ -28,8 +28,9 @@ class Learner:
         buckets: the parameters.
         num_servers: the number of servers.
         transport: names the rank at fault if the weights do not arrive.
-        timeout_s: the most seconds to wait for weights; None: as long as the others live.
+        timeout_s: the most seconds to wait for weights.
         moves: whether this rank's weights move away from those that it has received.
+        is_patient: whether to wait for longer, as long as all others live and none has ended.
     """
 
     def __init__(
@@ -37,14 +38,15 @@ class Learner:
         buckets: Sequence[SharedBucket],
         num_servers: int,
         transport: Transport,
-        timeout_s: float | None,
+        timeout_s: float,
         moves: bool = False,
+        is_patient: bool = False,
     ) -> None:
         self.rank = transport.rank
         self.version = self.steps = self.newest = 0
         self.ahead = 0.0
         self._buckets, self._num_servers, self._moves = buckets, num_servers, moves
-        self._transport, self._timeout_s = transport, timeout_s
+        self._transport, self._timeout_s, self._is_patient = transport, timeout_s, is_patient
         self._arrived: dict[int, tuple[Weights, list[Tensor] | None]] = {}  # by server
         self._changed = threading.Condition()
         self._skip: bool | None = None
@@ -105,6 +107,12 @@ class Learner:
         """Makes waiting for weights raise an error, from now on."""
         with self._changed:
             self._error = self._error or error
+            self._changed.notify_all()
+
+    def bound_waits(self) -> None:
+        """Makes a wait last ``timeout_s`` from now at most, by a thread of the mail: a peer has ended."""
+        with self._changed:
+            self._is_patient = False
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -172,8 +180,9 @@ class Learner:
     def _await(self, arrived: Callable[[], bool], what: str) -> None:
         transport = self._transport
         with transport.traffic.waiting("weights"), transport.watch.waiting(what), self._changed:
+            self._changed.wait_for(lambda: not self._is_patient or self._error is not None or arrived())
             in_time = self._changed.wait_for(lambda: self._error is not None or arrived(), self._timeout_s)
         self.check()
         if not in_time:
-            silent = RuntimeError(f"nothing for {self._timeout_s} s")
+            silent = RuntimeError(f"nothing for {self._timeout_s:g} s")
             raise transport.watch.accuse(what, None, silent)

@@ -88,8 +88,8 @@ class ParameterServer(SyncMethod):
         # Who is not heard of for the timeout is given up first, and what waits for that goes on. A rank that only
         # serves waits for as long as others train.
         moves = self._policy.local or self._policy.elastic
-        patience_s = None if self.only_serves else config.timeout_s * (GIVING_UP if config.goes_on else 1)
-        self._learner = Learner(self._buckets, num_servers, transport, patience_s, moves)
+        patience_s = config.timeout_s * (GIVING_UP if config.goes_on else 1)
+        self._learner = Learner(self._buckets, num_servers, transport, patience_s, moves, self.only_serves)
         self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
         self._messages = messages = Correspondence(transport, config, self._learner)
         self.data.ask = messages.ask
