@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -17,7 +19,6 @@ from lightning_pipesync.training.registry import METHODS
 #: An exact method that gains less than this share of a step over DDP is not worth a change.
 WORTH = 0.02
 
-
 #: The two lists.
 KINDS = ((True, "exact"), (False, "not exact"))
 
@@ -31,7 +32,7 @@ def as_markdown(profile: Profile, cluster: Cluster, result: Mapping[str, Any]) -
         result: of :func:`measure_plan`: ``findings``, and ``measured`` steps, of which there may be none.
     """
     predictions = sorted(predict(profile, cluster), key=lambda one: one.seconds)
-    ddp = next(one for one in predictions if one.method == "ddp")
+    ddp = _ddp(predictions)
     measured: Mapping[str, Mapping[str, Any]] = result["measured"]
     size = sum(tensor.num_bytes for tensor in profile.tensors) / MIB
     lines = [
@@ -42,16 +43,28 @@ def as_markdown(profile: Profile, cluster: Cluster, result: Mapping[str, Any]) -
         "\n",
         _enough(profile, cluster),
         "\n\n",
-        _to_copy(predictions, ddp),
+        _to_copy([replace(one, seconds=_known(one, measured)) for one in predictions]),
     ]
     return "".join(lines)
 
 
 def best_exact(predictions: Sequence[Prediction]) -> Prediction:
     """Returns the fastest exact method, and DDP if that gains too little."""
-    ddp = next(one for one in predictions if one.method == "ddp")
+    ddp = _ddp(predictions)
     best = min((one for one in predictions if one.exact), key=lambda one: one.seconds)
     return best if best.seconds < (1 - WORTH) * ddp.seconds else ddp
+
+
+def _ddp(predictions: Sequence[Prediction]) -> Prediction:
+    return next(one for one in predictions if one.method == "ddp")
+
+
+def _known(one: Prediction, measured: Mapping[str, Mapping[str, Any]]) -> float:
+    """Returns the seconds of a step as measured, or else as predicted; infinite if the method cannot train it."""
+    outcome = measured.get(one.name, {})
+    if "error" in outcome:
+        return math.inf
+    return median(outcome["seconds"]) if "seconds" in outcome else one.seconds
 
 
 def _table(
@@ -83,11 +96,11 @@ def _enough(profile: Profile, cluster: Cluster) -> str:
     return f"DDP is enough {', or '.join(ways)}." if ways else "DDP waits for more than 5 % of a step at any bandwidth."
 
 
-def _to_copy(predictions: Sequence[Prediction], ddp: Prediction) -> str:
+def _to_copy(predictions: Sequence[Prediction]) -> str:
     """Returns lines of Python and YAML for the fastest exact method and for the fastest of all."""
     exact = best_exact(predictions)
     fastest = min(predictions, key=lambda one: one.seconds)
-    if exact is ddp:
+    if exact.method == "ddp":
         text = 'Exact: stay with DDP, `Trainer(strategy="ddp")`.\n'
     else:
         text = f"Exact: `Trainer(strategy={_in_python(exact)})`\n"
