@@ -120,23 +120,22 @@ def test_one_that_was_frozen_is_told_that_the_others_went_on(tmp_path: Path) -> 
 
 
 def freeze_in_a_wait(folder: Path) -> tuple[str, str] | None:
-    """Takes a step in which rank 2, frozen, waits for the others; returns what the step raises."""
+    """Takes a step in which rank 2 waits, frozen, and the others come when it is lost; returns what the step raises."""
     rank = dist.get_rank()
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
     given = {"servers": 1, "on_lost_rank": "continue", "timeout_s": TIMEOUT_S}
-    sync = ParameterServer(model, optimizer, policy="sync", **given)
-
-    def begin_to_freeze() -> None:
-        (folder / "freezes").touch()
-        freeze(2.5 * TIMEOUT_S)
-
-    if rank == 2:
-        threading.Timer(1.0, begin_to_freeze).start()
-    else:
-        while not (folder / "freezes").exists():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sync = ParameterServer(model, optimizer, policy="sync", **given)
+        if rank == 2:
+            threading.Timer(1.0, freeze, [2.5 * TIMEOUT_S]).start()
+        while rank == 0 and not any("Lost rank 2" in str(one.message) for one in said):
             time.sleep(0.1)
-        time.sleep(1.0)
+    if rank == 0:
+        (folder / "lost").touch()
+    while rank == 1 and not (folder / "lost").exists():
+        time.sleep(0.1)
     loss(model, 0, rank).backward()
     outcome = raised(sync.step)
     if rank == 2:
