@@ -197,6 +197,40 @@ def test_nobody_waits_for_one_that_ends_without_a_flush(policy: str) -> None:
     assert [used.count(rank) for rank in range(3)] == [STEPS, STEPS, LOST_AT]
 
 
+def lose_one_after_the_other(folder: Path) -> Any:
+    """Trains until ranks 3 and 2 are lost, each of its own, and then rank 0."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, policy="async", servers=1, on_lost_rank="continue", timeout_s=TIMEOUT_S)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for lost in (3, 2):
+            if rank == lost:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while rank == 0 and not any(f"Lost rank {lost}" in str(one.message) for one in said):
+                time.sleep(0.1)
+            if rank == 0:
+                (folder / str(lost)).write_text(str(said[-1].message))
+            while not (folder / str(lost)).exists():
+                time.sleep(0.1)
+    time.sleep(1.0)  # so that rank 1 has missed rank 2, too
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return raised(lambda: [sync.step() for _ in range(STEPS)])
+
+
+def test_each_loss_is_the_fault_of_its_own_rank(tmp_path: Path) -> None:
+    _, last, *_ = launch(lose_one_after_the_other, 4, tmp_path, may_die=(0, 2, 3))
+    for lost in (3, 2):
+        said = (tmp_path / str(lost)).read_text()
+        assert said.startswith(f"Lost rank {lost} after 0 updates: ")
+        assert f"Rank {lost} (host " in said
+    assert last[0] == "RuntimeError"
+    assert "rank 3" not in last[1].lower()
+    assert "rank 2" not in last[1].lower()
+
+
 def lose_the_server() -> Any:
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)

@@ -119,6 +119,13 @@ class PeerWatch:
         self._waits.setdefault(threading.get_ident(), (what, peer, self._now()))
         return RuntimeError(self._accusation(what, error))
 
+    def go_on_without(self, rank: int) -> None:
+        """Takes it that a rank is lost, and that nobody waits for it any more: the next loss is another one's fault."""
+        if self._heartbeat is not None:
+            self._heartbeat.go_on_without(rank)
+        with self._diagnosing:
+            self._diagnosis = None
+
     def leave(self, error: BaseException) -> None:
         """Publishes that this rank ends with an exception.
 

@@ -96,7 +96,6 @@ class Heartbeat:
 
     Attributes:
         interval: seconds between two beats.
-        fault: the fault that a rank has published, if any.
 
     Args:
         store: a store with keys of its own.
@@ -113,7 +112,8 @@ class Heartbeat:
         self._keys = [_key_of(peer) for peer in range(world_size)]
         self._own_key = self._keys[rank]
         self.interval = interval
-        self.fault: Fault | None = None
+        self._told: Fault | None = None
+        self._left_behind: set[int] = set()
         self._number = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
@@ -124,8 +124,20 @@ class Heartbeat:
         """Returns the last beat of a rank; calls the store."""
         return _beat_from(json.loads(store.get(_key_of(rank)))) if store.check([_key_of(rank)]) else Beat()
 
+    @property
+    def fault(self) -> Fault | None:
+        """The fault that a rank has published, if any, and if this rank has not gone on without the one at fault."""
+        told = self._told
+        return None if told is None or told.rank in self._left_behind else told
+
+    def go_on_without(self, rank: int) -> None:
+        """Takes it that a rank is lost, and that nobody waits for it any more: it is not at fault for what follows."""
+        self._left_behind.add(rank)
+
     def read(self, timeout_s: float) -> list[Beat]:
         """Publishes a beat, and returns the last beat of each rank, by rank; updates :attr:`fault`.
+
+        The beat of a rank that this one has gone on without is that of one that is nobody's fault.
 
         Raises:
             RuntimeError: as :meth:`call`.
@@ -161,7 +173,7 @@ class Heartbeat:
 
     def tell(self, fault: Fault) -> None:
         """Publishes the rank at fault, and a beat of this rank; does not wait."""
-        self.fault = fault
+        self._told = fault
 
         def tell() -> None:
             with suppress(Exception):
@@ -179,8 +191,7 @@ class Heartbeat:
         with suppress(Exception):  # the store is gone for good
             while True:
                 self._beat()
-                if self.fault is None and self._store.check([_FAULT_KEY]):
-                    self.fault = Fault(**json.loads(self._store.get(_FAULT_KEY)))
+                self._learn_fault()
                 with suppress(queue.Empty):
                     if (job := self._jobs.get(timeout=self.interval)) is None:
                         break
@@ -191,12 +202,17 @@ class Heartbeat:
         self._number += 1
         self._store.set(self._own_key, json.dumps(asdict(self._describe(self._number))))
 
-    def _read(self) -> list[Beat]:
+    def _learn_fault(self) -> None:
         if self.fault is None and self._store.check([_FAULT_KEY]):
-            self.fault = Fault(**json.loads(self._store.get(_FAULT_KEY)))
+            self._told = Fault(**json.loads(self._store.get(_FAULT_KEY)))
+
+    def _read(self) -> list[Beat]:
+        self._learn_fault()
         if self._store.check(self._keys):  # a query of a missing key would block
-            return [_beat_from(json.loads(value)) for value in self._store.multi_get(self._keys)]
-        return [self.last_beat(self._store, peer) for peer in range(len(self._keys))]
+            beats = [_beat_from(json.loads(value)) for value in self._store.multi_get(self._keys)]
+        else:
+            beats = [self.last_beat(self._store, peer) for peer in range(len(self._keys))]
+        return [Beat(left="", blames=peer) if peer in self._left_behind else beat for peer, beat in enumerate(beats)]
 
 
 def _key_of(rank: int) -> str:

@@ -150,7 +150,9 @@ class Correspondence:
         """Takes the loss of a rank, by a thread of the mail."""
         if not self._config.goes_on or rank == COORDINATOR:
             self._learner.fail(error)
-        elif self._rank == COORDINATOR:
+            return
+        self._watch.go_on_without(rank)
+        if self._rank == COORDINATOR:
             left = [learner for learner in self._coordinator.learners if learner != rank]
             with suppress(UserWarning):  # where warnings are errors
                 warnings.warn(

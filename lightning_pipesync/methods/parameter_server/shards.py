@@ -163,7 +163,6 @@ class ServedShard:
             piece.values.copy_(own)
 
     @torch.no_grad()
-    @torch.no_grad()
     def squared_distance(self, others: Tensor) -> Tensor:
         """Returns the squared L2 distance of the weights from others: 0-dim, float64, on the CPU."""
         return (self.values - others).square_().sum(dtype=torch.float64).cpu()
