@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -123,3 +124,25 @@ def end_after_a_message() -> list[Any]:
 
 def test_the_end_of_a_rank_is_told_after_its_messages() -> None:
     assert launch(end_after_a_message, 2)[0] == [[(1, "last"), (1, "ended")], 0]
+
+
+def ask_one_that_has_closed() -> list[Any]:
+    """Rank 0 closes its mail at once, and answers nevertheless; returns what this rank is told."""
+    recorder = Recorder()
+    rank, told = recorder.transport.rank, []
+    if rank == 1:
+        told = [recorder.arrived.get(timeout=20)]
+        recorder.mail.send(0, "question")
+        told += [recorder.arrived.get(timeout=20)]
+    else:
+        closing = threading.Thread(target=recorder.mail.close, args=[20.0])
+        closing.start()
+        told = [recorder.arrived.get(timeout=20)]
+        recorder.mail.send(1, "answer")
+        closing.join()
+    recorder.close()
+    return told
+
+
+def test_who_has_closed_still_answers() -> None:
+    assert launch(ask_one_that_has_closed, 2) == [[(1, "question")], [(0, "ended"), (0, "answer")]]

@@ -8,15 +8,15 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_pipesync import ParameterServer
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Policy, Sequencer
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
+from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig, PolicyName
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
 from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
 from tests.harness import DIED, launch, raised
@@ -47,16 +47,16 @@ def freeze(seconds: float) -> None:
 
 
 def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dict[str, Any]:
-    """Trains with a rank 2 that is lost before its sixth step, and evaluates after that."""
-    rank = dist.get_rank()
+    """Trains with a last rank that is lost before its sixth step, and evaluates after that."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     model = seeded_mlp(batch_norm=True)
     optimizer = OPTIMIZERS["sgd"](model)
-    given = {"servers": 1, "on_lost_rank": "continue", "keep_log": True, "timeout_s": TIMEOUT_S, **settings}
+    given = {"servers": 1, "on_lost_rank": "continue", "keep_log": True, "timeout_s": TIMEOUT_S} | settings
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         sync = ParameterServer(model, optimizer, policy=policy, **given)
-        for i in range(STEPS):
-            if rank == 2 and i == LOST_AT:
+        for i in range(0 if sync.only_serves else STEPS):
+            if rank == last and i == LOST_AT:
                 if fate == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
                 freeze(2.5 * TIMEOUT_S)
@@ -64,7 +64,7 @@ def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dic
             loss(model, i, rank).backward()
             sync.step()
         sync.flush()
-    saved = sync.optimizer_state_dict() if rank == 0 else raised(sync.optimizer_state_dict)
+    saved = sync.optimizer_state_dict()
     if fate == "freezes":
         (folder / str(rank)).touch()
         while rank == 0 and not (folder / "told").exists():
@@ -97,8 +97,100 @@ def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> 
     (said,) = (text for text in outcomes[0]["said"] if "Lost" in text)
     assert said.startswith("Lost rank 2 after ")
     assert "rank 0, 1 go on without it" in said
-    assert len(outcomes[0]["saved"]["state"]) == len(expected)
-    assert "rank 0 alone has the optimizer's state" in outcomes[1]["saved"][1]
+    for outcome in outcomes:
+        assert len(outcome["saved"]["state"]) == len(expected)
+        for index, saved in outcome["saved"]["state"].items():
+            momentum = outcomes[0]["saved"]["state"][index]["momentum_buffer"]
+            assert torch.equal(saved["momentum_buffer"], momentum), "all ranks can save checkpoints"
+
+
+@pytest.mark.parametrize("settings", [{"servers": 2}, {"servers": 1, "dedicated_servers": True}], ids=str)
+@pytest.mark.parametrize("policy", ["k_batch_async", "async", "sync", "easgd"])
+def test_several_servers_go_on(policy: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """They use the same gradients, whichever of them a learner had reached when it died."""
+    given = {**POLICIES.get(policy, {}), **settings, "keep_log": policy != "easgd"}
+    *others, lost = launch(train, 4, policy, given, "dies", tmp_path, may_die=(3,))
+    assert lost == DIED
+    for outcome in others:
+        for name, value in others[0]["weights"].items():
+            assert torch.equal(outcome["weights"][name], value), name
+    (said,) = (text for text in others[0]["said"] if "Lost" in text)
+    assert f"rank {'1, 2' if settings['servers'] == 1 else '0, 1, 2'} go on without it" in said
+    if policy == "easgd":
+        return
+    log = others[0]["log"]
+    last = replay(seeded_mlp(batch_norm=True), OPTIMIZERS["sgd"], loss, log)[-1]
+    for name, value in last.named_parameters():
+        assert torch.equal(others[0]["weights"][name], value), name
+    used = [gradient.rank for update in log for gradient in update.gradients]
+    assert [used.count(rank) for rank in range(3)] == [0 if settings["servers"] == 1 else STEPS, STEPS, STEPS]
+
+
+def lose_all_learners() -> Any:
+    model = seeded_mlp()
+    settings: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "timeout_s": TIMEOUT_S}
+    sync = ParameterServer(model, OPTIMIZERS["sgd"](model), policy="async", **settings)
+    if not sync.only_serves:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return raised(sync.flush)
+
+
+def test_who_only_serves_raises_when_nobody_trains_any_more() -> None:
+    outcome, *_ = launch(lose_all_learners, 3, may_die=(1, 2))
+    assert outcome[0] == "RuntimeError"
+    assert "is at fault" in outcome[1]
+
+
+def save_while_others_train(folder: Path) -> list[Any]:
+    """Returns this rank's optimizer state after a flush, which rank 0 reads when the others have gone on."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    sync = ParameterServer(model, OPTIMIZERS["sgd"](model), policy="async", servers=2, timeout_s=TIMEOUT_S)
+    for step in range(2):
+        loss(model, step, rank).backward()
+        sync.step()
+        if step == 0:
+            sync.flush()
+            before = sync.optimizer_state_dict()["state"] if rank else {}
+    if rank:
+        (folder / str(rank)).touch()
+    while not all((folder / str(peer)).exists() for peer in (1, 2)):
+        time.sleep(0.05)
+    states = before or sync.optimizer_state_dict()["state"]
+    dist.barrier()
+    sync.detach()
+    return [state["momentum_buffer"] for state in states.values()]
+
+
+def test_a_saved_state_is_that_of_the_last_flush(tmp_path: Path) -> None:
+    first, *others = launch(save_while_others_train, 3, tmp_path)
+    for states in others:
+        for one, other in zip(first, states, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_half_a_gradient_is_not_used() -> None:
+    """A gradient counts once all servers have it, and so does what its learner tells after it."""
+    sent: list[tuple[int, Any]] = []
+    sequencer = Sequencer.of(Policy(1, waits=False), range(3))
+    given = (lambda *message: sent.append(message), range(3), range(2))
+    coordinator = Coordinator(sequencer, *given, keep_log=True, num_telling=1)
+    whole, half, late = (Gradient(2, step, version=0) for step in (1, 2, 3))
+    coordinator.arrived(whole)
+    coordinator.push(whole, StepSettings([]))
+    coordinator.push(half, StepSettings([]))
+    for rank in range(3):
+        coordinator.grant(rank, Wish.RETIRE)
+    assert [gradient for update in coordinator.log for gradient in update.gradients] == [whole]
+    assert not any(isinstance(what, Decision) and what.whole for _, (what, *_) in sent), "its learner has not retired"
+    coordinator.lose(2)
+    coordinator.arrived(late)
+    told = [what for rank, (what, *_) in sent if rank == 1 and isinstance(what, Decision)]
+    assert [what.dropped for what in told if what.dropped is not None] == [half, late]
+    assert any(what.whole for what in told)
+    assert len(coordinator.log) == 1
 
 
 def train_frozen(policy: str, folder: Path) -> Any:
@@ -249,8 +341,17 @@ def test_without_the_server_all_raise() -> None:
 
 
 def test_what_cannot_go_on_is_refused() -> None:
-    for servers in (None, 2):
-        with pytest.raises(ValueError, match=f"servers={servers}: set servers=1"):
-            ParameterServerConfig(on_lost_rank="continue", servers=servers)
+    for servers in (None, 4):
+        with pytest.raises(ValueError, match=f"servers={servers} all of the 4 ranks serve: set servers=1"):
+            ParameterServerConfig(on_lost_rank="continue", servers=servers).goes_on(4)
     with pytest.raises(ValueError, match="on_lost_rank='continue' is for plain loops"):
-        ParameterServerConfig(on_lost_rank="continue", servers=1).check_for_framework(uneven_batches=True)
+        ParameterServerConfig(on_lost_rank="continue", servers=1).for_framework(uneven_batches=True)
+
+
+def test_only_asynchronous_policies_go_on_unasked() -> None:
+    for policy in get_args(PolicyName):
+        waits = policy in ("sync", "k_sync", "k_batch_sync", "ssp")
+        settings = ParameterServerConfig(policy=policy, servers=2)
+        assert settings.goes_on(4) != waits
+        assert not settings.goes_on(2), "all serve"
+        assert not settings.for_framework(uneven_batches=True).goes_on(4)

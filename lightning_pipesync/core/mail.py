@@ -4,6 +4,10 @@
 A rank may have nothing to tell for longer than the timeout of a message, and when a message times out, Gloo ends all
 connections of the group. So messages have no timeout. Each rank sends an empty message when it has nothing to tell, and
 a rank that is not heard of for as long as the timeout counts as lost.
+
+[Note: the end of the mail]
+A rank that closes its mail says goodbye: it asks for nothing any more, and still answers. Once the peer has said
+goodbye, too, all is answered, and each sends the other a last message. After an error nothing is said.
 """
 
 from __future__ import annotations
@@ -38,10 +42,11 @@ End = Callable[[int], object]
 
 
 class _Sign(Enum):
-    """Messages of the threads' own: what is sent if there is nothing to tell, what is sent last, and what ends them."""
+    """Messages of the threads' own, see [Note: the end of the mail]; and what is sent if there is nothing to tell."""
 
     ALIVE = "alive"
     GOODBYE = "goodbye"
+    LAST = "last"
     STOP = "stop"
 
 
@@ -98,7 +103,7 @@ class Mail:
         self._own.submit(deliver)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the threads, after all messages are delivered or after ``timeout_s`` seconds; for good.
+        """Ends the threads, once all others have closed theirs or after ``timeout_s`` seconds; for good.
 
         If an exception is being handled, this rank counts as lost for the others.
         """
@@ -109,6 +114,9 @@ class Mail:
         for outbox in self._outboxes.values():
             outbox.put(_Sign.GOODBYE if error is None or is_normal_end(error) else _Sign.STOP)
         deadline = time.monotonic() + timeout_s
+        for inbox in self._inboxes:
+            inbox.has_ended.wait(max(0.0, deadline - time.monotonic()))
+            self._outboxes[inbox.peer].put(_Sign.LAST)
         threads = [outbox.thread for outbox in self._outboxes.values()] + [inbox.thread for inbox in self._inboxes]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -129,7 +137,7 @@ class Mail:
             last = now
             for inbox in list(listened.values()):
                 error = inbox.error
-                if error is None and now - inbox.heard > self._timeout_s and not inbox.ended:
+                if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
                     silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
                     error = self._messages.accuse(silent, inbox.peer)
                 if error is not None:
@@ -156,7 +164,7 @@ class _Outbox:
     def _run(self) -> None:
         with suppress(RuntimeError):  # the peer is lost, and its inbox says so
             message = None
-            while message is not _Sign.GOODBYE:
+            while message is not _Sign.LAST:
                 try:
                     message, parts = self._queue.get(timeout=self._interval_s)
                 except queue.Empty:
@@ -173,13 +181,13 @@ class _Inbox:
     Attributes:
         peer: the rank.
         heard: when the last message arrived, by the monotonic clock.
-        ended: whether the rank has said goodbye.
+        has_ended: set once the rank has said goodbye, or is lost.
         error: what has ended the messages; None: nothing.
     """
 
     def __init__(self, messages: Messages, peer: int, deliver: Deliver, end: End) -> None:
         self._messages, self.peer, self._deliver, self._end = messages, peer, deliver, end
-        self.heard, self.ended = time.monotonic(), False
+        self.heard, self.has_ended = time.monotonic(), threading.Event()
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"pipesync-mail-from-{peer}", daemon=True)
         self.thread.start()
@@ -189,11 +197,13 @@ class _Inbox:
             while True:
                 message = start_unpacking(self._messages, self.peer, torch.device("cpu"))()
                 self.heard = time.monotonic()
-                if message is _Sign.GOODBYE:
-                    self.ended = True
-                    self._end(self.peer)
+                if message is _Sign.LAST:
                     return
-                if message is not _Sign.ALIVE:
+                if message is _Sign.GOODBYE:
+                    self.has_ended.set()
+                    self._end(self.peer)
+                elif message is not _Sign.ALIVE:
                     self._deliver(self.peer, message)
         except Exception as error:
             self.error = error
+            self.has_ended.set()

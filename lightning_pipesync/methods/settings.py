@@ -65,8 +65,8 @@ class Settings:
         """Returns the names of settings that the other settings make ineffective, each with the reason."""
         return {}
 
-    def check_for_framework(self, uneven_batches: bool) -> None:
-        """Checks the settings of a method in a Trainer, Fabric or Accelerate, which adds communication of its own.
+    def for_framework(self: Config, uneven_batches: bool) -> Config:
+        """Returns the settings for a Trainer, Fabric or Accelerate, which adds communication of its own.
 
         Args:
             uneven_batches: whether ranks may train on different numbers of batches there.
@@ -74,6 +74,7 @@ class Settings:
         Raises:
             ValueError: one of them is for plain loops only.
         """
+        return self
 
     def on_hosts_of(self: Config, num_processes: int, world_size: int) -> Config:
         """Returns the settings for hosts with ``num_processes`` ranks each."""

@@ -46,9 +46,9 @@ class MethodPlan:
         Raises:
             ValueError: as :class:`SyncMethod`; or a setting is for plain loops only.
         """
-        self.config.check_for_framework(self.uneven_batches)
         make: Any = METHODS[self.name]
-        config = self.config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
+        config = self.config.for_framework(self.uneven_batches)
+        config = config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
         method: SyncMethod = make(module, optimizers, config, backend=self.backend)
         method.data.followed = self.loads_data
         if self.steps_per_epoch is not None:

@@ -198,14 +198,15 @@ class LocalSGDConfig(Settings):
                 "in each batch: set injection=None."
             )
 
-    def check_for_framework(self, uneven_batches: bool) -> None:
-        """Checks that no setting is for plain loops only, see :class:`Settings`."""
+    def for_framework(self, uneven_batches: bool) -> LocalSGDConfig:
+        """Returns the settings, none of which is for plain loops only, see :class:`Settings`."""
         if self.on_lost_rank == "continue":
             raise ValueError(
                 "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
                 "themselves, among all ranks. Use LocalSGD(model, optimizer, on_lost_rank='continue') in a loop, or "
                 "set on_lost_rank='raise' and restart from a checkpoint, with any number of ranks."
             )
+        return self
 
     def force(self, world_size: int) -> float:
         """Returns the elastic force; 0 without ``outer_optimizer="elastic"``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ PolicyName = Literal[
 ]
 StalenessLR = Literal["none", "mean", "gradient", "distance"]
 DelayCompensation = Literal["none", "momentum", "dc_asgd"]
+OnLostRank = Literal["auto", "raise", "continue"]
 
 #: The policies with a setting of their own, by that setting.
 _POLICIES_WITH = {
@@ -29,6 +30,9 @@ _POLICIES_WITH = {
     "sync_period": ("easgd",),
     "elastic_force": ("easgd",),
 }
+
+#: The policies in which a learner that is slow, or lost, keeps no other one from going on.
+_ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", "easgd")
 
 #: The least values of settings that are whole numbers.
 _LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "sync_period": 1, "servers": 1}
@@ -121,9 +125,10 @@ class ParameterServerConfig(Settings):
     ``handed_out``: each rank asks for its next batch, so that an epoch is the whole data set, whoever trains on which
     part of it. In a Trainer, and in plain loops with ``prepare_train_loader``."""
 
-    on_lost_rank: Literal["raise", "continue"] = "raise"
+    on_lost_rank: OnLostRank = "auto"
     """What a rank that is lost means for the others: ``raise``: they raise an error that names it. ``continue``: they
-    go on without it, unless it is rank 0, which has the weights. In plain loops, with ``servers=1``."""
+    go on without it, unless it serves weights; in plain loops, where not all ranks serve. ``auto``: they go on where
+    they can, if the policy is asynchronous: not with ``sync``, ``k_sync``, ``k_batch_sync`` and ``ssp``."""
 
     timeout_s: float = 1800.0
     """Seconds after which a rank that is not heard of counts as lost."""
@@ -135,20 +140,10 @@ class ParameterServerConfig(Settings):
             raise ValueError(f"partition must be 'defdp' or 'handed_out', got {self.partition!r}.")
         if self.staleness_lr not in get_args(StalenessLR):
             raise ValueError(f"staleness_lr must be one of {get_args(StalenessLR)}, got {self.staleness_lr!r}.")
-        if self.on_lost_rank not in ("raise", "continue"):
-            raise ValueError(f"on_lost_rank must be 'raise' or 'continue', got {self.on_lost_rank!r}.")
+        if self.on_lost_rank not in get_args(OnLostRank):
+            raise ValueError(f"on_lost_rank must be one of {get_args(OnLostRank)}, got {self.on_lost_rank!r}.")
         if self.dedicated_servers and self.servers is None:
             raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
-        if self.dedicated_servers and self.goes_on:
-            raise ValueError(
-                "on_lost_rank='continue' needs rank 0 to train, which has the buffers then: set "
-                "dedicated_servers=False, or on_lost_rank='raise'."
-            )
-        if self.goes_on and self.servers != 1:
-            raise ValueError(
-                f"on_lost_rank='continue' cannot go on without a rank that serves weights, with servers="
-                f"{self.servers!r}: set servers=1, so that rank 0 serves all, or on_lost_rank='raise'."
-            )
         if self.delay_compensation not in get_args(DelayCompensation):
             names = get_args(DelayCompensation)
             raise ValueError(f"delay_compensation must be one of {names}, got {self.delay_compensation!r}.")
@@ -187,9 +182,9 @@ class ParameterServerConfig(Settings):
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)
 
-    def check_for_framework(self, uneven_batches: bool) -> None:
-        """Checks that the framework can follow the settings, see :class:`Settings`."""
-        if self.goes_on:
+    def for_framework(self, uneven_batches: bool) -> ParameterServerConfig:
+        """Returns the settings as a Trainer, Fabric or Accelerate follows them, see :class:`Settings`."""
+        if self.on_lost_rank == "continue":
             raise ValueError(
                 "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
                 "themselves, among all ranks. Use ParameterServer(model, optimizer, on_lost_rank='continue') in a "
@@ -207,11 +202,24 @@ class ParameterServerConfig(Settings):
                 "number of batches on all ranks. Use ParameterServer(model, optimizer, partition='handed_out') in a "
                 "loop, or set partition='defdp'."
             )
+        return replace(self, on_lost_rank="raise")
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the others go on without a rank that is lost."""
-        return self.on_lost_rank == "continue"
+    def goes_on(self, world_size: int) -> bool:
+        """Returns whether the others go on without a rank that is lost, if it does not serve weights.
+
+        Raises:
+            ValueError: they are to go on, and all ranks serve; or as :meth:`num_servers`.
+        """
+        all_serve = self.num_servers(world_size) == world_size
+        if self.on_lost_rank == "continue" and all_serve:
+            raise ValueError(
+                f"on_lost_rank='continue' goes on without ranks that serve no weights, and with servers="
+                f"{self.servers!r} all of the {world_size} ranks serve: set servers=1, so that rank 0 serves all, or "
+                "on_lost_rank='raise'."
+            )
+        return self.on_lost_rank == "continue" or (
+            self.on_lost_rank == "auto" and not all_serve and self.policy in _ASYNCHRONOUS
+        )
 
     def policy_for(self, learners: int) -> Policy:
         """Returns the policy with a number of learners.

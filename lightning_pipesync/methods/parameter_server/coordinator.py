@@ -6,9 +6,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from lightning_pipesync.data.handed_out import BatchQueue
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Sequencer, Update
-from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, Dismissed, StepSettings, Wish
+from lightning_pipesync.methods.parameter_server.arrivals import Arrivals
+from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, Buffers, Dismissed, StepSettings, Wish
 
 
 class Coordinator:
@@ -25,6 +28,7 @@ class Coordinator:
         learners: the ranks that batches are handed out to.
         followers: the ranks that follow the decisions.
         keep_log: whether to keep the log.
+        num_telling: the number of other servers that tell when they have a gradient, see [Note: half a gradient].
     """
 
     def __init__(
@@ -34,18 +38,16 @@ class Coordinator:
         learners: Iterable[int],
         followers: Sequence[int],
         keep_log: bool,
+        num_telling: int = 0,
     ) -> None:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
         self._handed_out = BatchQueue(learners)
         self._lost: set[int] = set()
+        self._arrivals = Arrivals(num_telling)
+        self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
         self._settings: dict[Gradient, StepSettings] = {}  # of the pushed gradients
         self._lock = threading.Lock()
-
-    @property
-    def learners(self) -> list[int]:
-        """The learners that are not lost."""
-        return sorted(self._sequencer.learners)
 
     @property
     def mean_staleness(self) -> float:
@@ -58,19 +60,28 @@ class Coordinator:
             if gradient.rank in self._lost:
                 return
             self._settings[gradient] = settings
-            self._decide(self._sequencer.push(gradient))
+            self._take(gradient.rank, gradient)
+
+    def arrived(self, gradient: Gradient) -> None:
+        """Takes that another server has a learner's gradient."""
+        with self._lock:
+            if gradient.rank in self._lost:
+                self._decide([Decision(dropped=gradient)])
+                return
+            self._arrivals.part(gradient)
+            self._take(gradient.rank)
 
     def grant(self, rank: int, wish: Wish) -> None:
         """Takes a learner's wish; not that of one that has just been lost."""
         with self._lock:
-            if rank in self._lost:
-                return
-            if wish is Wish.FETCH:
-                self._decide(self._sequencer.fetch(rank))
-            elif wish is Wish.RETIRE:
-                self._decide(self._sequencer.retire(rank))
-            else:
-                self._decide(self._sequencer.check(rank, finite=wish is Wish.STEP))
+            if rank not in self._lost:
+                self._take(rank, wish)
+
+    def keep_buffers(self, rank: int, buffers: list[Tensor]) -> None:
+        """Takes the buffers of a learner that retires next; all get the first one's when all have retired."""
+        with self._lock:
+            if rank not in self._lost:
+                self._buffers[rank] = buffers
 
     def hand_out(self, rank: int, ask: Ask) -> None:
         """Sends a learner the number of its next batch."""
@@ -82,8 +93,10 @@ class Coordinator:
         """Goes on without a learner."""
         with self._lock:
             self._lost.add(rank)
+            self._buffers.pop(rank, None)
             self._send(rank, (Dismissed(),))  # it may wake up
-            self._decide(self._sequencer.lose(rank))
+            halves = [Decision(dropped=gradient) for gradient in self._arrivals.lose(rank)]
+            self._decide([*halves, *self._sequencer.lose(rank)])
 
     def dismisses(self, rank: int) -> bool:
         """Returns whether a rank counts as lost, and tells it so: it may only have been silent for too long."""
@@ -105,11 +118,25 @@ class Coordinator:
             self._sequencer.staleness_lr.load_state_dict(state["staleness"])
             self._handed_out.load_state_dict(state["handed_out"])
 
+    def _take(self, rank: int, *told: Gradient | Wish) -> None:
+        """Calls the sequencer with what a learner has told, as far as it is complete."""
+        for what in told:
+            self._arrivals.tell(rank, what)
+        for what in self._arrivals.ready(rank):
+            if isinstance(what, Gradient):
+                self._decide(self._sequencer.push(what))
+            elif what is Wish.FETCH:
+                self._decide(self._sequencer.fetch(rank))
+            elif what is Wish.RETIRE:
+                self._decide(self._sequencer.retire(rank))
+            else:
+                self._decide(self._sequencer.check(rank, finite=what is Wish.STEP))
+
     def _decide(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             settings = None
             if decision.dropped is not None:
-                del self._settings[decision.dropped]
+                self._settings.pop(decision.dropped, None)
             if decision.update is not None:
                 used = {gradient: self._settings.pop(gradient) for gradient in decision.update.gradients}
                 settings = used[max(used, key=lambda gradient: (gradient.version, -gradient.rank))]  # the newest one's
@@ -118,3 +145,7 @@ class Coordinator:
             for rank in self._followers:
                 if rank not in self._lost:
                     self._send(rank, (decision, settings))
+            if decision.whole and self._buffers:
+                for rank in decision.released:
+                    self._send(rank, (Buffers(), self._buffers[min(self._buffers)]))
+                self._buffers = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,11 +15,15 @@ from lightning_pipesync.methods.parameter_server.config import ParameterServerCo
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
 from lightning_pipesync.methods.parameter_server.learner import Learner
 from lightning_pipesync.methods.parameter_server.messages import (
+    Arrived,
     Ask,
     Batch,
     Buffers,
     Dismissed,
+    OwnBuffers,
     Push,
+    States,
+    StatesWanted,
     StepSettings,
     Sums,
     Weights,
@@ -41,15 +45,23 @@ class Correspondence:
     """
 
     def __init__(self, transport: Transport, config: ParameterServerConfig, learner: Learner) -> None:
-        self._rank, self._world_size = transport.rank, transport.world_size
-        self._config, self._learner = config, learner
+        self._rank = transport.rank
+        self._timeout_s, self._learner = config.timeout_s, learner
         self._num_servers = config.num_servers(transport.world_size)
+        self._goes_on = config.goes_on(transport.world_size)
+        self._learners = set(config.learners(transport.world_size))  # that are not lost
         self._watch, self._mail = transport.watch, transport.mail()
         self.send = self._mail.send
 
-    def start(self, coordinator: Coordinator, server: Server | None) -> None:
-        """Starts to send and to receive; ``server`` is this rank's, if it is one."""
-        self._coordinator, self._server = coordinator, server
+    def start(self, coordinator: Coordinator, server: Server | None, kept: Callable[[int], dict[str, Any]]) -> None:
+        """Starts to send and to receive.
+
+        Args:
+            coordinator: decides, on rank 0.
+            server: this rank's, if it is one.
+            kept: returns this server's part of the state of an optimizer, given its index.
+        """
+        self._coordinator, self._server, self._kept = coordinator, server, kept
         self._mail.start(self._deliver, self._lose, self._end)
 
     def close(self, timeout_s: float) -> None:
@@ -66,7 +78,43 @@ class Correspondence:
     def ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of a loader's next batch of an epoch with so many; None when there is no more."""
         self.send(COORDINATOR, (Ask(loader, epoch, num_batches, to_each),))
-        return self._learner.await_batch()
+        number: int | None = self._learner.await_answer(Batch, "the next batch")
+        return number
+
+    def skips(self, finite: bool) -> bool:
+        """Returns whether all learners skip a step that they take together: if one has a gradient that is not finite.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        self.tell(Wish.STEP if finite else Wish.SKIP)
+        skips: bool = self._learner.await_answer(Decision, "the gradients of all ranks")
+        return skips
+
+    def tell_buffers(self, buffers: list[Tensor]) -> None:
+        """Sends the coordinator the buffers of this learner, which retires next."""
+        self.send(COORDINATOR, (OwnBuffers(), buffers))
+
+    def await_buffers(self) -> list[Tensor]:
+        """Waits for the buffers that all have when all learners have retired, and returns them.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        buffers: list[Tensor] = self._learner.await_answer(Buffers, "the buffers of the first learner")
+        return buffers
+
+    def states_of(self, optimizer: int) -> list[dict[str, Any]]:
+        """Returns by server its part of an optimizer's state, by the name of a parameter; not a collective call.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        for server in range(self._num_servers):
+            self.send(server, (StatesWanted(optimizer),))
+        wanted = "the states of the parameter servers' optimizers"
+        parts = dict(self._learner.await_answer(States, wanted) for _ in range(self._num_servers))
+        return [parts[server] for server in range(self._num_servers)]
 
     def push(
         self,
@@ -98,42 +146,47 @@ class Correspondence:
         for server in range(self._num_servers):
             self.send(server, (sums, part))
 
-    def send_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Sends rank 0's buffers to all other ranks."""
-        for rank in range(1, self._world_size):
-            self.send(rank, (Buffers(), list(buffers)))
-
     # --- what arrives -----------------------------------------------------------------------------------------------
 
     def _deliver(self, rank: int, message: Any) -> None:
         """Takes a message, by a thread of the mail."""
         what, *rest = message
-        if isinstance(what, Push | Wish | Ask):
+        if isinstance(what, Push | Wish | Ask | OwnBuffers):
             if not self._coordinator.dismisses(rank):
                 self._serve(rank, what, *rest)
         elif isinstance(what, Dismissed):
             self._learner.fail(self._dismissal())
         elif isinstance(what, Batch):
-            self._learner.take_batch(what.number)
+            self._learner.answer(Batch, what.number)
         elif isinstance(what, Weights):
             self._learner.take(rank, what, *rest)
         elif isinstance(what, Buffers):
-            self._learner.take_buffers(*rest)
+            self._learner.answer(Buffers, *rest)
+        elif isinstance(what, States):
+            self._learner.answer(States, (rank, *rest))
+        elif isinstance(what, StatesWanted):
+            self.send(rank, (States(), self._kept(what.optimizer)))
+        elif isinstance(what, Arrived):
+            self._coordinator.arrived(what.gradient)
         elif isinstance(what, Sums):
             assert self._server is not None
             self._server.take_sums(rank, what, *rest)
         else:
             self._follow(what, *rest)
 
-    def _serve(self, rank: int, what: Push | Wish | Ask, *rest: Any) -> None:
+    def _serve(self, rank: int, what: Push | Wish | Ask | OwnBuffers, *rest: Any) -> None:
         """Takes what a learner wants."""
         if isinstance(what, Push):
             assert self._server is not None
             self._server.push(rank, what.gradient.step, Pushed(*rest))
             if what.settings is not None:
                 self._coordinator.push(what.gradient, what.settings)
+            elif self._goes_on:
+                self.send(COORDINATOR, (Arrived(what.gradient),))
         elif isinstance(what, Wish):
             self._coordinator.grant(rank, what)
+        elif isinstance(what, OwnBuffers):
+            self._coordinator.keep_buffers(rank, *rest)
         else:
             self._coordinator.hand_out(rank, what)
 
@@ -142,29 +195,33 @@ class Correspondence:
         if decision.update is not None:
             self._learner.newest = max(self._learner.newest, decision.update.version)
         if decision.skip is not None:
-            self._learner.take_skip(decision.skip)
+            self._learner.answer(Decision, decision.skip)
         elif self._server is not None:
             self._server.follow(decision, settings)
 
     def _lose(self, rank: int, error: Exception) -> None:
         """Takes the loss of a rank, by a thread of the mail."""
-        if not self._config.goes_on or rank == COORDINATOR:
+        if not self._goes_on or rank < self._num_servers:
             self._learner.fail(error)
             return
         self._watch.go_on_without(rank)
-        if self._rank == COORDINATOR:
-            left = [learner for learner in self._coordinator.learners if learner != rank]
+        self._learners.discard(rank)
+        if not self._learners:
+            self._learner.fail(error)
+        elif self._rank == COORDINATOR:
+            go_on = (
+                f"rank {', '.join(map(str, sorted(self._learners)))} {'go' if len(self._learners) > 1 else 'goes'} on"
+            )
             with suppress(UserWarning):  # where warnings are errors
                 warnings.warn(
-                    f"Lost rank {rank} after {self._learner.newest} updates: rank {', '.join(map(str, left))} "
-                    f"{'go' if len(left) > 1 else 'goes'} on without it. {error}",
+                    f"Lost rank {rank} after {self._learner.newest} updates: {go_on} without it. {error}",
                     stacklevel=2,
                 )
             self._coordinator.lose(rank)
 
     def _end(self, rank: int) -> None:
         """Takes that a rank has ended without an error, by a thread of the mail; all may have ended their parts."""
-        if not self._config.goes_on:
+        if not self._goes_on or rank < self._num_servers:
             self._learner.bound_waits()
         elif self._rank == COORDINATOR:
             self._coordinator.lose(rank)
@@ -172,5 +229,5 @@ class Correspondence:
     def _dismissal(self) -> RuntimeError:
         return RuntimeError(
             f"Rank {self._rank} was not heard of in time, and counts as lost "
-            f"(timeout_s={self._config.timeout_s:g}): the others went on without it. End this process."
+            f"(timeout_s={self._timeout_s:g}): the others went on without it. End this process."
         )

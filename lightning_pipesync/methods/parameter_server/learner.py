@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -49,9 +50,7 @@ class Learner:
         self._transport, self._timeout_s, self._is_patient = transport, timeout_s, is_patient
         self._arrived: dict[int, tuple[Weights, list[Tensor] | None]] = {}  # by server
         self._changed = threading.Condition()
-        self._skip: bool | None = None
-        self._buffers_of_rank_0: list[Tensor] | None = None
-        self._batches: deque[int | None] = deque()
+        self._answers: defaultdict[type, deque[Any]] = defaultdict(deque)  # by kind
         self._error: BaseException | None = None
 
     def next_gradient(self, optimizer: int) -> Gradient:
@@ -65,43 +64,21 @@ class Learner:
             self._arrived[server] = (weights, values)
             self._changed.notify_all()
 
-    def take_batch(self, number: int | None) -> None:
-        """Takes the number of the batch to train on next, by a thread of the mail; None: there is no more."""
+    def answer(self, kind: type, answer: Any) -> None:
+        """Takes what this rank has asked for, by a thread of the mail."""
         with self._changed:
-            self._batches.append(number)
+            self._answers[kind].append(answer)
             self._changed.notify_all()
 
-    def await_batch(self) -> int | None:
-        """Waits for the number of the batch that this rank has asked for; returns it.
+    def await_answer(self, kind: type, what: str) -> Any:
+        """Waits for the next answer of a kind, ``what`` in words; returns it.
 
         Raises:
             RuntimeError: a peer is lost.
         """
-        self._await(lambda: bool(self._batches), "the next batch")
-        return self._batches.popleft()
-
-    def take_skip(self, skip: bool) -> None:
-        """Takes whether all learners skip a step, by a thread of the mail."""
-        with self._changed:
-            self._skip = skip
-            self._changed.notify_all()
-
-    def take_buffers(self, buffers: list[Tensor]) -> None:
-        """Takes rank 0's buffers, by a thread of the mail."""
-        with self._changed:
-            self._buffers_of_rank_0 = buffers
-            self._changed.notify_all()
-
-    def await_buffers(self) -> list[Tensor]:
-        """Waits for the buffers that rank 0 sends when it consolidates the weights, and returns them.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
-        self._await(lambda: self._buffers_of_rank_0 is not None, "the buffers of rank 0")
-        buffers, self._buffers_of_rank_0 = self._buffers_of_rank_0, None
-        assert buffers is not None
-        return buffers
+        answers = self._answers[kind]
+        self._await(lambda: bool(answers), what)
+        return answers.popleft()
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting for weights raise an error, from now on."""
@@ -119,16 +96,6 @@ class Learner:
         """Raises the error that has ended the training, if there is one."""
         if self._error is not None:
             raise self._error
-
-    def await_skip(self) -> bool:
-        """Waits until all learners have told of their gradients; returns whether all of them skip the step.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
-        self._await(lambda: self._skip is not None, "the gradients of all ranks")
-        skip, self._skip = bool(self._skip), None
-        return skip
 
     def await_weights(self) -> None:
         """Waits for the weights that this rank has asked for, and copies them into the parameters.

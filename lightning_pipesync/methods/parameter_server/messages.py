@@ -79,8 +79,32 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Arrived:
+    """A server has a learner's gradient."""
+
+    gradient: Gradient
+
+
+@dataclass(frozen=True)
+class OwnBuffers:
+    """A learner's buffers, before it retires."""
+
+
+@dataclass(frozen=True)
 class Buffers:
-    """Rank 0's buffers, when all learners have retired."""
+    """The first learner's buffers, when all have retired."""
+
+
+@dataclass(frozen=True)
+class StatesWanted:
+    """A rank asks a server for its part of an optimizer's state."""
+
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class States:
+    """A server's part of an optimizer's state, as it was when all learners retired last."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ class ParameterServer(SyncMethod):
         # Who is not heard of for the timeout is given up first, and what waits for that goes on. A rank that only
         # serves waits for as long as others train.
         moves = self._policy.local or self._policy.elastic
-        patience_s = config.timeout_s * (GIVING_UP if config.goes_on else 1)
+        self._goes_on = config.goes_on(transport.world_size)
+        patience_s = config.timeout_s * (GIVING_UP if self._goes_on else 1)
         self._learner = Learner(self._buckets, num_servers, transport, patience_s, moves, self.only_serves)
         self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
         self._messages = messages = Correspondence(transport, config, self._learner)
@@ -141,8 +142,7 @@ class ParameterServer(SyncMethod):
         if loss_scale is None or not self._policy.together:
             return False
         gradients = [p.grad for p in parameters_of(self.optimizers[index]) if p.grad is not None]
-        self._messages.tell(Wish.SKIP if not all(bool(torch.isfinite(grad).all()) for grad in gradients) else Wish.STEP)
-        return self._learner.await_skip()
+        return self._messages.skips(finite=all(bool(torch.isfinite(grad).all()) for grad in gradients))
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Pushes the gradient, and waits for the weights to go on from."""
@@ -256,11 +256,12 @@ class ParameterServer(SyncMethod):
             self._settle()
         if self._elastic is not None and not self.flushed:
             self._elastic.keep()
-        self._retire()
-        if self.config.goes_on:
-            self._share_buffers()
+        buffers = self._read_buffers()
+        if self._goes_on:
+            self._retire_with(buffers)
         else:
-            exchange_fused(self._read_buffers(), PIECE_MB, partial(self.transport.broadcast, src=self._first_learner))
+            self._retire()
+            exchange_fused(buffers, PIECE_MB, partial(self.transport.broadcast, src=self._first_learner))
         self.flushed = True
 
     def _retire(self) -> None:
@@ -273,13 +274,13 @@ class ParameterServer(SyncMethod):
             self._local.begin_anew()
 
     @torch.no_grad()
-    def _share_buffers(self) -> None:
-        """Makes the buffers those of rank 0, without waiting for a rank that is lost."""
-        if self.transport.rank == COORDINATOR:
-            self._messages.send_buffers([buffer.cpu().clone() for buffer in self._read_buffers()])
-        else:
-            for buffer, value in zip(self._read_buffers(), self._learner.await_buffers(), strict=True):
-                buffer.copy_(value)
+    def _retire_with(self, buffers: Sequence[Tensor]) -> None:
+        """Retires, and makes the buffers the first learner's, without waiting for a rank that is lost."""
+        if buffers and not self.only_serves:
+            self._messages.tell_buffers([buffer.cpu().clone() for buffer in buffers])
+        self._retire()
+        for buffer, value in zip(buffers, self._messages.await_buffers() if buffers else (), strict=True):
+            buffer.copy_(value)
 
     def resume(self) -> None:
         """Continues from the flushed weights, with ``policy="easgd"`` from this rank's own."""
@@ -316,10 +317,13 @@ class ParameterServer(SyncMethod):
         return {**counts, **super().metrics()}
 
     def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """Returns what ``optimizer.state_dict()`` would be without servers, on every rank; a collective call.
+        """Returns what ``optimizer.state_dict()`` would be without servers, on every rank.
+
+        A collective call, unless the others go on without a rank that is lost: then it is what it was at the last
+        :meth:`flush`.
 
         Raises:
-            RuntimeError: a rank has trained since the last :meth:`flush`.
+            RuntimeError: a rank has trained since the last :meth:`flush`; or a server is lost.
         """
         index = self._index(optimizer)
         if self._loaded or self._policy.elastic:
@@ -327,7 +331,7 @@ class ParameterServer(SyncMethod):
         return self._serving.optimizers.state_dict_of(index)
 
     def return_optimizer_states(self) -> None:
-        """Sets the whole state of the optimizer, which :meth:`detach` would drop; a collective call."""
+        """Sets the whole state of the optimizer, which :meth:`detach` would drop; as :meth:`optimizer_state_dict`."""
         if not self._loaded:
             self._serving.optimizers.give_back()
 
@@ -382,6 +386,7 @@ class ParameterServer(SyncMethod):
                 )
             for optimizer in () if policy.elastic else self.optimizers:
                 self.config.check_optimizer(optimizer, self.config.num_servers(world_size))
+            self.config.goes_on(world_size)
         except ValueError as error:
             return error
         return None

@@ -52,6 +52,7 @@ class Server:
         force: alpha, if replicas pull at the weights instead (EASGD); None: they do not.
         send_weights: called with a learner, what weights it gets, and the values of all shards, None if it has them.
         send_sums: called with what sums are for, and this server's part of them, which all servers are to get.
+        keep: called when all are to get the same weights, before they do.
         fail: called with an error, after which the server does nothing more.
     """
 
@@ -63,11 +64,12 @@ class Server:
         force: float | None,
         send_weights: Callable[[int, Weights, list[Tensor] | None], object],
         send_sums: Callable[[Sums, Tensor], object],
+        keep: Callable[[], object],
         fail: Callable[[BaseException], object],
     ) -> None:
         self.version = 0
         self._shards, self._num_servers = list(shards), num_servers
-        self._send_weights, self._send_sums, self._fail = send_weights, send_sums, fail
+        self._send_weights, self._send_sums, self._keep, self._fail = send_weights, send_sums, keep, fail
         self._pushed: dict[Key, Pushed] = {}
         self._unused: set[Key] = set()  # gradients that were dropped before they arrived
         self._sums: dict[Sums, dict[int, Tensor]] = {}  # parts of sums, by what these are for, and server
@@ -135,6 +137,8 @@ class Server:
         if decision.update is not None:
             assert settings is not None
             self._update(decision.update, settings)
+        if decision.whole:
+            self._keep()
         for rank in decision.released:
             if rank in self._pulls:
                 self._sent.pop(rank, None)

@@ -48,17 +48,19 @@ class ServerSide:
         everyone, learners = range(transport.world_size), config.learners(transport.world_size)
         number = config.num_servers(transport.world_size)
         shards: list[ServedShard] = []
-        self._server: Server | None = None
         if transport.rank < number:
             shards = [ServedShard(b, transport.rank, optimizers[b.group[0]], config, number) for b in buckets]
+        self.optimizers = ServedOptimizers(optimizers, buckets, shards, config, transport, messages.states_of)
+        self._server: Server | None = None
+        if shards:
             force, sends = config.force(len(learners)), (messages.send_weights, messages.send_sums)
-            self._server = Server(shards, number, config, force, *sends, learner.fail)
-        self.optimizers = ServedOptimizers(optimizers, buckets, shards, config, transport)
+            self._server = Server(shards, number, config, force, *sends, self.optimizers.keep, learner.fail)
         predicts, serving = config.delay_compensation == "momentum", range(learners.start)
         sequencer = Sequencer.of(policy, everyone, config.staleness_lr, predicts, serving)
         followers = everyone if policy.cancels or policy.together else everyone[:number]
-        self.coordinator = Coordinator(sequencer, messages.send, learners, followers, config.keep_log)
-        messages.start(self.coordinator, self._server)
+        num_telling = number - 1 if config.goes_on(transport.world_size) else 0
+        self.coordinator = Coordinator(sequencer, messages.send, learners, followers, config.keep_log, num_telling)
+        messages.start(self.coordinator, self._server, self.optimizers.kept)
 
     def read_loaded(self) -> None:
         """Queues that the server goes on from the weights and the optimizers' states that were loaded on this rank."""
