@@ -163,13 +163,6 @@ def test_more_gradients_than_learners_are_refused() -> None:
         timeline("k_sync", k=4)
 
 
-def test_a_framework_that_counts_batches_does_not_hand_them_out() -> None:
-    config = ParameterServerConfig(partition="handed_out")
-    config.check_for_framework(uneven_batches=True)
-    with pytest.raises(ValueError, match="partition='handed_out' is for a Trainer and for plain loops"):
-        config.check_for_framework(uneven_batches=False)
-
-
 def test_each_rank_gets_a_batch_and_the_last_are_kept_for_those_without() -> None:
     queue = BatchQueue(range(3))
     assert [queue.take(0, (1, 0), 5, True) for _ in range(4)] == [0, 1, 2, None]

@@ -345,7 +345,7 @@ def test_what_cannot_go_on_is_refused() -> None:
         with pytest.raises(ValueError, match=f"servers={servers} all of the 4 ranks serve: set servers=1"):
             ParameterServerConfig(on_lost_rank="continue", servers=servers).goes_on(4)
     with pytest.raises(ValueError, match="on_lost_rank='continue' is for plain loops"):
-        ParameterServerConfig(on_lost_rank="continue", servers=1).for_framework(uneven_batches=True)
+        ParameterServerConfig(on_lost_rank="continue", servers=1).for_framework()
 
 
 def test_only_asynchronous_policies_go_on_unasked() -> None:
@@ -354,4 +354,4 @@ def test_only_asynchronous_policies_go_on_unasked() -> None:
         settings = ParameterServerConfig(policy=policy, servers=2)
         assert settings.goes_on(4) != waits
         assert not settings.goes_on(2), "all serve"
-        assert not settings.for_framework(uneven_batches=True).goes_on(4)
+        assert not settings.for_framework().goes_on(4)

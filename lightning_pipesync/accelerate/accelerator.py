@@ -28,8 +28,8 @@ from lightning_pipesync.accelerate.private import (
 )
 from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.core.shutdown import at_shutdown
-from lightning_pipesync.data import DataInjection
 from lightning_pipesync.data.loaders import num_batches
+from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
 from lightning_pipesync.methods.step import check_unscaling
@@ -169,7 +169,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         if not self._synchronizes or self._has_pipeline:
             return self.prepare_data_loader(data_loader)
         assert self.pipesync is not None
-        prepared = loaders.for_training(self, data_loader, self.pipesync.config, lambda: self._injection)
+        prepared = loaders.for_training(self, data_loader, self.pipesync.config, lambda: self._training_data)
         self._num_batches = num_batches(prepared)
         return prepared
 
@@ -317,6 +317,8 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Returns the loader without its first batches, to resume within an epoch."""
         if isinstance(dataloader, loaders.InjectedLoader):
             return dataloader.skip_first_batches(num_batches)
+        if loaders.hands_out(dataloader):  # what was handed out before is not handed out again
+            return dataloader
         return super().skip_first_batches(dataloader, num_batches)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
@@ -373,16 +375,18 @@ class PipeSyncAccelerator(SavingAccelerator):
         return concerned
 
     @property
-    def _injection(self) -> DataInjection:
-        """The data injection of the session's method.
+    def _training_data(self) -> TrainingData:
+        """The training data of the only, or of the first, method.
 
         Raises:
             RuntimeError: no model and optimizer are prepared.
         """
-        for session in self._sessions.sessions:
-            if session.method.data.injection is not None:
-                return session.method.data.injection
-        raise RuntimeError("Data injection needs a prepared model: prepare model and optimizer before iterating.")
+        if not self._sessions.sessions:
+            raise RuntimeError(
+                "The settings of the training data need a prepared model: call prepare(model, optimizer) before "
+                "prepare_train_loader(), with data injection before iterating."
+            )
+        return self._sessions.sessions[0].method.data
 
     def _refuse_pipeline(self, call: str) -> None:
         if self.pipesync is not None and self._has_pipeline:

@@ -12,9 +12,11 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import broadcast_object_list, send_to_device
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared
-from lightning_pipesync.data import DataInjection, adjusted_batch_size
-from lightning_pipesync.data.loaders import LoaderWrapper, with_order, with_seldp
+from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, num_prepared_loaders
+from lightning_pipesync.data import adjusted_batch_size
+from lightning_pipesync.data.handed_out import HandedOutBatches
+from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of, with_order, with_seldp
+from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.settings import Settings
 
 
@@ -23,25 +25,27 @@ class InjectedLoader(LoaderWrapper):
 
     Args:
         loader: a prepared loader whose batches are on the host.
-        find_injection: returns the current data injection, which loading a checkpoint replaces.
+        find_data: returns the training data of the method, whose injection loading a checkpoint replaces.
         device: the device to move batches to; None leaves them where they are.
     """
 
-    def __init__(self, loader: Any, find_injection: Callable[[], DataInjection], device: torch.device | None) -> None:
-        self.loader, self.find_injection, self.device = loader, find_injection, device
+    def __init__(self, loader: Any, find_data: Callable[[], TrainingData], device: torch.device | None) -> None:
+        self.loader, self.find_data, self.device = loader, find_data, device
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            injected = self.find_injection()(batch)
+            injection = self.find_data().injection
+            assert injection is not None
+            injected = injection(batch)
             yield injected if self.device is None else send_to_device(injected, self.device)
 
     def skip_first_batches(self, num_batches: int) -> InjectedLoader:
         """Returns the loader without its first batches."""
-        return InjectedLoader(skip_first_batches(self.loader, num_batches), self.find_injection, self.device)
+        return InjectedLoader(skip_first_batches(self.loader, num_batches), self.find_data, self.device)
 
 
 def for_training(
-    accelerator: Accelerator, loader: DataLoader[Any], config: Settings, find_injection: Callable[[], DataInjection]
+    accelerator: Accelerator, loader: DataLoader[Any], config: Settings, find_data: Callable[[], TrainingData]
 ) -> Any:
     """Prepares the training loader in the order of the method's settings, and with data injection if it is set.
 
@@ -52,6 +56,12 @@ def for_training(
         ValueError: the data set has fewer samples than there are ranks, or data injection is set and the loader has no
             batches.
     """
+    if config.partition == "handed_out":
+        number = num_prepared_loaders(accelerator)
+        ordered = find_data().prepare(loader, _shared_seed(accelerator)).loader
+        if isinstance(batches := sampler_of(ordered), HandedOutBatches):
+            batches.ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
+            return _prepared(accelerator, ordered, divided_by=1)
     if config.partition != "seldp" and config.injection is None:
         return divided(accelerator, loader)
     world_size = accelerator.num_processes
@@ -95,12 +105,17 @@ def for_training(
         prepared = _prepared(accelerator, loader, world_size, on_host=True, seed=seed, split_batches=False)
     if config.injection is None:
         return prepared
-    return InjectedLoader(prepared, find_injection, accelerator.device if accelerator.device_placement else None)
+    return InjectedLoader(prepared, find_data, accelerator.device if accelerator.device_placement else None)
 
 
 def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
     """Returns the loader divided among the ranks; ``set_epoch`` determines its shuffled order."""
     return _prepared(accelerator, loader, accelerator.num_processes, seed=_shared_seed(accelerator))
+
+
+def hands_out(loader: Any) -> bool:
+    """Returns whether a prepared loader's batches are handed out."""
+    return isinstance(getattr(loader, "batch_sampler", None), HandedOutBatches)
 
 
 def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
@@ -119,10 +134,11 @@ def check_training(config: Settings) -> None:
             f"injection={config.injection} has no effect on loaders passed to prepare(): call train_loader = "
             "accelerator.prepare_train_loader(train_loader), or set injection=None."
         )
-    if config.partition == "seldp":
+    if config.partition != "defdp":
         warnings.warn(
-            "partition='seldp' has no effect on loaders passed to prepare(), which does not know the training loader: "
-            "call train_loader = accelerator.prepare_train_loader(train_loader), or set partition='defdp'.",
+            f"partition={config.partition!r} has no effect on loaders passed to prepare(), which does not know the "
+            "training loader: call train_loader = accelerator.prepare_train_loader(train_loader), or set "
+            "partition='defdp'.",
             stacklevel=3,
         )
 

@@ -50,6 +50,11 @@ def replace_prepared_optimizer(accelerator: Any, old: Optimizer, new: Optimizer)
     optimizers[[id(optimizer) for optimizer in optimizers].index(id(old))] = new
 
 
+def num_prepared_loaders(accelerator: Any) -> int:
+    """Returns the number of an Accelerator's prepared loaders."""
+    return len(accelerator._dataloaders)
+
+
 def add_prepared_loader(accelerator: Any, loader: Any) -> None:
     """Adds a loader that this package has prepared to an Accelerator's prepared loaders."""
     accelerator._dataloaders.append(loader)

@@ -31,6 +31,7 @@ class HandedOutBatches(Sampler[list[int]]):
         to_each: whether each rank is to get one batch of an epoch at least.
 
     Attributes:
+        ask: asks for a batch.
         num_taken: number of batches that have been handed out to all ranks, in all epochs, when this rank asked last.
         max_batches: the most batches that are handed out to all ranks, in all epochs; None: any number.
     """
@@ -48,7 +49,7 @@ class HandedOutBatches(Sampler[list[int]]):
     ) -> None:
         self._dataset: Sized = dataset
         self.batch_size, self.drop_last = batch_size, drop_last
-        self._shuffle, self._seed, self._ask, self._epoch = shuffle, seed, ask, 0
+        self._shuffle, self._seed, self.ask, self._epoch = shuffle, seed, ask, 0
         self._loader, self._to_each = loader, to_each
         self.num_taken = 0
         self.max_batches: int | None = None
@@ -75,7 +76,7 @@ class HandedOutBatches(Sampler[list[int]]):
         order = list(range(num_samples))
         if self._shuffle:
             order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(self._seed + epoch)).tolist()
-        while (number := self._ask(self._loader, epoch, num_batches, self._to_each)) is not None:
+        while (number := self.ask(self._loader, epoch, num_batches, self._to_each)) is not None:
             self.num_taken = epoch * self.num_batches + number + 1
             yield order[number * self.batch_size : (number + 1) * self.batch_size]
         self.num_taken = epoch * self.num_batches + num_batches

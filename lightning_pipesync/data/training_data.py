@@ -75,7 +75,7 @@ class TrainingData:
         self._settings, self.transport = settings, transport
         self._num_prepared = 0
 
-    def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None) -> TrainLoader:
+    def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None = None) -> TrainLoader:
         """See :meth:`SyncMethod.prepare_train_loader`."""
         problem: ValueError | None = None
         self._num_prepared += 1
@@ -108,6 +108,8 @@ class TrainingData:
             "injection": "set injection=None",
             "full_pass": "set full_pass=False, also with a SelDPSampler(full_pass=True) of your own",
         }
+        if self._settings.partition == "handed_out":
+            ways_out["partition"] = "set partition='defdp'"
         for name, way_out in ways_out.items():
             if value := getattr(self._settings, name):
                 raise ValueError(

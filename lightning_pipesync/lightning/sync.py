@@ -114,7 +114,6 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
             self._traffic_backend,
             loads_data=True,
             steps_per_epoch=self._steps_per_epoch,
-            uneven_batches=True,
         )
 
     # --- data -------------------------------------------------------------------------------------------------------

@@ -65,11 +65,8 @@ class Settings:
         """Returns the names of settings that the other settings make ineffective, each with the reason."""
         return {}
 
-    def for_framework(self: Config, uneven_batches: bool) -> Config:
+    def for_framework(self: Config) -> Config:
         """Returns the settings for a Trainer, Fabric or Accelerate, which adds communication of its own.
-
-        Args:
-            uneven_batches: whether ranks may train on different numbers of batches there.
 
         Raises:
             ValueError: one of them is for plain loops only.

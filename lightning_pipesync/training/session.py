@@ -29,7 +29,6 @@ class MethodPlan:
         backend: backend of the method's communication, see :class:`Transport`.
         loads_data: whether the framework follows the settings of the training data itself.
         steps_per_epoch: returns the number of steps of an epoch, if it is known; None: see :class:`TrainingData`.
-        uneven_batches: whether ranks may train on different numbers of batches there.
     """
 
     name: str
@@ -38,7 +37,6 @@ class MethodPlan:
     backend: str | None = None
     loads_data: bool = False
     steps_per_epoch: Callable[[], int | None] | None = None
-    uneven_batches: bool = False
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
         """Attaches the method; a collective call.
@@ -47,7 +45,7 @@ class MethodPlan:
             ValueError: as :class:`SyncMethod`; or a setting is for plain loops only.
         """
         make: Any = METHODS[self.name]
-        config = self.config.for_framework(self.uneven_batches)
+        config = self.config.for_framework()
         config = config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
         method: SyncMethod = make(module, optimizers, config, backend=self.backend)
         method.data.followed = self.loads_data

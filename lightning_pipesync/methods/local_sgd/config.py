@@ -198,7 +198,7 @@ class LocalSGDConfig(Settings):
                 "in each batch: set injection=None."
             )
 
-    def for_framework(self, uneven_batches: bool) -> LocalSGDConfig:
+    def for_framework(self) -> LocalSGDConfig:
         """Returns the settings, none of which is for plain loops only, see :class:`Settings`."""
         if self.on_lost_rank == "continue":
             raise ValueError(

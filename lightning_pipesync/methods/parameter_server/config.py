@@ -123,7 +123,7 @@ class ParameterServerConfig(Settings):
     partition: Literal["defdp", "handed_out"] = "defdp"
     """Which rank trains on which data: ``defdp`` is the framework's order, with the same number of batches for all.
     ``handed_out``: each rank asks for its next batch, so that an epoch is the whole data set, whoever trains on which
-    part of it. In a Trainer, and in plain loops with ``prepare_train_loader``."""
+    part of it. Except in a Trainer, with ``prepare_train_loader``."""
 
     on_lost_rank: OnLostRank = "auto"
     """What a rank that is lost means for the others: ``raise``: they raise an error that names it. ``continue``: they
@@ -182,7 +182,7 @@ class ParameterServerConfig(Settings):
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         get_codec(self.compression)
 
-    def for_framework(self, uneven_batches: bool) -> ParameterServerConfig:
+    def for_framework(self) -> ParameterServerConfig:
         """Returns the settings as a Trainer, Fabric or Accelerate follows them, see :class:`Settings`."""
         if self.on_lost_rank == "continue":
             raise ValueError(
@@ -195,12 +195,6 @@ class ParameterServerConfig(Settings):
                 "dedicated_servers=True is for plain loops: a Trainer, Fabric and Accelerate count on a batch on each "
                 "rank. Use ParameterServer(model, optimizer, dedicated_servers=True) in a loop, or set "
                 "dedicated_servers=False."
-            )
-        if self.partition == "handed_out" and not uneven_batches:
-            raise ValueError(
-                "partition='handed_out' is for a Trainer and for plain loops: Fabric and Accelerate count on the same "
-                "number of batches on all ranks. Use ParameterServer(model, optimizer, partition='handed_out') in a "
-                "loop, or set partition='defdp'."
             )
         return replace(self, on_lost_rank="raise")
 

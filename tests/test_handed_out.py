@@ -1,0 +1,110 @@
+"""Batches that are handed out in loops with Fabric and Accelerate, whose ranks take different numbers of steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
+from lightning_pipesync.fabric import ParameterServerFabricStrategy
+from tests.harness import launch, raised
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+
+SETTINGS: dict[str, Any] = {"policy": "async", "partition": "handed_out", "timeout_s": 60}
+SAMPLES, BATCH_SIZE, EPOCHS, DELAY_S = 80, 4, 2, 0.1
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH_SIZE, shuffle=True)
+
+
+def train_with_fabric() -> dict[str, Any]:
+    fabric = Fabric(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ParameterServerFabricStrategy(**SETTINGS)
+    )
+    fabric.launch()
+    model = seeded_mlp()
+    model, optimizer = fabric.setup(model, OPTIMIZERS["sgd"](model))
+    loader, seen = fabric.strategy.prepare_train_loader(data()), []
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        for number, (indices,) in enumerate(loader):
+            seen.append(indices.tolist())
+            optimizer.zero_grad()
+            fabric.backward(loss(model, number, fabric.global_rank))
+            time.sleep(DELAY_S * fabric.global_rank)
+            optimizer.step()
+        with fabric.strategy.consolidated():
+            weights = {name: value.clone() for name, value in state(model).items()}
+    return {"seen": seen, "weights": weights}
+
+
+def accelerated(*objects: Any) -> Any:
+    accelerator = PipeSyncAccelerator(PipeSyncPlugin("parameter_server", **SETTINGS))
+    return accelerator, *accelerator.prepare(*objects)
+
+
+def train_with_accelerate(folder: Path) -> dict[str, Any]:
+    """Trains with Accelerate, saves between two epochs, and trains on from what was saved."""
+    seen: list[list[int]] = []
+    for epoch in range(EPOCHS):
+        model = seeded_mlp()
+        accelerator, model, optimizer = accelerated(model, OPTIMIZERS["sgd"](model))
+        rank = accelerator.process_index
+        loader = accelerator.prepare_train_loader(data())
+        if epoch:
+            accelerator.load_state(str(folder))
+        loader.set_epoch(epoch)
+        for number, (indices,) in enumerate(loader):
+            seen.append(indices.tolist())
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model, number, rank))
+                time.sleep(DELAY_S * rank)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state(str(folder))
+        weights = {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+        accelerator.free_memory()
+    accelerator.end_training()
+    return {"seen": seen, "weights": weights}
+
+
+@pytest.mark.parametrize("framework", ["fabric", "accelerate"])
+def test_an_epoch_is_handed_out_to_who_asks(framework: str, tmp_path: Path) -> None:
+    if framework == "fabric":
+        fast, slow = launch(train_with_fabric, 2, init=False)
+    else:
+        fast, slow = launch(train_with_accelerate, 2, tmp_path, init=False)
+    everything = sorted(index for outcome in (fast, slow) for batch in outcome["seen"] for index in batch)
+    assert everything == sorted([*range(SAMPLES)] * EPOCHS)
+    assert len(fast["seen"]) > len(slow["seen"]) > 0
+    assert len({tuple(batch) for outcome in (fast, slow) for batch in outcome["seen"]}) == EPOCHS * SAMPLES / BATCH_SIZE
+    for name, value in fast["weights"].items():
+        assert torch.equal(value, slow["weights"][name]), name
+
+
+def prepare_wrongly() -> list[Any]:
+    """Prepares the loader before the model, and trains on one that was not prepared; returns what is raised."""
+    accelerator = PipeSyncAccelerator(PipeSyncPlugin("parameter_server", **SETTINGS))
+    early = raised(lambda: accelerator.prepare_train_loader(data()))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ParameterServerFabricStrategy(**SETTINGS))
+    fabric.launch()
+    model = seeded_mlp()
+    model, optimizer = fabric.setup(model, OPTIMIZERS["sgd"](model))
+    for _ in fabric.setup_dataloaders(data()):
+        fabric.backward(loss(model, 0, fabric.global_rank))
+        return [early, raised(optimizer.step)]
+    return []
+
+
+def test_loaders_that_nobody_hands_out_are_refused() -> None:
+    for early, unknown in launch(prepare_wrongly, 2, init=False):
+        assert "prepare(model, optimizer) before prepare_train_loader()" in early[1]
+        assert "partition='handed_out' has no effect" in unknown[1]
