@@ -19,6 +19,7 @@ from tests.harness import launch
 
 METHODS: dict[str, dict[str, Any]] = {
     "dear": {"fusion": "buffer", "bucket_mb": 0.01},
+    "parameter_server": {"policy": "sync"},
     "local_sgd": {"period": "0.375 epoch", "overlap_steps": 2, "outer_optimizer": "nesterov"},
     "selsync": {"delta": 0.05, "window": 3},
     "pipe_sgd": {"staleness": 1},
