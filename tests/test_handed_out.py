@@ -43,6 +43,7 @@ def train_with_fabric() -> dict[str, Any]:
             optimizer.step()
         with fabric.strategy.consolidated():
             weights = {name: value.clone() for name, value in state(model).items()}
+    fabric.strategy.teardown()  # waits for the other rank
     return {"seen": seen, "weights": weights}
 
 
@@ -100,7 +101,9 @@ def prepare_wrongly() -> list[Any]:
     model, optimizer = fabric.setup(model, OPTIMIZERS["sgd"](model))
     for _ in fabric.setup_dataloaders(data()):
         fabric.backward(loss(model, 0, fabric.global_rank))
-        return [early, raised(optimizer.step)]
+        outcomes = [early, raised(optimizer.step)]
+        fabric.strategy.teardown()
+        return outcomes
     return []
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_pipesync.data.handed_out import BatchQueue
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
+from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
+from lightning_pipesync.methods.parameter_server.messages import Ask
 
 
 class Timeline:
@@ -173,3 +177,19 @@ def test_each_rank_gets_a_batch_and_the_last_are_kept_for_those_without() -> Non
     assert [resumed.take(1, (1, 1), 3, True) for _ in range(2)] == [0, None]
     assert [resumed.take(1, (1, 2), 3, False) for _ in range(4)] == [0, 1, 2, None]
     assert resumed.take(1, (2, 0), 3, False) == 0, "another loader begins anew"
+
+
+def test_who_resumes_first_is_not_handed_what_others_had_before() -> None:
+    sent: list[tuple[int, Any]] = []
+    given = (lambda *message: sent.append(message), range(2), range(1))
+
+    def coordinator() -> Coordinator:
+        return Coordinator(Sequencer.of(Policy(1, waits=True), range(2)), *given, keep_log=False)
+
+    first = coordinator()
+    first.hand_out(0, Ask(1, 0, num_batches=9, to_each=False, num_resumed=0))
+    resumed = coordinator()
+    resumed.hand_out(1, Ask(1, 0, num_batches=9, to_each=False, num_resumed=1))
+    assert len(sent) == 1, "rank 0 has not resumed yet"
+    resumed.load_state_dict(first.state_dict(), version=0)
+    assert [(rank, what.number) for rank, (what,) in sent] == [(0, 0), (1, 1)]

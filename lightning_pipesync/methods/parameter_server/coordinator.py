@@ -43,6 +43,7 @@ class Coordinator:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
         self._handed_out = BatchQueue(learners)
+        self._num_resumed, self._early = 0, list[tuple[int, Ask]]()  # asks of those who have resumed earlier
         self._lost: set[int] = set()
         self._arrivals = Arrivals(num_telling)
         self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
@@ -84,8 +85,11 @@ class Coordinator:
                 self._buffers[rank] = buffers
 
     def hand_out(self, rank: int, ask: Ask) -> None:
-        """Sends a learner the number of its next batch."""
+        """Sends a learner the number of its next batch, when what was handed out in an earlier run is known."""
         with self._lock:
+            if ask.num_resumed > self._num_resumed:
+                self._early.append((rank, ask))
+                return
             number = self._handed_out.take(rank, (ask.loader, ask.epoch), ask.num_batches, ask.to_each)
         self._send(rank, (Batch(number),))
 
@@ -117,6 +121,10 @@ class Coordinator:
             self._sequencer.version = version
             self._sequencer.staleness_lr.load_state_dict(state["staleness"])
             self._handed_out.load_state_dict(state["handed_out"])
+            self._num_resumed += 1
+            early, self._early = self._early, []
+        for rank, ask in early:
+            self.hand_out(rank, ask)
 
     def _take(self, rank: int, *told: Gradient | Wish) -> None:
         """Calls the sequencer with what a learner has told, as far as it is complete."""

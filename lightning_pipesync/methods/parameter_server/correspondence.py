@@ -38,6 +38,9 @@ COORDINATOR = 0
 class Correspondence:
     """Carries what learners, servers and the coordinator tell each other.
 
+    Attributes:
+        num_resumed: how many times this rank has resumed from a saved state.
+
     Args:
         transport: the way to the other ranks.
         config: the settings.
@@ -45,7 +48,7 @@ class Correspondence:
     """
 
     def __init__(self, transport: Transport, config: ParameterServerConfig, learner: Learner) -> None:
-        self._rank = transport.rank
+        self._rank, self.num_resumed = transport.rank, 0
         self._timeout_s, self._learner = config.timeout_s, learner
         self._num_servers = config.num_servers(transport.world_size)
         self._goes_on = config.goes_on(transport.world_size)
@@ -77,7 +80,7 @@ class Correspondence:
 
     def ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of a loader's next batch of an epoch with so many; None when there is no more."""
-        self.send(COORDINATOR, (Ask(loader, epoch, num_batches, to_each),))
+        self.send(COORDINATOR, (Ask(loader, epoch, num_batches, to_each, self.num_resumed),))
         number: int | None = self._learner.await_answer(Batch, "the next batch")
         return number
 

@@ -63,12 +63,16 @@ class Sums:
 
 @dataclass(frozen=True)
 class Ask:
-    """A learner asks for a loader's next batch of an epoch with so many, of which each rank may have to get one."""
+    """A learner asks for a loader's next batch of an epoch with so many, of which each rank may have to get one.
+
+    It has resumed so many times from a saved state, and is answered when the coordinator has, too.
+    """
 
     loader: int
     epoch: int
     num_batches: int
     to_each: bool
+    num_resumed: int
 
 
 @dataclass(frozen=True)

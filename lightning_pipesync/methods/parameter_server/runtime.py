@@ -350,6 +350,7 @@ class ParameterServer(SyncMethod):
         """
         self._learner.version = self._learner.newest = state["version"]
         self._learner.steps = state["steps"]
+        self._messages.num_resumed += 1
         self._serving.load_state_dict(state["coordinator"], state["version"])
         for bucket, residual in zip(self._buckets, state["residuals"], strict=False):
             if bucket.residual is not None:
