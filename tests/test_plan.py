@@ -23,6 +23,7 @@ from lightning_pipesync.plan.links import Links, outliers, partners
 from lightning_pipesync.plan.predictions import enough_accumulation, enough_bandwidth, predict
 from lightning_pipesync.plan.report import as_markdown, best_exact
 from lightning_pipesync.plan.saved import of_result, read_plan
+from lightning_pipesync.plan.work import Work
 
 MIB = 2**20
 #: 16 layers of a MiB; a step of 100 ms.
@@ -32,6 +33,7 @@ PROFILE = Profile(
     update=0.01,
     tensors=[LayerTimes(0.06 * (i + 1) / 16, 0.03 * (15 - i) / 16, MIB) for i in range(16)],
 )
+WORK = Work(PROFILE)
 
 
 def cluster(bandwidth: float, world_size: int = 4, **errors: float) -> Cluster:
@@ -50,7 +52,7 @@ def by_method(found: Any) -> dict[str, Any]:
 def test_predictions_are_those_of_the_cost_models() -> None:
     """At 100 MB/s an all-reduce of 16 MiB takes 250 ms among 4 ranks, of which DDP hides 60."""
     at = cluster(1e8)
-    found = by_method(predict(PROFILE, at))
+    found = by_method(predict(WORK, at))
     all_reduce = at.backend.all_reduce(16 * MIB, 4)
     assert all_reduce == pytest.approx(0.252, abs=0.001)
     ddp = found["ddp"]
@@ -65,14 +67,14 @@ def test_predictions_are_those_of_the_cost_models() -> None:
 
 
 def test_a_fast_network_leaves_nothing_to_gain() -> None:
-    found = by_method(predict(PROFILE, cluster(1e11)))
+    found = by_method(predict(WORK, cluster(1e11)))
     for one in found.values():
         assert one.seconds == pytest.approx(0.1, rel=0.06), one.name
     assert best_exact(list(found.values())).method == "ddp"
 
 
 def test_errors_of_the_costs_are_carried_along() -> None:
-    certain, uncertain = (by_method(predict(PROFILE, one)) for one in (cluster(1e8), cluster(1e8, beta_error=1e-9)))
+    certain, uncertain = (by_method(predict(WORK, one)) for one in (cluster(1e8), cluster(1e8, beta_error=1e-9)))
     assert certain["ddp"].error == 0
     assert uncertain["ddp"].error == pytest.approx(0.1 * 0.252, rel=0.1)
     assert uncertain["ddp"].seconds == certain["ddp"].seconds
@@ -83,36 +85,36 @@ def test_other_links_and_hosts() -> None:
     faster = at.with_bandwidth(1e9)
     assert faster.backend.beta == pytest.approx(1e-9)
     assert faster.all_reduces["int8"].beta == pytest.approx(0.25e-9 * 1.0 + 1e-10, rel=0.05)  # encoding takes as long
-    larger = by_method(predict(PROFILE, replace(at, world_size=64)))
-    assert larger["ddp"].seconds > by_method(predict(PROFILE, at))["ddp"].seconds
+    larger = by_method(predict(WORK, replace(at, world_size=64)))
+    assert larger["ddp"].seconds > by_method(predict(WORK, at))["ddp"].seconds
 
 
 def test_from_where_on_ddp_is_enough() -> None:
     at = cluster(1e8)
-    enough = enough_bandwidth(PROFILE, at)
+    enough = enough_bandwidth(WORK, at)
     assert enough is not None
-    assert by_method(predict(PROFILE, at.with_bandwidth(1.01 * enough)))["ddp"].seconds <= 0.1 / 0.95
-    assert by_method(predict(PROFILE, at.with_bandwidth(0.9 * enough)))["ddp"].seconds > 0.1 / 0.95
+    assert by_method(predict(WORK, at.with_bandwidth(1.01 * enough)))["ddp"].seconds <= 0.1 / 0.95
+    assert by_method(predict(WORK, at.with_bandwidth(0.9 * enough)))["ddp"].seconds > 0.1 / 0.95
     slow = replace(at, backend=LinkCost(1.0, 1e-8))
-    assert enough_bandwidth(PROFILE, slow) is None, "latency remains"
-    batches = enough_accumulation(PROFILE, at)
+    assert enough_bandwidth(WORK, slow) is None, "latency remains"
+    batches = enough_accumulation(WORK, at)
     assert batches == 64  # 190 ms bare in 64 * 90
-    assert enough_accumulation(PROFILE, cluster(1e11)) == 1
-    assert enough_accumulation(PROFILE, cluster(1e5)) is None
+    assert enough_accumulation(WORK, cluster(1e11)) == 1
+    assert enough_accumulation(WORK, cluster(1e5)) is None
 
 
 def test_what_was_measured_counts() -> None:
     """A method that is slower than predicted is not recommended, nor one that cannot train the model."""
     at = cluster(1e8)
-    found = sorted(predict(PROFILE, at), key=lambda one: one.seconds)
-    text = as_markdown(PROFILE, at, {"findings": ["a finding"], "measured": {}})
+    found = sorted(predict(WORK, at), key=lambda one: one.seconds)
+    text = as_markdown(WORK, at, {"findings": ["a finding"], "measured": {}})
     assert "- a finding" in text
     assert "Exact: `Trainer(strategy=DeARStrategy(" in text
     assert f"`Trainer(strategy={'LocalSGD' if found[0].method == 'local_sgd' else 'PipeSGD'}Strategy(" in text
     ddp = next(one for one in found if one.method == "ddp")
     measured: dict[str, Any] = {one.name: {"seconds": [1.0]} for one in found if one is not ddp}
     measured[found[0].name] = {"error": "ValueError: no"}
-    text = as_markdown(PROFILE, at, {"findings": [], "measured": measured})
+    text = as_markdown(WORK, at, {"findings": [], "measured": measured})
     assert 'Exact: stay with DDP, `Trainer(strategy="ddp")`.' in text
     assert "Fastest" not in text
     assert "ValueError: no" in text
@@ -238,8 +240,8 @@ def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFi
     written = (tmp_path / "plan.md").read_text()
     assert written == as_markdown(*read_plan(tmp_path / "plan.json", None, None))
     (result,) = json.loads((tmp_path / "plan.json").read_text())["results"]
-    profile, at, _ = of_result(result)
-    assert sum(tensor.num_bytes for tensor in profile.tensors) == 4 * (64 * 64 + 64 + 64 + 1)
+    work, at, _ = of_result(result)
+    assert sum(tensor.num_bytes for tensor in work.profile.tensors) == 4 * (64 * 64 + 64 + 64 + 1)
     assert at.world_size == 2
     run = {name.partition(":")[0] for name, measured in result["measured"].items() if "seconds" in measured}
     assert {"ddp", "dear"} < run, result["measured"]

@@ -68,6 +68,10 @@ class LinkCost:
         """Returns the seconds of an all-reduce (Eq. 5)."""
         return self.reduce_scatter(num_bytes, world_size) + self.all_gather(num_bytes, world_size)
 
+    def torus_half(self, num_bytes: float, columns: int, rows: int) -> float:
+        """Returns the seconds of a reduce-scatter, or of an all-gather, on a 2-D torus: along rows, then columns."""
+        return self.reduce_scatter(num_bytes, columns) + self.reduce_scatter(num_bytes / columns, rows)
+
     def central_server(self, num_bytes: float, world_size: int) -> float:
         """Returns the seconds of a push and pull through one server, on a rank: 2 N (P - 1) bytes pass its link."""
         return self.sharded_servers(num_bytes, world_size, servers=1)

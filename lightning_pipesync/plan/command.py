@@ -40,17 +40,19 @@ def plan(
         output: Folder for plan.json and plan.md.
     """
     from lightning_pipesync.bench import sweep
-    from lightning_pipesync.plan.measure import PROVEN, PlanSettings, measure_plan
+    from lightning_pipesync.plan.measure import measure_plan
+    from lightning_pipesync.plan.model import PlanSettings
+    from lightning_pipesync.plan.proof import PROVEN
     from lightning_pipesync.plan.report import as_markdown
     from lightning_pipesync.plan.saved import of_result, read_plan
 
     if from_file is not None:
-        profile, cluster, result = read_plan(from_file, hosts, rate)
-        sweep.show(as_markdown(profile, cluster, result))
+        work, cluster, result = read_plan(from_file, hosts, rate)
+        sweep.show(as_markdown(work, cluster, result))
         return
     settings = PlanSettings(model, scale, compute_ms, steps, rounds)
     num_measurements = 2 + (rounds + 1) * (1 + 2 * PROVEN) * (rounds > 0)
     results = sweep.run(measure_plan, settings, sweep.make_hosts([hosts or 2], rate, racks, uplink), num_measurements)
     if results:
-        profile, cluster, result = of_result(results[0])
-        sweep.finish("plan", results, output, as_markdown(profile, cluster, result))
+        work, cluster, result = of_result(results[0])
+        sweep.finish("plan", results, output, as_markdown(work, cluster, result))

@@ -13,8 +13,10 @@ from lightning_pipesync.bench.step import Profile, predict_ddp
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
+from lightning_pipesync.core.torus import Torus
 from lightning_pipesync.methods.dear.eager import plan_early_gathers
 from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.work import Work
 
 #: Bucket sizes of DDP and DeAR that are tried, in MiB; the default is among them.
 BUCKET_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
@@ -28,6 +30,7 @@ LOCAL_SGD: tuple[dict[str, Any], ...] = (
     {"period": 16, **_OUTER, "compression": "int8"},
     {"period": 16, **_OUTER, "compression": "int8", "fragments": 4, "overlap_steps": 4},
     {"period": 64, **_OUTER},
+    {"period": 64, **_OUTER, "compression": "int4"},
 )
 
 #: The share of local steps of SelSync.
@@ -61,17 +64,15 @@ class Prediction:
         return f"{self.method}:{settings}" if settings else self.method
 
 
-def predict(profile: Profile, cluster: Cluster) -> list[Prediction]:
+def predict(work: Work, cluster: Cluster) -> list[Prediction]:
     """Returns a prediction for each method with its best settings, or with some that are known to train well.
 
     Args:
-        profile: a step without communication.
+        work: a step without communication.
         cluster: the costs of communication.
     """
-    low, high = (
-        {one.name: one.seconds for one in _predictions(profile, cluster.with_errors(sign))} for sign in (-1, 1)
-    )
-    every = list(_predictions(profile, cluster))
+    low, high = ({one.name: one.seconds for one in _predictions(work, cluster.with_errors(sign))} for sign in (-1, 1))
+    every = list(_predictions(work, cluster))
     found = [
         Prediction(one.method, one.settings, one.seconds, (high[one.name] - low[one.name]) / 2, one.exact, one.why)
         for one in every
@@ -81,20 +82,24 @@ def predict(profile: Profile, cluster: Cluster) -> list[Prediction]:
     return [one for one in found if one.method not in searched or one is best[one.method]]
 
 
-def _predictions(profile: Profile, cluster: Cluster) -> Iterator[Prediction]:
+def _predictions(work: Work, cluster: Cluster) -> Iterator[Prediction]:
     """Yields the prediction of each method with each of its settings."""
-    compute = profile.forward + profile.backward + profile.update
-    all_reduce = {codec: _all_reduce(profile, cluster, codec) for codec in cluster.all_reduces}
+    compute, world_size = work.seconds, cluster.world_size
+    total = sum(tensor.num_bytes for tensor in work.profile.tensors)
+    all_reduce = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.all_reduces.items()}
     for size in BUCKET_MB:
-        seconds = predict_ddp(profile, cluster.backend, cluster.world_size, size)
+        seconds = predict_ddp(work.profile, cluster.backend, world_size, size)
         yield Prediction("ddp", {"bucket_mb": size}, seconds, exact=True, why=_waits(compute, seconds))
-    for size in BUCKET_MB:
-        seconds = _dear(profile, cluster, size)
-        settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": size}
-        yield Prediction("dear", settings, seconds, exact=True, why=_waits(compute, seconds))
+    for topology in (None, *_tori(world_size)):
+        for size in BUCKET_MB:
+            seconds = _dear(work.profile, cluster, size, topology)
+            settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": size}
+            settings |= {} if topology is None else {"topology": "torus2d"}
+            yield Prediction("dear", settings, seconds, exact=True, why=_waits(compute, seconds))
     for codec in all_reduce:
         late = "gradients are one step late, computed at predicted weights"
-        yield Prediction("pipe_sgd", _codec(codec), max(compute, all_reduce[codec]), exact=False, why=late)
+        seconds = max(compute + work.prediction, all_reduce[codec])
+        yield Prediction("pipe_sgd", _codec(codec), seconds, exact=False, why=late)
     yield Prediction(
         "selsync",
         {"lssr": LSSR, "outer_momentum": 0.3},
@@ -109,6 +114,13 @@ def _predictions(profile: Profile, cluster: Cluster) -> Iterator[Prediction]:
             yield Prediction(
                 "local_sgd", settings, seconds, exact=False, why=f"averages every {settings['period']} steps"
             )
+    yield Prediction(
+        "parameter_server",
+        {"partition": "handed_out"},
+        compute * work.own_pace + cluster.halves.sharded_servers(total, world_size),
+        exact=False,
+        why="gradients are stale; nobody waits for a slow rank",
+    )
 
 
 def _codec(codec: str) -> dict[str, Any]:
@@ -119,12 +131,26 @@ def _waits(compute: float, seconds: float) -> str:
     return f"{1 - compute / seconds:.0%} of a step waits for the network"
 
 
-def _dear(profile: Profile, cluster: Cluster, bucket_mb: float) -> float:
-    """Returns the seconds of a step of DeAR with early gathers, as it would plan them."""
+def _tori(world_size: int) -> list[Torus]:
+    """Returns the torus that DeAR makes of so many ranks, if they are enough for one that is not flat."""
+    try:
+        return [Torus(world_size, columns=None)]
+    except ValueError:
+        return []
+
+
+def _dear(profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | None) -> float:
+    """Returns the seconds of a step of DeAR with early gathers, as it would plan them; on a torus, without."""
     # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
     tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
     parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
     link, world_size = cluster.halves, cluster.world_size
+
+    def half(num_bytes: float) -> float:
+        if torus is None:
+            return link.reduce_scatter(num_bytes, world_size)
+        return link.torus_half(num_bytes, torus.columns, torus.rows)
+
     buckets = []
     for members in plan_buckets(parameters, Fusion(bucket_mb=bucket_mb)):
         times = [profile.tensors[int(member.name)] for member in members]
@@ -133,19 +159,13 @@ def _dear(profile: Profile, cluster: Cluster, bucket_mb: float) -> float:
             BucketTimes(
                 ready=max(one.ready for one in times),
                 needed=min(one.needed for one in times),
-                reduce_scatter=link.reduce_scatter(size, world_size),
-                all_gather=link.all_gather(size, world_size),
-                latency=link.all_gather(0, world_size),
+                reduce_scatter=half(size),
+                all_gather=half(size),
+                latency=half(0),
             )
         )
-    step = simulate_step(buckets, profile.forward, profile.backward, plan_early_gathers(buckets))
-    return step.seconds + profile.update
-
-
-def _all_reduce(profile: Profile, cluster: Cluster, codec: str) -> float:
-    """Returns the seconds of the all-reduce of the whole model, in one bucket."""
-    total = sum(tensor.num_bytes for tensor in profile.tensors)
-    return cluster.all_reduces[codec].all_reduce(total, cluster.world_size)
+    early = plan_early_gathers(buckets) if torus is None else None
+    return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
 
 
 def _local_sgd(compute: float, all_reduce: float, settings: Mapping[str, Any]) -> float:
@@ -158,30 +178,30 @@ def _local_sgd(compute: float, all_reduce: float, settings: Mapping[str, Any]) -
     return max(compute + waited / period, all_reduce / period)
 
 
-def enough_bandwidth(profile: Profile, cluster: Cluster, share: float = 0.05) -> float | None:
+def enough_bandwidth(work: Work, cluster: Cluster, share: float = 0.05) -> float | None:
     """Returns the bytes per second from which on DDP waits for the network for ``share`` of a step at most.
 
     None: it waits for longer at any bandwidth, because of latency or of what processors do.
     """
 
     def waits(bandwidth: float) -> bool:
-        found = predict(profile, cluster.with_bandwidth(bandwidth))
+        found = predict(work, cluster.with_bandwidth(bandwidth))
         ddp = next(one.seconds for one in found if one.method == "ddp")
-        return ddp * (1 - share) > profile.forward + profile.backward + profile.update
+        return ddp * (1 - share) > work.seconds
 
     return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
 
 
-def enough_accumulation(profile: Profile, cluster: Cluster, share: float = 0.05) -> int | None:
+def enough_accumulation(work: Work, cluster: Cluster, share: float = 0.05) -> int | None:
     """Returns the batches to accumulate with which DDP waits for the network for ``share`` of a step at most.
 
     A power of 2, at most 1024; None: that is not enough.
     """
-    compute = profile.forward + profile.backward
-    ddp = min(predict_ddp(profile, cluster.backend, cluster.world_size, size) for size in BUCKET_MB)
+    compute = work.profile.forward + work.profile.backward
+    ddp = min(predict_ddp(work.profile, cluster.backend, cluster.world_size, size) for size in BUCKET_MB)
     for batches in (2**exponent for exponent in range(11)):
         whole = (batches - 1) * compute
-        if (whole + ddp) * (1 - share) <= whole + compute + profile.update:
+        if (whole + ddp) * (1 - share) <= whole + work.seconds:
             return batches
     return None
 

@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 from lightning_pipesync.bench.results import table
-from lightning_pipesync.bench.step import Profile
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.links import mbit
 from lightning_pipesync.plan.predictions import Prediction, enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.plan.work import Work
 from lightning_pipesync.training.registry import METHODS
 
 #: An exact method that gains less than this share of a step over DDP is not worth a change.
@@ -23,25 +23,25 @@ WORTH = 0.02
 KINDS = ((True, "exact"), (False, "not exact"))
 
 
-def as_markdown(profile: Profile, cluster: Cluster, result: Mapping[str, Any]) -> str:
+def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     """Returns the plan: what was measured, the methods by predicted time, and lines to copy.
 
     Args:
-        profile: a step without communication.
+        work: a step without communication.
         cluster: the costs of communication.
         result: of :func:`measure_plan`: ``findings``, and ``measured`` steps, of which there may be none.
     """
-    predictions = sorted(predict(profile, cluster), key=lambda one: one.seconds)
+    predictions = sorted(predict(work, cluster), key=lambda one: one.seconds)
     ddp = _ddp(predictions)
     measured: Mapping[str, Mapping[str, Any]] = result["measured"]
-    size = sum(tensor.num_bytes for tensor in profile.tensors) / MIB
+    size = sum(tensor.num_bytes for tensor in work.profile.tensors) / MIB
     lines = [
         f"{cluster.world_size} hosts, {mbit(cluster.bandwidth)}; a step without communication "
-        f"{1e3 * _compute(profile):.0f} ms, gradients {size:.1f} MiB\n\n",
+        f"{1e3 * work.seconds:.0f} ms, gradients {size:.1f} MiB\n\n",
         *(f"- {finding}\n" for finding in result["findings"]),
         *(_table(title, [one for one in predictions if one.exact == exact], ddp, measured) for exact, title in KINDS),
         "\n",
-        _enough(profile, cluster),
+        _enough(work, cluster),
         "\n\n",
         _to_copy([replace(one, seconds=_known(one, measured)) for one in predictions]),
     ]
@@ -86,9 +86,9 @@ def _row(one: Prediction, ddp: Prediction, measured: Mapping[str, Any]) -> list[
     ]
 
 
-def _enough(profile: Profile, cluster: Cluster) -> str:
+def _enough(work: Work, cluster: Cluster) -> str:
     """Returns from where on DDP waits for 5 % of a step at most."""
-    bandwidth, batches = enough_bandwidth(profile, cluster), enough_accumulation(profile, cluster)
+    bandwidth, batches = enough_bandwidth(work, cluster), enough_accumulation(work, cluster)
     ways = [f"from {mbit(bandwidth)}"] if bandwidth is not None else []
     ways += [f"with accumulate_grad_batches={batches}"] if batches not in (None, 1) else []
     if batches == 1:
@@ -119,7 +119,3 @@ def _in_python(one: Prediction) -> str:
 
 def _in_yaml(one: Prediction) -> str:
     return "".join(["pipesync:\n", f"  method: {one.method}\n", *(f"  {k}: {v}\n" for k, v in one.settings.items())])
-
-
-def _compute(profile: Profile) -> float:
-    return profile.forward + profile.backward + profile.update

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_pipesync.bench.step import Profile
-from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.netlab.units import bits_per_second
 from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.work import Work
 
 
-def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Profile, Cluster, dict[str, Any]]:
-    """Returns profile, cluster and result of the plan in a file.
+def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Work, Cluster, dict[str, Any]]:
+    """Returns work, cluster and result of the plan in a file.
 
     Args:
         path: ``plan.json`` of an earlier plan.
@@ -29,7 +28,7 @@ def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Profile,
         saved = json.loads(path.read_text())
         if saved["kind"] != "plan":
             raise ValueError(f"it is of kind {saved['kind']!r}")
-        profile, cluster, result = of_result(saved["results"][0])
+        work, cluster, result = of_result(saved["results"][0])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(
             f"{path} is not the plan.json of an earlier plan: {type(error).__name__}: {error}. Make one with "
@@ -41,12 +40,9 @@ def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Profile,
         cluster, result = replace(cluster, world_size=hosts), {**result, "measured": {}}
     if rate is not None:
         cluster, result = cluster.with_bandwidth(bits_per_second(rate) / 8), {**result, "measured": {}}
-    return profile, cluster, result
+    return work, cluster, result
 
 
-def of_result(result: Mapping[str, Any]) -> tuple[Profile, Cluster, dict[str, Any]]:
-    """Returns profile and cluster of a result of :func:`measure_plan`, and the result itself."""
-    saved = result["profile"]
-    tensors = [LayerTimes(**tensor) for tensor in saved["tensors"]]
-    profile = Profile(saved["forward"], saved["backward"], saved["update"], tensors)
-    return profile, Cluster.from_dict(result["cluster"]), dict(result)
+def of_result(result: Mapping[str, Any]) -> tuple[Work, Cluster, dict[str, Any]]:
+    """Returns work and cluster of a result of :func:`measure_plan`, and the result itself."""
+    return Work.from_dict(result["work"]), Cluster.from_dict(result["cluster"]), dict(result)

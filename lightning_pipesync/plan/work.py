@@ -1,0 +1,101 @@
+"""What the ranks compute in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_pipesync.bench.candidates import Wrapped, without_communication
+from lightning_pipesync.bench.models import BenchModel
+from lightning_pipesync.bench.step import Profile, profile_step
+from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.methods.hyperparameters import current
+from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
+
+#: A rank is slow whose computation takes so many times as long as a median rank's.
+SLOW_HOST = 1.15
+
+#: How often the prediction of weights is measured.
+PREDICTIONS = 5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes in a step.
+
+    Attributes:
+        profile: its parts.
+        prediction: seconds in which Pipe-SGD predicts weights, and copies gradients to and from its buffers.
+        own_pace: seconds of a step on average where each rank takes steps at its own pace, over those of the slowest.
+    """
+
+    profile: Profile
+    prediction: float = 0.0
+    own_pace: float = 1.0
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Work:
+        """Returns what ``dataclasses.asdict`` was made of."""
+        profile = {**saved["profile"], "tensors": [LayerTimes(**one) for one in saved["profile"]["tensors"]]}
+        return cls(Profile(**profile), saved["prediction"], saved["own_pace"])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step without communication."""
+        return self.profile.forward + self.profile.backward + self.profile.update
+
+
+def measure_work(model: BenchModel) -> Work:
+    """Measures what a step takes on this rank; a collective call, as all ranks are to compute at the same time."""
+    candidate = without_communication(model)
+    dist.barrier()
+    return Work(profile_step(candidate), _seconds_of_prediction(candidate))
+
+
+def slowest(everyones: Sequence[Work]) -> Work:
+    """Returns the work of the rank whose computation takes longest, with what the others' is beside it."""
+    longest = max(everyones, key=lambda work: work.seconds)
+    together = len(everyones) / sum(1 / work.seconds for work in everyones)
+    prediction = max(work.prediction for work in everyones)
+    return replace(longest, prediction=prediction, own_pace=together / longest.seconds)
+
+
+def slow_ranks(everyones: Sequence[Work], names: Sequence[str]) -> list[str]:
+    """Returns who is slow, a sentence each.
+
+    Args:
+        everyones: work, by rank.
+        names: of the ranks.
+    """
+    seconds = [work.seconds for work in everyones]
+    usual = sorted(seconds)[(len(seconds) - 1) // 2]
+    return [
+        f"{name}: its computation takes {1e3 * own:.0f} ms, and that of most {1e3 * usual:.0f} ms: all others wait for "
+        "it. Look for other processes there, too many threads, or a slower processor."
+        for name, own in zip(names, seconds, strict=True)
+        if own > SLOW_HOST * usual
+    ]
+
+
+def _seconds_of_prediction(candidate: Wrapped) -> float:
+    """Returns the seconds of Pipe-SGD's own work on the gradients that :func:`profile_step` has left."""
+    optimizer = candidate.optimizer
+    pairs = [(p, p.grad) for p in candidate.module.parameters() if p.grad is not None]
+    parameters, gradients = [p for p, _ in pairs], [grad for _, grad in pairs]
+    predicted, bucket = PredictedWeights(optimizer), Bucket(parameters)
+    step = TrialStep({id(p): grad for p, grad in pairs}, current(optimizer))
+    seconds = []
+    for _ in range(PREDICTIONS):
+        start = perf_counter()
+        bucket.pack_gradients(parameters)
+        bucket.unpack(gradients)
+        predicted.use([step])
+        predicted.forget()
+        seconds.append(perf_counter() - start)
+    return median(seconds)
