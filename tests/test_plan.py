@@ -107,14 +107,14 @@ def test_what_was_measured_counts() -> None:
     """A method that is slower than predicted is not recommended, nor one that cannot train the model."""
     at = cluster(1e8)
     found = sorted(predict(WORK, at), key=lambda one: one.seconds)
-    text = as_markdown(WORK, at, {"findings": ["a finding"], "measured": {}})
+    text = as_markdown(WORK, at, {"findings": ["a finding"], "codecs": {}, "changes": ["a change"], "measured": {}})
     assert "- a finding" in text
     assert "Exact: `Trainer(strategy=DeARStrategy(" in text
     assert f"`Trainer(strategy={'LocalSGD' if found[0].method == 'local_sgd' else 'PipeSGD'}Strategy(" in text
     ddp = next(one for one in found if one.method == "ddp")
     measured: dict[str, Any] = {one.name: {"seconds": [1.0]} for one in found if one is not ddp}
     measured[found[0].name] = {"error": "ValueError: no"}
-    text = as_markdown(WORK, at, {"findings": [], "measured": measured})
+    text = as_markdown(WORK, at, {"findings": [], "codecs": {}, "changes": [], "measured": measured})
     assert 'Exact: stay with DDP, `Trainer(strategy="ddp")`.' in text
     assert "Fastest" not in text
     assert "ValueError: no" in text

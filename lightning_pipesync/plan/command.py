@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 
 
@@ -16,7 +17,8 @@ def plan(
     steps: int = 16,
     rounds: int = 3,
     from_file: Path | None = None,
-    output: Path = Path("outputs/plan"),
+    output: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Measures hosts, network and model, predicts a step with each method, runs the best, and says what to type.
 
@@ -37,22 +39,37 @@ def plan(
         steps: Least number of steps of one measurement of a method.
         rounds: Number of measurements of each method that is run, in turns; 0: only predict.
         from_file: plan.json of an earlier plan, instead of measuring. Written as --from, too.
-        output: Folder for plan.json and plan.md.
+        output: Folder for plan.json, plan.md and plan.png; outputs/plan if not given, with --from none. If it has an
+            earlier plan, what has changed since is said.
+        json: Print plan.json instead of the tables.
     """
     from lightning_pipesync.bench import sweep
+    from lightning_pipesync.bench.results import write_results
+    from lightning_pipesync.plan.changes import changes_since
     from lightning_pipesync.plan.measure import measure_plan
     from lightning_pipesync.plan.model import PlanSettings
+    from lightning_pipesync.plan.picture import draw
     from lightning_pipesync.plan.proof import PROVEN
     from lightning_pipesync.plan.report import as_markdown
     from lightning_pipesync.plan.saved import of_result, read_plan
 
     if from_file is not None:
         work, cluster, result = read_plan(from_file, hosts, rate)
-        sweep.show(as_markdown(work, cluster, result))
-        return
-    settings = PlanSettings(model, scale, compute_ms, steps, rounds)
-    num_measurements = 2 + (rounds + 1) * (1 + 2 * PROVEN) * (rounds > 0)
-    results = sweep.run(measure_plan, settings, sweep.make_hosts([hosts or 2], rate, racks, uplink), num_measurements)
-    if results:
+    else:
+        settings = PlanSettings(model, scale, compute_ms, steps, rounds)
+        num_measurements = 2 + (rounds + 1) * (1 + 2 * PROVEN) * (rounds > 0)
+        emulated = sweep.make_hosts([hosts or 2], rate, racks, uplink)
+        results = sweep.run(measure_plan, settings, emulated, num_measurements)
+        if not results:
+            return  # another rank has them
+        output = output or Path("outputs/plan")
         work, cluster, result = of_result(results[0])
-        sweep.finish("plan", results, output, as_markdown(work, cluster, result))
+        result["changes"] = changes_since(output / "plan.json", result)
+    text, saved = as_markdown(work, cluster, result), {"kind": "plan", "results": [result]}
+    if output is not None:
+        write_results(output, "plan", saved, text)
+        draw(work, cluster, output / "plan.png")
+    if json:
+        print(dumps(saved))
+    else:
+        sweep.show(text + (f"\nIn {output}: plan.json, plan.md, plan.png.\n" if output else ""))

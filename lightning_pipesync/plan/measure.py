@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
+from statistics import median
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +17,7 @@ from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.preflight import findings, own_facts
 from lightning_pipesync.bench.round_robin import time_round_robin
 from lightning_pipesync.bench.step import measure_link
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.eager import measure_link as measure_halves
@@ -30,6 +34,9 @@ CODECS = ("none", "bf16", "int8", "int4")
 #: Sizes in bytes of the all-reduces that are measured, and how many of each.
 SIZES, ROUNDS = (2**18, 2**20, 2**22), 4
 
+#: Bytes of a buffer that codecs encode and decode, and how often.
+CODED, CODINGS = 2**24, 5
+
 T = TypeVar("T")
 
 
@@ -37,8 +44,9 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
     """Measures hosts, network and model, and how long steps with the best methods take; a collective call.
 
     Returns:
-        Settings; ``findings``: what is wrong with hosts and links; ``links``; ``cluster``; ``work`` of the slowest
-        rank; and by name of the :class:`Prediction` ``measured``: seconds of a step in each round, or an error.
+        When it was ``made``; settings; ``findings``: what is wrong with hosts and links; ``links``; ``cluster``;
+        ``work`` of the slowest rank; ``codecs``: bytes per second, on rank 0; ``changes``: none; and by name of the
+        :class:`Prediction` ``measured``: seconds of a step in each round, or an error.
     """
     facts = _gathered(own_facts(dist.get_rank()))
     progress("the network")
@@ -50,10 +58,13 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
     work = slowest(everyones)
     chosen = to_prove(predict(work, cluster)) if settings.rounds else []
     return {
+        "made": datetime.now().isoformat(sep=" ", timespec="minutes"),
         "settings": asdict(settings),
         "world_size": cluster.world_size,
         "cluster": asdict(cluster),
         "work": asdict(work),
+        "codecs": {codec: codec_speed(codec) for codec in CODECS if codec != "none"},
+        "changes": [],
         "findings": [*findings(facts), *outliers(links, names), *slow_ranks(everyones, names)],
         "links": asdict(links),
         "measured": run_in_turns(chosen, settings, progress),
@@ -78,6 +89,22 @@ def _gathered(own: T) -> list[T]:
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
     return everyones
+
+
+def codec_speed(name: str) -> float:
+    """Returns the bytes of fp32 values per second that this rank's processor encodes and decodes with a codec."""
+    codec, values = get_codec(name), torch.randn(CODED // 4)
+    wire, decoded = (
+        torch.empty(codec.wire_bytes(len(values), values.dtype), dtype=torch.uint8),
+        torch.empty_like(values),
+    )
+    seconds = []
+    for _ in range(CODINGS):
+        start = perf_counter()
+        codec.encode(values, wire)
+        codec.decode(wire, decoded, values.dtype)
+        seconds.append(perf_counter() - start)
+    return CODED / median(seconds)
 
 
 def _measure_all_reduce(transport: Transport, codec: str) -> LinkCost:

@@ -11,6 +11,7 @@ import torch
 
 from lightning_pipesync.bench.step import Profile, predict_ddp
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.torus import Torus
@@ -23,6 +24,9 @@ BUCKET_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
 
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
 _OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
+
+#: Settings that are the same wherever they are tried.
+UNSHOWN = ("fusion", *_OUTER)
 
 #: Settings of local SGD that are tried.
 LOCAL_SGD: tuple[dict[str, Any], ...] = (
@@ -63,6 +67,16 @@ class Prediction:
         settings = ",".join(f"{name}={value}" for name, value in self.settings.items())
         return f"{self.method}:{settings}" if settings else self.method
 
+    @property
+    def label(self) -> str:
+        """Method and the settings that distinguish it, for a table."""
+        shown = [
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in self.settings.items()
+            if name not in UNSHOWN
+        ]
+        return " ".join([self.method, *shown])
+
 
 def predict(work: Work, cluster: Cluster) -> list[Prediction]:
     """Returns a prediction for each method with its best settings, or with some that are known to train well.
@@ -77,9 +91,17 @@ def predict(work: Work, cluster: Cluster) -> list[Prediction]:
         Prediction(one.method, one.settings, one.seconds, (high[one.name] - low[one.name]) / 2, one.exact, one.why)
         for one in every
     ]
-    searched = {"ddp", "dear"}
+    searched = {"ddp", "dear"}  # the others' settings matter for what is trained
     best = {name: min((one for one in found if one.method == name), key=lambda one: one.seconds) for name in searched}
     return [one for one in found if one.method not in searched or one is best[one.method]]
+
+
+def fastest(work: Work, cluster: Cluster) -> dict[str, float]:
+    """Returns by method the seconds of a step with its fastest settings."""
+    seconds: dict[str, float] = {}
+    for one in _predictions(work, cluster):
+        seconds[one.method] = min(one.seconds, seconds.get(one.method, math.inf))
+    return seconds
 
 
 def _predictions(work: Work, cluster: Cluster) -> Iterator[Prediction]:
@@ -92,7 +114,7 @@ def _predictions(work: Work, cluster: Cluster) -> Iterator[Prediction]:
         yield Prediction("ddp", {"bucket_mb": size}, seconds, exact=True, why=_waits(compute, seconds))
     for topology in (None, *_tori(world_size)):
         for size in BUCKET_MB:
-            seconds = _dear(work.profile, cluster, size, topology)
+            seconds = dear_step(work.profile, cluster, size, topology)
             settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": size}
             settings |= {} if topology is None else {"topology": "torus2d"}
             yield Prediction("dear", settings, seconds, exact=True, why=_waits(compute, seconds))
@@ -139,8 +161,18 @@ def _tori(world_size: int) -> list[Torus]:
         return []
 
 
-def _dear(profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | None) -> float:
-    """Returns the seconds of a step of DeAR with early gathers, as it would plan them; on a torus, without."""
+def dear_step(
+    profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | None = None, eager: bool = True
+) -> float:
+    """Returns the seconds of a step of DeAR.
+
+    Args:
+        profile: a step without communication.
+        cluster: the costs of communication.
+        bucket_mb: size of the buckets, in MiB.
+        torus: the ranks in rows and columns; None: in a ring.
+        eager: whether buckets are gathered early, as DeAR would plan it; not on a torus.
+    """
     # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
     tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
     parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
@@ -164,7 +196,7 @@ def _dear(profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | N
                 latency=half(0),
             )
         )
-    early = plan_early_gathers(buckets) if torus is None else None
+    early = plan_early_gathers(buckets) if eager and torus is None else None
     return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
 
 
@@ -185,9 +217,8 @@ def enough_bandwidth(work: Work, cluster: Cluster, share: float = 0.05) -> float
     """
 
     def waits(bandwidth: float) -> bool:
-        found = predict(work, cluster.with_bandwidth(bandwidth))
-        ddp = next(one.seconds for one in found if one.method == "ddp")
-        return ddp * (1 - share) > work.seconds
+        backend = cluster.with_bandwidth(bandwidth).backend
+        return _ddp(work, backend, cluster.world_size) * (1 - share) > work.seconds
 
     return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
 
@@ -198,12 +229,17 @@ def enough_accumulation(work: Work, cluster: Cluster, share: float = 0.05) -> in
     A power of 2, at most 1024; None: that is not enough.
     """
     compute = work.profile.forward + work.profile.backward
-    ddp = min(predict_ddp(work.profile, cluster.backend, cluster.world_size, size) for size in BUCKET_MB)
+    ddp = _ddp(work, cluster.backend, cluster.world_size)
     for batches in (2**exponent for exponent in range(11)):
         whole = (batches - 1) * compute
         if (whole + ddp) * (1 - share) <= whole + work.seconds:
             return batches
     return None
+
+
+def _ddp(work: Work, backend: LinkCost, world_size: int) -> float:
+    """Returns the seconds of a step of DDP with its best buckets."""
+    return min(predict_ddp(work.profile, backend, world_size, size) for size in BUCKET_MB)
 
 
 def _first(holds: Callable[[float], bool], low: float, high: float, steps: int = 30) -> float | None:

@@ -29,7 +29,8 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     Args:
         work: a step without communication.
         cluster: the costs of communication.
-        result: of :func:`measure_plan`: ``findings``, and ``measured`` steps, of which there may be none.
+        result: of :func:`measure_plan`: ``findings``, ``codecs``, and ``measured`` steps, of which there may be none;
+            and the ``changes`` since an earlier plan.
     """
     predictions = sorted(predict(work, cluster), key=lambda one: one.seconds)
     ddp = _ddp(predictions)
@@ -39,6 +40,8 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
         f"{cluster.world_size} hosts, {mbit(cluster.bandwidth)}; a step without communication "
         f"{1e3 * work.seconds:.0f} ms, gradients {size:.1f} MiB\n\n",
         *(f"- {finding}\n" for finding in result["findings"]),
+        *(f"- {change}\n" for change in result["changes"]),
+        _codecs(result["codecs"]),
         *(_table(title, [one for one in predictions if one.exact == exact], ddp, measured) for exact, title in KINDS),
         "\n",
         _enough(work, cluster),
@@ -60,11 +63,11 @@ def _ddp(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def _known(one: Prediction, measured: Mapping[str, Mapping[str, Any]]) -> float:
-    """Returns the seconds of a step as measured, or else as predicted; infinite if the method cannot train it."""
+    """Returns the seconds of a step as measured, infinite if they were not; or as predicted, if none were measured."""
+    if not measured:
+        return one.seconds
     outcome = measured.get(one.name, {})
-    if "error" in outcome:
-        return math.inf
-    return median(outcome["seconds"]) if "seconds" in outcome else one.seconds
+    return median(outcome["seconds"]) if "seconds" in outcome else math.inf
 
 
 def _table(
@@ -77,13 +80,19 @@ def _table(
 def _row(one: Prediction, ddp: Prediction, measured: Mapping[str, Any]) -> list[str]:
     seconds = median(measured["seconds"]) if "seconds" in measured else None
     return [
-        one.name.replace(":", ": ", 1).replace(",", ", "),
+        one.label,
         f"{1e3 * one.seconds:.0f} ± {1e3 * one.error:.0f}",
         measured.get("error", "") if seconds is None else f"{1e3 * seconds:.0f}",
         "" if seconds is None else f"{one.seconds / seconds - 1:+.0%}",
         f"{ddp.seconds / one.seconds:.2f}",
         one.why,
     ]
+
+
+def _codecs(speeds: Mapping[str, float]) -> str:
+    """Returns how fast the codecs are, beside which a faster network is not worth a codec."""
+    listed = ", ".join(f"{codec} {speed / 1e9:.2g}" for codec, speed in speeds.items())
+    return f"\nCodecs encode and decode so many GB/s of fp32 values: {listed}.\n" if speeds else ""
 
 
 def _enough(work: Work, cluster: Cluster) -> str:
