@@ -49,10 +49,12 @@ __all__ = [
     "PipeSGDStrategy",
     "PipeSyncAccelerator",
     "PipeSyncPlugin",
+    "PlanCallback",
     "SelDPSampler",
     "SelSync",
     "SelSyncConfig",
     "SelSyncStrategy",
+    "StepReport",
     "TopK",
     "label_skewed_partition",
     "register_method",
@@ -79,7 +81,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.accelerate"), name)
     if name in ("fabric", "lightning"):
         return import_module(f"{__name__}.{name}")
-    if name.endswith("Strategy"):
+    if name == "PlanCallback":
+        return import_module(f"{__name__}.plan.callback").PlanCallback
+    if name == "StepReport" or name.endswith("Strategy"):
         return getattr(import_module(f"{__name__}.lightning"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

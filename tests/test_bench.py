@@ -18,8 +18,9 @@ from lightning_pipesync.bench import collectives_report, step_report, timeline_r
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.baselines import PushPull
 from lightning_pipesync.bench.collectives import CollectivesSettings, add_predictions, measure_collectives
+from lightning_pipesync.bench.profile import Profile
 from lightning_pipesync.bench.round_robin import Timed, median_and_quartiles, time_round_robin
-from lightning_pipesync.bench.step import Profile, predict_ddp
+from lightning_pipesync.bench.step import predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost

@@ -28,6 +28,7 @@ ADAPTERS = {
     "accelerate": {"accelerate"},
     "transformers": {"transformers"},
     "bench": {"transformers"},  # takes models from there
+    "plan": {"lightning", "pytorch_lightning"},  # plans in a Trainer, too
 }
 FLOOR = {name: floor for floor, names in enumerate(STOREYS) for name in names}
 

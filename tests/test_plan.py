@@ -14,7 +14,8 @@ from torch import nn
 
 from lightning_pipesync.bench import preflight
 from lightning_pipesync.bench.preflight import HostFacts, exchange_facts, findings
-from lightning_pipesync.bench.step import Profile, predict_ddp
+from lightning_pipesync.bench.profile import Profile
+from lightning_pipesync.bench.step import predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes

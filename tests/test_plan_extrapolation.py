@@ -12,7 +12,7 @@ import pytest
 from lightning_pipesync.bench.models.bert_tables import bert_base, bert_large
 from lightning_pipesync.bench.models.image_tables import inceptionv4, resnet50
 from lightning_pipesync.bench.models.table import ModelTable
-from lightning_pipesync.bench.step import Profile
+from lightning_pipesync.bench.profile import Profile
 from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.plan.changes import changes_since

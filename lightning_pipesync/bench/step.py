@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.candidate import Candidate
-from lightning_pipesync.bench.candidates import Wrapped, ddp_name, makers, without_communication
+from lightning_pipesync.bench.candidates import ddp_name, makers, without_communication
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model, computation_seconds
+from lightning_pipesync.bench.profile import Profile, profile_step
 from lightning_pipesync.bench.round_robin import time_round_robin
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
-from lightning_pipesync.core.layer_limits import LayerLimits, LayerTimes
+from lightning_pipesync.core.layer_limits import LayerLimits
 from lightning_pipesync.core.pipe_cost import PipeCost
 
 
@@ -60,23 +58,6 @@ class StepSettings:
         if not self.bucket_mb or not all(size > 0 for size in self.bucket_mb):
             raise ValueError(f"bucket_mb must be one or more positive numbers of MiB, got {self.bucket_mb!r}.")
         makers(self.methods, self.bucket_mb)  # raises if one is unknown
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One rank's step without communication.
-
-    Attributes:
-        forward: seconds.
-        backward: seconds.
-        update: seconds.
-        tensors: in the order in which their gradients become ready.
-    """
-
-    forward: float
-    backward: float
-    update: float
-    tensors: list[LayerTimes]
 
 
 def measure_step(settings: StepSettings, progress: Callable[[str], object]) -> dict[str, Any]:
@@ -191,51 +172,6 @@ def measure_link(sizes_mib: Sequence[float] = (0.25, 1.0, 4.0), rounds: int = 5)
     points = [(buffers[name].numel() * 4, value) for name, measured in timed.items() for value in measured.seconds]
     num_bytes, seconds = zip(*points, strict=True)
     return LinkCost.fit(num_bytes, seconds, dist.get_world_size())
-
-
-def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
-    """Measures the parts of a step without communication on this rank: medians over several steps."""
-    parameters = [parameter for parameter in candidate.module.parameters() if parameter.requires_grad]
-    ready: list[dict[int, float]] = []
-    needed: list[dict[int, float]] = []
-    began = 0.0
-    handles = [
-        parameter.register_post_accumulate_grad_hook(
-            lambda parameter: ready[-1].__setitem__(id(parameter), time.perf_counter() - began)
-        )
-        for parameter in parameters
-    ]
-
-    def runs(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            needed[-1].setdefault(id(parameter), time.perf_counter() - began)
-
-    handles += [module.register_forward_pre_hook(runs) for module in candidate.module.modules()]
-    parts: list[tuple[float, float, float]] = []
-    for _ in range(rounds + 1):
-        candidate.optimizer.zero_grad()
-        ready.append({})
-        needed.append({})
-        start = began = time.perf_counter()
-        loss = candidate.model.loss(candidate.module, candidate.batch)
-        began = time.perf_counter()
-        loss.backward()
-        ended = time.perf_counter()
-        candidate.optimizer.step()
-        parts.append((began - start, ended - began, time.perf_counter() - ended))
-    for handle in handles:
-        handle.remove()
-    forward, backward, update = (median(values) for values in zip(*parts[1:], strict=True))
-    tensors = [
-        LayerTimes(
-            ready=median(step[id(p)] for step in ready[1:]),
-            needed=median(step.get(id(p), 0.0) for step in needed[1:]),
-            num_bytes=p.numel() * p.element_size(),
-        )
-        for p in parameters
-        if id(p) in ready[-1]
-    ]
-    return Profile(forward, backward, update, sorted(tensors, key=lambda tensor: tensor.ready))
 
 
 def predict_ddp(profile: Profile, link: LinkCost, world_size: int, bucket_mb: float) -> float:

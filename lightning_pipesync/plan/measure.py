@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -26,7 +26,8 @@ from lightning_pipesync.plan.links import measure_links, outliers
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import predict
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
-from lightning_pipesync.plan.work import measure_work, slow_ranks, slowest
+from lightning_pipesync.plan.saved import of_result
+from lightning_pipesync.plan.work import Work, measure_work, slow_ranks, slowest
 
 #: The codecs whose all-reduce is measured.
 CODECS = ("none", "bf16", "int8", "int4")
@@ -44,30 +45,45 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
     """Measures hosts, network and model, and how long steps with the best methods take; a collective call.
 
     Returns:
-        When it was ``made``; settings; ``findings``: what is wrong with hosts and links; ``links``; ``cluster``;
-        ``work`` of the slowest rank; ``codecs``: bytes per second, on rank 0; ``changes``: none; and by name of the
-        :class:`Prediction` ``measured``: seconds of a step in each round, or an error.
+        What :func:`plan_for` does, with ``measured``.
     """
-    facts = _gathered(own_facts(dist.get_rank()))
-    progress("the network")
-    cluster = measure_cluster()
-    links = measure_links(cluster.bandwidth)
-    names = [one.name for one in facts]
     progress("the model")
-    everyones = _gathered(measure_work(settings.build()))
-    work = slowest(everyones)
+    result = plan_for(measure_work(settings.build()), asdict(settings), progress)
+    work, cluster, _ = of_result(result)
     chosen = to_prove(predict(work, cluster)) if settings.rounds else []
+    return {**result, "measured": run_in_turns(chosen, settings, progress)}
+
+
+def plan_for(work: Work, settings: Mapping[str, Any], progress: Callable[[str], object]) -> dict[str, Any]:
+    """Measures hosts and network, and predicts a step with each method; a collective call.
+
+    Args:
+        work: what this rank computes in a step.
+        settings: to be kept with the result.
+        progress: called with what was measured.
+
+    Returns:
+        When it was ``made``; ``settings``; ``findings``: what is wrong with hosts and links; ``links``; ``cluster``;
+        ``work`` of the slowest rank; ``codecs``: bytes per second, on rank 0; ``changes``: none; ``predictions``; and
+        ``measured``: by name of the :class:`Prediction` seconds of a step in each round, or an error; there are none.
+    """
+    facts, everyones = _gathered(own_facts(dist.get_rank())), _gathered(work)
+    names = [one.name for one in facts]
+    cluster = measure_cluster()
+    progress("the network")
+    links, work = measure_links(cluster.bandwidth), slowest(everyones)
     return {
         "made": datetime.now().isoformat(sep=" ", timespec="minutes"),
-        "settings": asdict(settings),
+        "settings": dict(settings),
         "world_size": cluster.world_size,
         "cluster": asdict(cluster),
         "work": asdict(work),
         "codecs": {codec: codec_speed(codec) for codec in CODECS if codec != "none"},
-        "changes": [],
         "findings": [*findings(facts), *outliers(links, names), *slow_ranks(everyones, names)],
         "links": asdict(links),
-        "measured": run_in_turns(chosen, settings, progress),
+        "changes": [],
+        "predictions": [asdict(one) for one in predict(work, cluster)],
+        "measured": {},
     }
 
 

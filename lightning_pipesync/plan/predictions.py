@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_pipesync.bench.step import Profile, predict_ddp
+from lightning_pipesync.bench.profile import Profile
+from lightning_pipesync.bench.step import predict_ddp
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
@@ -119,7 +120,7 @@ def _predictions(work: Work, cluster: Cluster) -> Iterator[Prediction]:
             settings |= {} if topology is None else {"topology": "torus2d"}
             yield Prediction("dear", settings, seconds, exact=True, why=_waits(compute, seconds))
     for codec in all_reduce:
-        late = "gradients are one step late, computed at predicted weights"
+        late = "one step late, at predicted weights"
         seconds = max(compute + work.prediction, all_reduce[codec])
         yield Prediction("pipe_sgd", _codec(codec), seconds, exact=False, why=late)
     yield Prediction(
@@ -141,7 +142,7 @@ def _predictions(work: Work, cluster: Cluster) -> Iterator[Prediction]:
         {"partition": "handed_out"},
         compute * work.own_pace + cluster.halves.sharded_servers(total, world_size),
         exact=False,
-        why="gradients are stale; nobody waits for a slow rank",
+        why="stale; nobody waits for a slow rank",
     )
 
 

@@ -9,10 +9,12 @@ from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
-from lightning_pipesync.bench.candidates import Wrapped, without_communication
+from lightning_pipesync.bench.candidates import without_communication
 from lightning_pipesync.bench.models import BenchModel
-from lightning_pipesync.bench.step import Profile, profile_step
+from lightning_pipesync.bench.profile import Profile, profile_step
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.methods.hyperparameters import current
@@ -55,7 +57,7 @@ def measure_work(model: BenchModel) -> Work:
     """Measures what a step takes on this rank; a collective call, as all ranks are to compute at the same time."""
     candidate = without_communication(model)
     dist.barrier()
-    return Work(profile_step(candidate), _seconds_of_prediction(candidate))
+    return Work(profile_step(candidate), seconds_of_prediction(candidate.module, candidate.optimizer))
 
 
 def slowest(everyones: Sequence[Work]) -> Work:
@@ -83,10 +85,9 @@ def slow_ranks(everyones: Sequence[Work], names: Sequence[str]) -> list[str]:
     ]
 
 
-def _seconds_of_prediction(candidate: Wrapped) -> float:
-    """Returns the seconds of Pipe-SGD's own work on the gradients that :func:`profile_step` has left."""
-    optimizer = candidate.optimizer
-    pairs = [(p, p.grad) for p in candidate.module.parameters() if p.grad is not None]
+def seconds_of_prediction(module: nn.Module, optimizer: Optimizer) -> float:
+    """Returns the seconds of Pipe-SGD's own work on the gradients that a step has left."""
+    pairs = [(p, p.grad) for p in module.parameters() if p.grad is not None]
     parameters, gradients = [p for p, _ in pairs], [grad for _, grad in pairs]
     predicted, bucket = PredictedWeights(optimizer), Bucket(parameters)
     step = TrialStep({id(p): grad for p, grad in pairs}, current(optimizer))

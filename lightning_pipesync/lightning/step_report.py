@@ -1,0 +1,164 @@
+"""What a step of a running training takes, how much of it waits for the network, and what has become slower."""
+
+from __future__ import annotations
+
+import json
+import socket
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipesync.core.private_names import Overriding
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Base
+    from lightning.pytorch import LightningModule, Trainer
+else:
+    _Base = object
+
+#: The first batches of a training, which are not counted.
+WARM_UP = 5
+
+#: Computation, or waiting, that takes so many times as long as at the start, or as was planned, is a drift.
+DRIFT = 1.25
+
+#: A loss that varies by less than this share of itself is flat.
+FLAT = 1e-6
+
+
+@dataclass
+class _Window:
+    """Some batches in a row: seconds of each, seconds of each that were waited for the network, and their losses."""
+
+    seconds: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def computed(self) -> float:
+        """The seconds of a batch, usually, without those that were waited."""
+        return median(all_ - waited for all_, waited in zip(self.seconds, self.waited, strict=True))
+
+
+class StepReportMixin(Overriding, _Base):
+    """Logs what a batch takes and which share of it waits for the network, and warns of what has become slower.
+
+    It logs ``step_report/seconds`` and, with a method of this package, ``step_report/waited``, the share from 0 to 1,
+    of each ``every_n_batches`` batches; what a batch takes is without its loading. Warnings come from the rank that
+    they are about: it computes for longer than at the start, its loss is flat, its gradient is 0; on rank 0 that a
+    batch takes longer than was planned. Ranks tell each other nothing, so that nobody waits.
+
+    Args:
+        plan: ``plan.json`` of ``pipesync plan`` for this model; None: there is none.
+        every_n_batches: the batches of a report.
+
+    Raises:
+        ValueError: ``plan`` is no such file, or ``every_n_batches`` is not positive.
+    """
+
+    def __init__(self, plan: str | Path | None = None, every_n_batches: int = 50) -> None:
+        if every_n_batches < 1:
+            raise ValueError(f"every_n_batches must be positive, got {every_n_batches!r}.")
+        self._every, self._predictions = every_n_batches, [] if plan is None else _read_predictions(Path(plan))
+        self._num_batches = 0
+        self._window, self._first = _Window(), _Window()
+        self._began = self._waited_before = 0.0
+        self._warned: set[str] = set()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._began, self._waited_before = perf_counter(), _seconds_waited(trainer) or 0.0
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if len(self._window.seconds) != self._every - 1:
+            return  # once a report
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients and not torch.nn.utils.get_total_norm(gradients):
+            self._warn(
+                "gradient",
+                "all gradients are 0: a codec may have rounded them to 0, or the loss does not depend on the weights. "
+                "Try compression='none', or scale the loss.",
+            )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._num_batches += 1
+        if self._num_batches <= WARM_UP:
+            return
+        window = self._window
+        window.seconds.append(perf_counter() - self._began)
+        window.waited.append((_seconds_waited(trainer) or 0.0) - self._waited_before)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            window.losses.append(float(loss))
+        if len(window.seconds) == self._every:
+            self._report(trainer, window)
+            self._first = self._first if self._first.seconds else window
+            self._window = _Window()
+
+    def _report(self, trainer: Trainer, window: _Window) -> None:
+        seconds = fmean(window.seconds)
+        metrics = {"step_report/seconds": seconds}
+        if _seconds_waited(trainer) is not None:
+            metrics["step_report/waited"] = fmean(window.waited) / seconds
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        if trainer.is_global_zero:
+            self._compare_with_plan(trainer, seconds)
+        if self._first.seconds and (ratio := window.computed / self._first.computed) > DRIFT:
+            self._warn("computation", f"its computation of a batch takes {ratio:.1f} times as long as at the start.")
+        else:
+            self._warned.discard("computation")
+        if len(window.losses) > 1 and max(window.losses) - min(window.losses) <= FLAT * abs(window.losses[0]):
+            self._warn("loss", f"the loss has been {window.losses[0]:g} for {self._every} batches: nothing is learned.")
+
+    def _compare_with_plan(self, trainer: Trainer, seconds: float) -> None:
+        """Warns if a batch takes longer than was planned for the method, with the settings that are most alike."""
+        strategy: Any = trainer.strategy
+        method, config = getattr(strategy, "name", "ddp"), getattr(strategy, "config", None)
+        planned = [one for one in self._predictions if one["method"] == method]
+        if not planned:
+            return
+
+        def likeness(one: Mapping[str, Any]) -> int:
+            return sum(getattr(config, name, None) == value for name, value in one["settings"].items())
+
+        foretold = max(planned, key=likeness)["seconds"]
+        if seconds > DRIFT * foretold:
+            self._warn(
+                "plan", f"a batch takes {1e3 * seconds:.0f} ms, and was planned to take {1e3 * foretold:.0f} ms."
+            )
+
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"{socket.gethostname()}: {text}", stacklevel=2)
+
+
+def _seconds_waited(trainer: Trainer) -> float | None:
+    """Returns the seconds that this rank has waited for others; None if its strategy does not count them."""
+    method = getattr(trainer.strategy, "method", None)
+    transport = getattr(method, "transport", None)
+    return None if transport is None else float(transport.traffic.total_seconds_waited)
+
+
+def _read_predictions(path: Path) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text())["results"][0]["predictions"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"plan={str(path)!r} is not the plan.json of pipesync plan: {type(error).__name__}: {error}."
+        ) from error
+    return found

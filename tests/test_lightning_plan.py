@@ -1,0 +1,152 @@
+"""A plan that is made in a Trainer's run, and the report of what its batches take."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
+
+from lightning_pipesync import DeARStrategy, PlanCallback, StepReport
+from lightning_pipesync.plan.report import as_markdown
+from lightning_pipesync.plan.saved import read_plan
+from tests.harness import launch, raised
+from tests.lightning_models import Classifier, train_loader, trainer
+
+EVERY = 4
+
+
+class Slowing(Classifier):
+    """Takes longer for its forward pass from the 24th batch on, on rank 1; loses its gradient, or its loss is flat."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault, self.count = fault, 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.count += 1
+        loss = super().training_step(batch, batch_idx)
+        time.sleep(0.1 if self.fault == "slow" and self.global_rank == 1 and self.count > 24 else 0.02)
+        return loss * 0.0 if self.fault == "flat" else loss
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps none."""
+
+
+# --- a plan -----------------------------------------------------------------------------------------------------------
+
+
+def fit(folder: Path, plans: bool) -> Tensor:
+    model = Classifier()
+    callbacks = [PlanCallback(folder, num_steps=4)] if plans else []
+    trainer("ddp", 2, folder, callbacks=callbacks, accumulate_grad_batches=2, max_epochs=3).fit(model, train_loader())
+    return model.weights()
+
+
+def fit_both(folder: Path) -> list[Tensor]:
+    return [fit(folder, plans) for plans in (True, False)]
+
+
+def test_a_run_makes_its_own_plan_and_goes_on(tmp_path: Path) -> None:
+    """It trains what it does without, and what is read again is the same plan."""
+    for planned, plain in launch(fit_both, 2, tmp_path, init=False):
+        assert torch.equal(planned, plain)
+    work, cluster, result = read_plan(tmp_path / "plan.json", None, None)
+    assert cluster.world_size == 2
+    network = Classifier()
+    assert sum(tensor.num_bytes for tensor in work.profile.tensors) == 4 * sum(p.numel() for p in network.parameters())
+    assert work.prediction > 0
+    assert (tmp_path / "plan.md").read_text() == as_markdown(work, cluster, result)
+    assert (tmp_path / "plan.png").exists()
+
+
+def refusals(folder: Path) -> list[Any]:
+    def fit_on(strategy: Any, callback: Any) -> Any:
+        return raised(lambda: trainer(strategy, 2, folder, callbacks=[callback]).fit(Classifier(), train_loader()))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        too_short = fit_on("ddp", PlanCallback(folder, num_steps=1000))
+    return [fit_on(DeARStrategy(), PlanCallback(folder)), too_short, [str(one.message) for one in said]]
+
+
+def test_where_no_plan_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_steps must be positive"):
+        PlanCallback(num_steps=0)
+    told: list[bool] = []
+    for strategy, too_short, said in launch(refusals, 2, tmp_path, init=False):
+        assert "PlanCallback plans for several ranks in DDP over Gloo" in strategy[1]
+        assert "DeARStrategy" in strategy[1]
+        assert too_short is None
+        told.append(any("no plan was made" in text for text in said))
+    assert told == [True, False]
+    assert not (tmp_path / "plan.json").exists()
+
+
+# --- a report ---------------------------------------------------------------------------------------------------------
+
+
+def report(folder: Path, strategy: str, fault: str) -> tuple[list[dict[str, float]], list[str]]:
+    """Trains 48 batches; returns what was logged and said."""
+    memory, callback = Memory(), StepReport(folder / "plan.json", every_n_batches=EVERY)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer(strategy, 2, folder, callbacks=[callback], logger=memory, max_epochs=6).fit(
+            Slowing(fault), train_loader()
+        )
+    return memory.rows, [str(one.message) for one in said]
+
+
+def saved_predictions(folder: Path, seconds: float) -> None:
+    predictions = [
+        {"method": "dear", "settings": {"compression": "int8"}, "seconds": 1e-6},
+        {"method": "dear", "settings": {"compression": "none"}, "seconds": seconds},
+    ]
+    (folder / "plan.json").write_text(json.dumps({"results": [{"predictions": predictions}]}))
+
+
+def test_what_becomes_slower_is_told_where_it_does(tmp_path: Path) -> None:
+    saved_predictions(tmp_path, seconds=10.0)
+    (rows, first), (_, second) = launch(report, 2, tmp_path, "dear", "slow", init=False)
+    waited = [row["step_report/waited"] for row in rows if "step_report/waited" in row]
+    assert all(0 <= share <= 1 for share in waited)
+    assert waited[-1] > 0.5 > waited[0], "the others wait for rank 1"
+    assert not any("its computation of a batch" in text for text in first)
+    (text,) = (text for text in second if "its computation of a batch" in text)
+    assert "times as long as at the start" in text
+    assert not any("was planned" in text for text in first)
+
+
+@pytest.mark.parametrize("fault", ["flat", ""])
+def test_a_flat_loss_and_a_gradient_of_0_are_told(fault: str, tmp_path: Path) -> None:
+    saved_predictions(tmp_path, seconds=1e-3)
+    for rank, (_, said) in enumerate(launch(report, 2, tmp_path, "dear", fault, init=False)):
+        for words in ("the loss has been 0 for 4 batches", "all gradients are 0"):
+            assert sum(words in text for text in said) == (fault == "flat"), words
+        assert sum("was planned to take 1 ms" in text for text in said) == (rank == 0), said
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not the plan\.json of pipesync plan"):
+        StepReport(tmp_path / "nowhere.json")
+    with pytest.raises(ValueError, match="every_n_batches must be positive"):
+        StepReport(every_n_batches=0)
