@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,18 +14,24 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipesync.bench import preflight
+from lightning_pipesync.bench.candidate import Candidate
+from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.bench.preflight import HostFacts, exchange_facts, findings
 from lightning_pipesync.bench.profile import Profile
 from lightning_pipesync.bench.step import predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.plan import proof
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.links import Links, outliers, partners
-from lightning_pipesync.plan.predictions import enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.plan.model import PlanSettings
+from lightning_pipesync.plan.predictions import Prediction, enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.plan.proof import run_in_turns, to_prove
 from lightning_pipesync.plan.report import as_markdown, best_exact
 from lightning_pipesync.plan.saved import of_result, read_plan
 from lightning_pipesync.plan.work import Work
+from tests.harness import launch
 
 MIB = 2**20
 #: 16 layers of a MiB; a step of 100 ms.
@@ -112,9 +119,9 @@ def test_what_was_measured_counts() -> None:
     assert "- a finding" in text
     assert "Exact: `Trainer(strategy=DeARStrategy(" in text
     assert f"`Trainer(strategy={'LocalSGD' if found[0].method == 'local_sgd' else 'PipeSGD'}Strategy(" in text
-    ddp = next(one for one in found if one.method == "ddp")
-    measured: dict[str, Any] = {one.name: {"seconds": [1.0]} for one in found if one is not ddp}
+    measured: dict[str, Any] = {one.name: {"seconds": [1.0 if one.method == "ddp" else 2.0]} for one in found[1:-1]}
     measured[found[0].name] = {"error": "ValueError: no"}
+    assert any(one.method == "ddp" for one in found[1:-1]), "and the last one has not run"
     text = as_markdown(WORK, at, {"findings": [], "codecs": {}, "changes": [], "measured": measured})
     assert 'Exact: stay with DDP, `Trainer(strategy="ddp")`.' in text
     assert "Fastest" not in text
@@ -231,6 +238,40 @@ def small_model() -> Any:
 
 def no_model() -> Any:
     return nn.Linear(1, 1)
+
+
+class Failing(Candidate):
+    """Fails in its first step, on all ranks."""
+
+    def step(self) -> None:
+        raise RuntimeError("no way")
+
+
+def prove() -> dict[str, dict[str, Any]]:
+    chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"}), Prediction("pipe_sgd")]
+    make = proof._candidate
+
+    def candidate(one: Prediction, model: BenchModel) -> Candidate:
+        return Failing("", model) if one is chosen[1] else make(one, model)
+
+    with patch.object(proof, "_candidate", candidate):
+        return run_in_turns(chosen, PlanSettings("tests.test_plan:small_model", 1.0, 1.0, 2, 1), lambda _: None)
+
+
+def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
+    for measured in launch(prove, 2):
+        assert list(measured) == ["ddp:bucket_mb=1.0", "dear:fusion=buffer", "pipe_sgd"]
+        assert measured["dear:fusion=buffer"] == {"error": "RuntimeError: no way"}
+        size = 4 * (64 * 64 + 64 + 64 + 1)
+        assert 3 * size < measured["ddp:bucket_mb=1.0"]["resident_bytes"] < measured["pipe_sgd"]["resident_bytes"]
+        assert measured["pipe_sgd"]["resident_bytes"] < 12 * size
+        assert len(measured["pipe_sgd"]["seconds"]) == 1
+
+
+def test_each_method_is_proven_once() -> None:
+    chosen = to_prove(predict(WORK, cluster(1e7)))
+    assert [one.method for one in chosen] == ["ddp", "dear", "local_sgd", "pipe_sgd"]
+    assert chosen[2].seconds <= chosen[3].seconds
 
 
 def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_pipesync.bench.candidate import Candidate
 from lightning_pipesync.bench.candidates import makers
@@ -15,22 +18,35 @@ from lightning_pipesync.bench.round_robin import time_round_robin
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import Prediction
 
-#: How many of the best exact and inexact methods are run, besides DDP.
+#: How many exact methods are run, besides DDP, and how many others.
 PROVEN = 2
 
 #: What is not run: SelSync's steps depend on the gradient, and those of learners of servers are not the same for all.
 UNPROVEN = ("selsync", "parameter_server")
 
+#: Seconds after which a rank that does not answer counts as lost, so that no trial lasts for ever.
+TIMEOUT_S = 120.0
+
 
 def to_prove(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Returns DDP, and the best of the exact and of the other methods, except :data:`UNPROVEN`."""
-    ranked = sorted(predictions, key=lambda one: one.seconds)
-    of_kind = {
-        exact: [one for one in ranked if one.exact == exact and one.method not in ("ddp", *UNPROVEN)]
-        for exact in (True, False)
-    }
-    ddp = [one for one in ranked if one.method == "ddp"]
-    return [*ddp, *of_kind[True][:PROVEN], *of_kind[False][:PROVEN]]
+    """Returns DDP, and the best of the exact and of the other methods, each at its best; none of :data:`UNPROVEN`."""
+    best: dict[str, Prediction] = {}
+    for one in sorted(predictions, key=lambda one: one.seconds):
+        best.setdefault(one.method, one)
+    ddp, of_kind = best.pop("ddp"), {True: list[Prediction](), False: list[Prediction]()}
+    for method, one in best.items():
+        if method not in UNPROVEN:
+            of_kind[one.exact].append(one)
+    return [ddp, *of_kind[True][:PROVEN], *of_kind[False][:PROVEN]]
+
+
+def resident_bytes() -> int:
+    """Returns the bytes of all tensors of this process, and of gradients; without those of a graph."""
+    gc.collect()
+    tensors: list[Tensor] = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    tensors = [one for one in tensors if one.layout == torch.strided and not one.is_meta]
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
 def run_in_turns(
@@ -39,18 +55,24 @@ def run_in_turns(
     """Runs steps of each method in turns; a collective call.
 
     Returns:
-        By name the ``seconds`` of a step in each round, or the ``error`` of a method that cannot train this model.
+        By name the ``seconds`` of a step in each round, and the ``resident_bytes`` of this rank's tensors between two
+        steps; or the ``error`` of a method that cannot train this model.
     """
     outcomes: dict[str, dict[str, Any]] = {}
     candidates: dict[str, Candidate] = {}
     for one in chosen:
         torch.manual_seed(0)
+        before = resident_bytes()
         try:
-            candidates[one.name] = candidate = _candidate(one, settings.build())
+            candidate = _candidate(one, settings.build())
             candidate.prepare()
+            candidate.begin()
+            candidate.drain()
         except (ValueError, RuntimeError) as error:
             outcomes[one.name] = {"error": f"{type(error).__name__}: {error}"}
-            candidates.pop(one.name, None)
+        else:
+            candidates[one.name] = candidate
+            outcomes[one.name] = {"resident_bytes": resident_bytes() - before}
     # Whole periods: the average at their end is part of what a step takes.
     periods = {one.name: int(one.settings.get("period", 1)) for one in chosen}
     steps = {name: -(-settings.steps // periods[name]) * periods[name] for name in candidates}
@@ -71,11 +93,14 @@ def run_in_turns(
     )
     for name, candidate in candidates.items():
         candidate.close()
-        outcomes[name] = {"seconds": [seconds / steps[name] for seconds in timed[name].seconds]}
+        outcomes[name]["seconds"] = [seconds / steps[name] for seconds in timed[name].seconds]
     return {one.name: outcomes[one.name] for one in chosen}
 
 
 def _candidate(prediction: Prediction, model: BenchModel) -> Candidate:
-    size = prediction.settings.get("bucket_mb", 25.0)
-    (make,) = makers(["ddp"] if prediction.method == "ddp" else [prediction.name], [size])
+    name, size = "ddp", prediction.settings.get("bucket_mb", 25.0)
+    if prediction.method != "ddp":
+        limited = replace(prediction, settings={**prediction.settings, "timeout_s": TIMEOUT_S})
+        name = limited.name
+    (make,) = makers([name], [size])
     return make(model)

@@ -73,7 +73,7 @@ def _known(one: Prediction, measured: Mapping[str, Mapping[str, Any]]) -> float:
 def _table(
     title: str, predictions: Sequence[Prediction], ddp: Prediction, measured: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    headings = [title, "ms a step", "measured", "error", "times DDP", "why"]
+    headings = [title, "ms a step", "measured", "error", "times DDP", "MiB", "why"]
     return "\n" + table(headings, [_row(one, ddp, measured.get(one.name, {})) for one in predictions])
 
 
@@ -85,6 +85,7 @@ def _row(one: Prediction, ddp: Prediction, measured: Mapping[str, Any]) -> list[
         measured.get("error", "") if seconds is None else f"{1e3 * seconds:.0f}",
         "" if seconds is None else f"{one.seconds / seconds - 1:+.0%}",
         f"{ddp.seconds / one.seconds:.2f}",
+        f"{measured['resident_bytes'] / MIB:.0f}" if "resident_bytes" in measured else "",
         one.why,
     ]
 
