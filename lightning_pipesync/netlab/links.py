@@ -66,10 +66,10 @@ def connect(switch: str, hosts: Sequence[HostLink], racks: int, uplink: int | No
 def burst_bytes(rate: int) -> int:
     """Returns the size of a token bucket in bytes, which may pass at once after a pause.
 
-    At least 256 KiB, which are a few packets of the kernel's largest size, and 2 ms at the rate, the period of its
-    timers.
+    At least one packet of the kernel's largest size, and 2 ms at the rate, the period of its timers. More would let
+    whole messages pass at once after a pause.
     """
-    return max(256 * 1024, rate // 8 // 500)
+    return max(66 * 1024, rate // 8 // 500)
 
 
 def _add_bridge(route: IPRoute, name: str) -> int:
