@@ -66,10 +66,11 @@ def connect(switch: str, hosts: Sequence[HostLink], racks: int, uplink: int | No
 def burst_bytes(rate: int) -> int:
     """Returns the size of a token bucket in bytes, which may pass at once after a pause.
 
-    At least one packet of the kernel's largest size, and 2 ms at the rate, the period of its timers. More would let
-    whole messages pass at once after a pause.
+    At least one packet of the kernel's largest size with the headers of all segments that it becomes, which would have
+    to be divided otherwise, and 2 ms at the rate, the period of its timers. More would let whole messages pass at once
+    after a pause.
     """
-    return max(66 * 1024, rate // 8 // 500)
+    return max(72 * 1024, rate // 8 // 500)
 
 
 def _add_bridge(route: IPRoute, name: str) -> int:
