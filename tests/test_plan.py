@@ -24,6 +24,7 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.plan import proof
 from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.layers import LayerWork, measure_layers
 from lightning_pipesync.plan.links import Links, outliers, partners
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import Prediction, enough_accumulation, enough_bandwidth, predict
@@ -31,6 +32,7 @@ from lightning_pipesync.plan.proof import run_in_turns, to_prove
 from lightning_pipesync.plan.report import as_markdown, best_exact
 from lightning_pipesync.plan.saved import of_result, read_plan
 from lightning_pipesync.plan.work import Work
+from lightning_pipesync.training.registry import METHODS
 from tests.harness import launch
 
 MIB = 2**20
@@ -70,8 +72,45 @@ def test_predictions_are_those_of_the_cost_models() -> None:
     assert ddp.exact
     assert found["dear"].exact
     assert found["pipe_sgd"].seconds == pytest.approx(0.1)  # int8 hides under a step
-    assert found["selsync"].seconds == pytest.approx(0.1 + 0.25 * all_reduce)
-    assert found["local_sgd"].seconds == pytest.approx(0.1)
+    assert found["selsync"].seconds == pytest.approx(0.1 + 0.1 * all_reduce)
+    assert found["local_sgd"].seconds == pytest.approx(0.1)  # four averages, each under four steps
+
+
+def test_settings_that_train_better_go_first() -> None:
+    """Where they hardly wait: no codec, short periods, few local steps."""
+    for bandwidth, codec, period, lssr in ((1e10, None, 4, 0.5), (1e8, "int8", 64, 0.9), (1e7, "int8", 64, 0.9)):
+        found = predict(WORK, cluster(bandwidth))
+        settings = {one.method: one.settings for one in reversed(found)}  # of local SGD the one without a codec
+        assert settings["pipe_sgd"].get("compression") == codec
+        assert settings["local_sgd"]["period"] == period
+        assert settings["selsync"]["lssr"] == lssr
+        for one in found:
+            if one.method in METHODS:
+                METHODS[one.method].config_type(**one.settings)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_pipeline_is_as_fast_as_its_slowest_stage(num_stages: int) -> None:
+    """Of 8 layers of 10 ms each, and 1 MB between two."""
+    work = replace(WORK, layers=[LayerWork(0.01, MIB, 10**6) for _ in range(8)])
+
+    def seconds(bandwidth: float) -> float:
+        return by_method(predict(work, cluster(bandwidth, num_stages)))["ea_pipe"].seconds
+
+    assert seconds(1e9) == pytest.approx(0.08 + work.profile.update)
+    both_ways = 1 if num_stages == 2 else 2  # a stage between two others sends activations on and gradients back
+    assert seconds(1e6) == pytest.approx(num_stages * both_ways)
+    assert "ea_pipe" not in by_method(predict(work, cluster(1e9, 9)))
+
+
+def test_layers_of_a_sequential_are_measured() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 2)))
+    batch = (torch.randn(16, 4), torch.randn(16, 2))
+    model = BenchModel("own", module, [], lambda rank: batch, lambda module, b: (module(b[0]) - b[1]).square().mean())
+    layers = measure_layers(model, batch)
+    assert [(one.parameter_bytes, one.output_bytes) for one in layers] == [(160, 512), (0, 512), (72, 128)]
+    assert all(one.seconds > 0 for one in layers)
+    assert measure_layers(replace(model, module=nn.Linear(4, 2)), batch) == []
 
 
 def test_a_fast_network_leaves_nothing_to_gain() -> None:

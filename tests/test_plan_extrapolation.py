@@ -18,7 +18,8 @@ from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.plan.changes import changes_since
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.picture import draw
-from lightning_pipesync.plan.predictions import BUCKET_MB, dear_step, fastest
+from lightning_pipesync.plan.predictions import BUCKET_MB, fastest
+from lightning_pipesync.plan.schedules import dear_step
 from lightning_pipesync.plan.work import Work, slow_ranks, slowest
 from tests.test_plan import MIB, PROFILE, WORK, cluster
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +62,9 @@ def _draw_gains(
     middle, *ends = [[_gains(work, one.with_errors(sign)) for one in clusters] for sign in (0, -1, 1)]
     for method in middle[0]:
         if method != "ddp":
-            (line,) = panel.plot(places, [gains[method] for gains in middle], label=method)
-            low, high = ([gains[method] for gains in end] for end in ends)
+            # A model has too few layers for a pipeline of more hosts than that.
+            curve, low, high = ([gains.get(method, math.nan) for gains in each] for each in (middle, *ends))
+            (line,) = panel.plot(places, curve, label=method)
             panel.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 

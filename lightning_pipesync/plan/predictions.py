@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from lightning_pipesync.bench.profile import Profile
 from lightning_pipesync.bench.step import predict_ddp
-from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.torus import Torus
-from lightning_pipesync.methods.dear.eager import plan_early_gathers
 from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.schedules import dear_step, local_sgd_step, pipeline_step
 from lightning_pipesync.plan.work import Work
 
 #: Bucket sizes of DDP and DeAR that are tried, in MiB; the default is among them.
@@ -29,17 +23,22 @@ _OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
 #: Settings that are the same wherever they are tried.
 UNSHOWN = ("fusion", *_OUTER)
 
-#: Settings of local SGD that are tried.
+#: Local SGD with and without codecs and averages under computation, each with the shortest period that hardly waits.
 LOCAL_SGD: tuple[dict[str, Any], ...] = (
-    {"period": 16, **_OUTER},
-    {"period": 16, **_OUTER, "compression": "int8"},
-    {"period": 16, **_OUTER, "compression": "int8", "fragments": 4, "overlap_steps": 4},
-    {"period": 64, **_OUTER},
-    {"period": 64, **_OUTER, "compression": "int4"},
+    _OUTER,
+    {**_OUTER, "compression": "int8"},
+    {**_OUTER, "compression": "int8", "fragments": 4, "overlap_steps": 4},
+    {**_OUTER, "compression": "int4"},
 )
 
-#: The share of local steps of SelSync.
-LSSR = 0.75
+#: Its periods that are tried.
+PERIODS = (4, 8, 16, 32, 64)
+
+#: The shares of local steps of SelSync that are tried.
+LSSR = (0.5, 0.75, 0.9)
+
+#: A method hardly waits that waits for the network for this share of a step at most.
+LITTLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -80,70 +79,94 @@ class Prediction:
 
 
 def predict(work: Work, cluster: Cluster) -> list[Prediction]:
-    """Returns a prediction for each method with its best settings, or with some that are known to train well.
+    """Returns a prediction for each method, with the settings that :func:`_chosen` picks.
 
     Args:
         work: a step without communication.
         cluster: the costs of communication.
     """
-    low, high = ({one.name: one.seconds for one in _predictions(work, cluster.with_errors(sign))} for sign in (-1, 1))
-    every = list(_predictions(work, cluster))
-    found = [
-        Prediction(one.method, one.settings, one.seconds, (high[one.name] - low[one.name]) / 2, one.exact, one.why)
-        for one in every
-    ]
-    searched = {"ddp", "dear"}  # the others' settings matter for what is trained
-    best = {name: min((one for one in found if one.method == name), key=lambda one: one.seconds) for name in searched}
-    return [one for one in found if one.method not in searched or one is best[one.method]]
+    low, high = (
+        {one.name: one.seconds for group in _groups(work, cluster.with_errors(sign)) for one in group}
+        for sign in (-1, 1)
+    )
+    found = [_chosen(group, work) for group in _groups(work, cluster)]
+    return [replace(one, error=(high[one.name] - low[one.name]) / 2) for one in found]
 
 
 def fastest(work: Work, cluster: Cluster) -> dict[str, float]:
-    """Returns by method the seconds of a step with its fastest settings."""
+    """Returns by method the seconds of a step, with the faster of the settings that are chosen."""
     seconds: dict[str, float] = {}
-    for one in _predictions(work, cluster):
+    for one in (_chosen(group, work) for group in _groups(work, cluster)):
         seconds[one.method] = min(one.seconds, seconds.get(one.method, math.inf))
     return seconds
 
 
-def _predictions(work: Work, cluster: Cluster) -> Iterator[Prediction]:
-    """Yields the prediction of each method with each of its settings."""
+def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
+    """Returns the fastest of an exact method; of another the first that hardly waits, or else the fastest."""
+    if not group[0].exact:
+        for one in group:
+            if one.seconds * (1 - LITTLE) <= work.seconds:
+                return one
+    return min(group, key=lambda one: one.seconds)
+
+
+def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
+    """Yields settings of a method of which one is to be chosen; of what is not exact, those that train best first."""
     compute, world_size = work.seconds, cluster.world_size
     total = sum(tensor.num_bytes for tensor in work.profile.tensors)
     all_reduce = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.all_reduces.items()}
-    for size in BUCKET_MB:
-        seconds = predict_ddp(work.profile, cluster.backend, world_size, size)
-        yield Prediction("ddp", {"bucket_mb": size}, seconds, exact=True, why=_waits(compute, seconds))
-    for topology in (None, *_tori(world_size)):
-        for size in BUCKET_MB:
-            seconds = dear_step(work.profile, cluster, size, topology)
-            settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": size}
-            settings |= {} if topology is None else {"topology": "torus2d"}
-            yield Prediction("dear", settings, seconds, exact=True, why=_waits(compute, seconds))
-    for codec in all_reduce:
-        late = "one step late, at predicted weights"
-        seconds = max(compute + work.prediction, all_reduce[codec])
-        yield Prediction("pipe_sgd", _codec(codec), seconds, exact=False, why=late)
-    yield Prediction(
-        "selsync",
-        {"lssr": LSSR, "outer_momentum": 0.3},
-        compute + (1 - LSSR) * all_reduce["none"],
-        exact=False,
-        why=f"{LSSR:.0%} of the steps are local",
-    )
-    for settings in LOCAL_SGD:
-        codec = settings.get("compression", "none")
+    yield [_ddp_in(work, cluster, size) for size in BUCKET_MB]
+    yield [_dear(work, cluster, size, topology) for topology in (None, *_tori(world_size)) for size in BUCKET_MB]
+    late = "one step late, at predicted weights"
+    yield [
+        Prediction("pipe_sgd", _codec(codec), max(compute + work.prediction, seconds), exact=False, why=late)
+        for codec, seconds in all_reduce.items()
+    ]
+    yield [
+        Prediction(
+            "selsync",
+            {"lssr": lssr, "outer_momentum": 0.3},
+            compute + (1 - lssr) * all_reduce["none"],
+            exact=False,
+            why=f"{lssr:.0%} of the steps are local",
+        )
+        for lssr in LSSR
+    ]
+    for variant in LOCAL_SGD:
+        codec = variant.get("compression", "none")
         if codec in all_reduce:
-            seconds = _local_sgd(compute, all_reduce[codec], settings)
-            yield Prediction(
-                "local_sgd", settings, seconds, exact=False, why=f"averages every {settings['period']} steps"
-            )
-    yield Prediction(
-        "parameter_server",
-        {"partition": "handed_out"},
-        compute * work.own_pace + cluster.halves.sharded_servers(total, world_size),
-        exact=False,
-        why="stale; nobody waits for a slow rank",
-    )
+            yield [_local_sgd(compute, all_reduce[codec], {"period": period, **variant}) for period in PERIODS]
+    servers = cluster.halves.sharded_servers(total, world_size)
+    yield [
+        Prediction(
+            "parameter_server",
+            {"partition": "handed_out"},
+            compute * work.own_pace + servers,
+            exact=False,
+            why="stale; nobody waits for a slow rank",
+        )
+    ]
+    if len(work.layers) >= world_size:
+        seconds = pipeline_step(work.layers, work.profile.update, cluster.bandwidth, world_size)
+        late = f"{world_size} mini-batches in stages, up to {world_size - 1} steps late"
+        yield [Prediction("ea_pipe", {}, seconds, exact=False, why=late)]
+
+
+def _ddp_in(work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
+    seconds = predict_ddp(work.profile, cluster.backend, cluster.world_size, bucket_mb)
+    return Prediction("ddp", {"bucket_mb": bucket_mb}, seconds, why=_waits(work.seconds, seconds))
+
+
+def _dear(work: Work, cluster: Cluster, bucket_mb: float, topology: Torus | None) -> Prediction:
+    seconds = dear_step(work.profile, cluster, bucket_mb, topology)
+    settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": bucket_mb}
+    settings |= {} if topology is None else {"topology": "torus2d"}
+    return Prediction("dear", settings, seconds, why=_waits(work.seconds, seconds))
+
+
+def _local_sgd(compute: float, all_reduce: float, settings: Mapping[str, Any]) -> Prediction:
+    seconds = local_sgd_step(compute, all_reduce, settings)
+    return Prediction("local_sgd", settings, seconds, exact=False, why=f"averages every {settings['period']} steps")
 
 
 def _codec(codec: str) -> dict[str, Any]:
@@ -162,56 +185,7 @@ def _tori(world_size: int) -> list[Torus]:
         return []
 
 
-def dear_step(
-    profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | None = None, eager: bool = True
-) -> float:
-    """Returns the seconds of a step of DeAR.
-
-    Args:
-        profile: a step without communication.
-        cluster: the costs of communication.
-        bucket_mb: size of the buckets, in MiB.
-        torus: the ranks in rows and columns; None: in a ring.
-        eager: whether buckets are gathered early, as DeAR would plan it; not on a torus.
-    """
-    # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
-    tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
-    parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
-    link, world_size = cluster.halves, cluster.world_size
-
-    def half(num_bytes: float) -> float:
-        if torus is None:
-            return link.reduce_scatter(num_bytes, world_size)
-        return link.torus_half(num_bytes, torus.columns, torus.rows)
-
-    buckets = []
-    for members in plan_buckets(parameters, Fusion(bucket_mb=bucket_mb)):
-        times = [profile.tensors[int(member.name)] for member in members]
-        size = sum(map(num_bytes, members))
-        buckets.append(
-            BucketTimes(
-                ready=max(one.ready for one in times),
-                needed=min(one.needed for one in times),
-                reduce_scatter=half(size),
-                all_gather=half(size),
-                latency=half(0),
-            )
-        )
-    early = plan_early_gathers(buckets) if eager and torus is None else None
-    return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
-
-
-def _local_sgd(compute: float, all_reduce: float, settings: Mapping[str, Any]) -> float:
-    """Returns the seconds of a step of local SGD, on average over a period.
-
-    The average of a fragment runs under ``overlap_steps`` steps, and what is left of it is waited for.
-    """
-    period, fragments, overlap = settings["period"], settings.get("fragments", 1), settings.get("overlap_steps", 0)
-    waited = max(0.0, all_reduce / fragments - overlap * compute) * fragments
-    return max(compute + waited / period, all_reduce / period)
-
-
-def enough_bandwidth(work: Work, cluster: Cluster, share: float = 0.05) -> float | None:
+def enough_bandwidth(work: Work, cluster: Cluster, share: float = LITTLE) -> float | None:
     """Returns the bytes per second from which on DDP waits for the network for ``share`` of a step at most.
 
     None: it waits for longer at any bandwidth, because of latency or of what processors do.
@@ -224,7 +198,7 @@ def enough_bandwidth(work: Work, cluster: Cluster, share: float = 0.05) -> float
     return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
 
 
-def enough_accumulation(work: Work, cluster: Cluster, share: float = 0.05) -> int | None:
+def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> int | None:
     """Returns the batches to accumulate with which DDP waits for the network for ``share`` of a step at most.
 
     A power of 2, at most 1024; None: that is not enough.

@@ -21,8 +21,9 @@ from lightning_pipesync.plan.predictions import Prediction
 #: How many exact methods are run, besides DDP, and how many others.
 PROVEN = 2
 
-#: What is not run: SelSync's steps depend on the gradient, and those of learners of servers are not the same for all.
-UNPROVEN = ("selsync", "parameter_server")
+#: What is not run: SelSync's steps depend on the gradient, those of learners of servers are not the same for all, and a
+#: pipeline needs the loss of its last stage.
+UNPROVEN = ("selsync", "parameter_server", "ea_pipe")
 
 #: Seconds after which a rank that does not answer counts as lost, so that no trial lasts for ever.
 TIMEOUT_S = 120.0

@@ -19,6 +19,7 @@ from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
+from lightning_pipesync.plan.layers import LayerWork, measure_layers
 
 #: A rank is slow whose computation takes so many times as long as a median rank's.
 SLOW_HOST = 1.15
@@ -35,17 +36,20 @@ class Work:
         profile: its parts.
         prediction: seconds in which Pipe-SGD predicts weights, and copies gradients to and from its buffers.
         own_pace: seconds of a step on average where each rank takes steps at its own pace, over those of the slowest.
+        layers: of a model that a pipeline splits by layers.
     """
 
     profile: Profile
     prediction: float = 0.0
     own_pace: float = 1.0
+    layers: Sequence[LayerWork] = ()
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Work:
         """Returns what ``dataclasses.asdict`` was made of."""
         profile = {**saved["profile"], "tensors": [LayerTimes(**one) for one in saved["profile"]["tensors"]]}
-        return cls(Profile(**profile), saved["prediction"], saved["own_pace"])
+        layers = [LayerWork(**layer) for layer in saved["layers"]]
+        return cls(Profile(**profile), saved["prediction"], saved["own_pace"], layers)
 
     @property
     def seconds(self) -> float:
@@ -57,7 +61,9 @@ def measure_work(model: BenchModel) -> Work:
     """Measures what a step takes on this rank; a collective call, as all ranks are to compute at the same time."""
     candidate = without_communication(model)
     dist.barrier()
-    return Work(profile_step(candidate), seconds_of_prediction(candidate.module, candidate.optimizer))
+    profile = profile_step(candidate)
+    prediction = seconds_of_prediction(candidate.module, candidate.optimizer)
+    return Work(profile, prediction, layers=measure_layers(model, candidate.batch))
 
 
 def slowest(everyones: Sequence[Work]) -> Work:

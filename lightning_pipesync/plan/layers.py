@@ -1,0 +1,42 @@
+"""The layers of a model that a pipeline would split into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipesync.bench.models import BenchModel
+from lightning_pipesync.methods.ea_pipe import split
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What one layer takes.
+
+    Attributes:
+        seconds: of both passes of a mini-batch.
+        parameter_bytes: of its parameters.
+        output_bytes: of its output for a mini-batch.
+    """
+
+    seconds: float
+    parameter_bytes: int
+    output_bytes: int
+
+
+def measure_layers(model: BenchModel, batch: Any) -> list[LayerWork]:
+    """Measures the layers of an ``nn.Sequential``; there are none of another module, which EA-Pipe has to trace."""
+    if not isinstance(model.module, nn.Sequential):
+        return []
+    inputs: list[Any] = []
+    handle = model.module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    with torch.no_grad():
+        model.loss(model.module, batch)
+    handle.remove()
+    layers = [layer for _, layer in split.flattened(model.module)]
+    seconds, num_bytes = split.measure(layers, inputs[0], torch.device("cpu"))
+    parameters = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    return [LayerWork(s, p, int(n) - p) for s, p, n in zip(seconds, parameters, num_bytes, strict=True)]
