@@ -1,23 +1,21 @@
-"""Plans: predictions from measured costs, what sticks out among hosts and links, and the command."""
+"""Plans: predictions from measured costs, proofs, and the command."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_pipesync.bench import preflight
 from lightning_pipesync.bench.candidate import Candidate
 from lightning_pipesync.bench.models import BenchModel
-from lightning_pipesync.bench.preflight import HostFacts, exchange_facts, findings
-from lightning_pipesync.bench.profile import Profile
+from lightning_pipesync.bench.profile import Profile, StepRecorder
 from lightning_pipesync.bench.step import predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.cost import LinkCost
@@ -25,7 +23,6 @@ from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.plan import proof
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.layers import LayerWork, measure_layers
-from lightning_pipesync.plan.links import Links, outliers, partners
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import Prediction, enough_accumulation, enough_bandwidth, predict
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
@@ -167,104 +164,23 @@ def test_what_was_measured_counts() -> None:
     assert "ValueError: no" in text
 
 
-# --- hosts and links --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", range(2, 10))
-def test_each_pair_meets_once(world_size: int) -> None:
-    rounds = [partners(rank, world_size) for rank in range(world_size)]
-    for rank, of_rank in enumerate(rounds):
-        assert sorted(one for one in of_rank if one is not None) == [r for r in range(world_size) if r != rank]
-        for number, partner in enumerate(of_rank):
-            assert partner is None or rounds[partner][number] == rank
-
-
-def links(speed: Any, number: int = 4) -> Links:
-    bandwidth = [[0.0 if a == b else speed(a, b) for b in range(number)] for a in range(number)]
-    return Links(bandwidth, bandwidth)
-
-
-NAMES = ["host 0", "host 1", "host 2", "host 3"]
-
-
-def test_a_slow_host_is_named() -> None:
-    (found,) = outliers(links(lambda a, b: 5e7 if 3 in (a, b) else 1.2e8), NAMES)
-    assert found.startswith("host 3: 400 Mbit/s to and from the others, which have 960 Mbit/s.")
-
-
-def test_a_direction_counts() -> None:
-    (found,) = outliers(links(lambda a, b: 5e7 if b == 1 else 1.2e8), NAMES)
-    assert found.startswith("host 1: 400 Mbit/s")
-
-
-def test_racks_are_found() -> None:
-    (found,) = outliers(links(lambda a, b: 1.2e8 if a // 2 == b // 2 else 3e7), NAMES)
-    assert found.startswith("The ranks are in 2 racks (0, 1; 2, 3): 240 Mbit/s between them, 960 Mbit/s within.")
-    assert "replicas_per_group=2" in found
-
-
-def test_a_slow_pair_is_named() -> None:
-    (found,) = outliers(links(lambda a, b: 3e7 if {a, b} == {1, 2} else 1.2e8), NAMES)
-    assert found == "host 1 and host 2: 240 Mbit/s, where others have 960 Mbit/s."
-
-
-def test_equal_links_are_no_finding() -> None:
-    assert outliers(links(lambda a, b: 1.2e8 * (1 + 0.05 * a)), NAMES) == []
-    assert outliers(links(lambda a, b: 1.2e8, 2), NAMES[:2]) == []
-
-
-def facts(rank: int, **changed: Any) -> HostFacts:
-    usual: dict[str, Any] = {
-        "rank": rank,
-        "host": f"node{rank}",
-        "address": f"10.0.0.{rank}",
-        "interface": "eth0",
-        "mtu": 1500,
-        "backend_interface": "eth0",
-        "cores": 8,
-        "threads": 8,
-        "versions": {"torch": "2.13.0"},
-    }
-    return HostFacts(**{**usual, **changed})
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"backend_interface": "docker0"}, "Gloo uses the interface docker0, and the way to the other hosts is eth0"),
-        ({"mtu": 9000}, "an MTU of 9000, and most hosts have 1500"),
-        ({"versions": {"torch": "2.9.0"}}, "torch 2.9.0, and most hosts have 2.13.0"),
-        ({"threads": 16}, "1 ranks with 16 threads in all on 8 cores. Set OMP_NUM_THREADS=8"),
-    ],
-)
-def test_what_is_wrong_with_a_host_is_named(changed: dict[str, Any], words: str) -> None:
-    ranks = [facts(0), facts(1), facts(2, **changed)]
-    assert findings(ranks[:2]) == []
-    (found,) = findings(ranks)
-    assert words in found
-    assert "node2" in found
-
-
-def test_ranks_that_share_a_link_are_named() -> None:
-    (found,) = findings([facts(0), facts(1), facts(2, address="10.0.0.1")])
-    assert found.startswith("2 ranks have the address 10.0.0.1, whose link they share")
-
-
-def test_ranks_that_share_cores_are_named() -> None:
-    (found,) = findings([facts(rank, host="node", threads=1, cores=2) for rank in range(4)])
-    assert found == "Host node: 4 ranks on 2 cores, which they share."
-
-
-def test_an_interface_that_reaches_nobody_is_refused_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    store.set("pipesync/facts/1", json.dumps(asdict(facts(1, backend_interface="lo"))))
-    monkeypatch.setattr(preflight, "own_facts", facts)
-    with pytest.raises(
-        ValueError, match=r"rank 1 \(node1, 10.0.0.1\): Gloo uses .* lo, .* Set GLOO_SOCKET_IFNAME=eth0"
-    ):
-        exchange_facts(store, 0, 2)
-    store.set("pipesync/facts/1", json.dumps(asdict(facts(1))))
-    assert exchange_facts(store, 0, 2) == [facts(0), facts(1)]
+def test_a_wait_after_the_last_gradient_is_no_computation() -> None:
+    """As in DDP, whose backward pass ends when the others' gradients have come."""
+    module = nn.Linear(2, 2)
+    recorder = StepRecorder(module, torch.device("cpu"))
+    for _ in range(3):
+        recorder.begin_forward()
+        loss = module(torch.ones(2)).sum()
+        recorder.begin_backward()
+        loss.backward()
+        time.sleep(0.2)
+        recorder.begin_update()
+        assert recorder.end()
+    profile = recorder.profile()
+    assert profile.backward == max(tensor.ready for tensor in profile.tensors) < 0.1
+    assert recorder.num_steps == 3
+    recorder.begin_forward()
+    assert not recorder.end()  # a batch that is accumulated
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -342,6 +258,8 @@ def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFi
         (["--rate", "fast"], "'fast' is not a rate"),
         (["--compute_ms", "0"], "compute_ms must be positive"),
         (["--rounds", "-1"], "rounds must not be negative"),
+        (["--device", "tpu"], "device must be 'cpu' or 'cuda'"),
+        *[(["--device", "cuda"], "torch finds no GPU here")] * (not torch.cuda.is_available()),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch.distributed as dist
 
 from lightning_pipesync.core.buckets import MIB
 
+#: Seconds that a rank waits for another before it counts as lost.
+TIMEOUT_S = 120.0
 
-def measure_bandwidth(num_bytes: int = 8 * MIB, rounds: int = 5) -> float:
+
+def measure_bandwidth(num_bytes: int = 8 * MIB, rounds: int = 5, connections: int = 1) -> float:
     """Returns the bytes per second that a rank can send while it receives as many; a collective call.
 
     All ranks form a ring, as in the collectives: each sends to the next and receives from the previous one.
@@ -21,27 +25,48 @@ def measure_bandwidth(num_bytes: int = 8 * MIB, rounds: int = 5) -> float:
     Args:
         num_bytes: the size of a transfer.
         rounds: the number of transfers; the median of the slowest rank counts.
+        connections: TCP connections from a rank to the next, which share a transfer.
+
+    Raises:
+        RuntimeError: a rank has closed its connection, or does not answer.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with socket.create_server((own_address(), 0)) as server:
-        addresses: list[tuple[str, int]] = [("", 0)] * world_size
-        dist.all_gather_object(addresses, server.getsockname()[:2])
-        outgoing = socket.create_connection(addresses[(rank + 1) % world_size])
-        incoming, _ = server.accept()
-    payload, buffer = bytes(num_bytes), bytearray(num_bytes)
-    seconds = []
-    with outgoing, incoming:
-        for _ in range(rounds + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            sender = threading.Thread(target=outgoing.sendall, args=(payload,))
-            sender.start()
-            _receive(incoming, buffer)
-            sender.join()
-            seconds.append(time.perf_counter() - start)
+    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    try:
+        seconds = _time_transfers(following, num_bytes, rounds, connections)
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"Rank {rank} has waited {TIMEOUT_S:g} s in vain for rank {previous} or {following}, while the bandwidth "
+            "was measured."
+        ) from error
     medians: list[float] = [0.0] * world_size
     dist.all_gather_object(medians, statistics.median(seconds[1:]))
     return num_bytes / max(medians)
+
+
+def _time_transfers(following: int, num_bytes: int, rounds: int, connections: int) -> list[float]:
+    """Returns the seconds of each transfer to the rank ``following``, while as much comes from the previous one."""
+    with socket.create_server((own_address(), 0), backlog=connections) as server, ExitStack() as sockets:
+        server.settimeout(TIMEOUT_S)
+        addresses: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+        dist.all_gather_object(addresses, server.getsockname()[:2])
+        address = addresses[following]
+        outgoing = [sockets.enter_context(socket.create_connection(address, TIMEOUT_S)) for _ in range(connections)]
+        incoming = [sockets.enter_context(server.accept()[0]) for _ in range(connections)]
+        for one in incoming:
+            one.settimeout(TIMEOUT_S)
+        payload, buffers = bytes(num_bytes // connections), [bytearray(num_bytes // connections) for _ in incoming]
+        pool = sockets.enter_context(ThreadPoolExecutor(2 * connections))
+        seconds = []
+        for _ in range(rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            transfers = [pool.submit(one.sendall, payload) for one in outgoing]
+            transfers += [pool.submit(_receive, one, buffer) for one, buffer in zip(incoming, buffers, strict=True)]
+            for transfer in transfers:
+                transfer.result()
+            seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def own_address() -> str:

@@ -37,6 +37,7 @@ class HostFacts:
         interface: the name of that one.
         mtu: its largest packet, in bytes; None if unknown.
         backend_interface: the name of the one that Gloo uses.
+        nccl_interfaces: what ``NCCL_SOCKET_IFNAME`` says, which may be nothing.
         cores: processors that the process may use.
         threads: of the process, for computation.
         versions: of Python and packages.
@@ -48,6 +49,7 @@ class HostFacts:
     interface: str
     mtu: int | None
     backend_interface: str
+    nccl_interfaces: str
     cores: int
     threads: int
     versions: dict[str, str]
@@ -90,6 +92,7 @@ def own_facts(rank: int) -> HostFacts:
         interface=interface,
         mtu=mtu,
         backend_interface=_backend_interface(addresses),
+        nccl_interfaces=os.environ.get("NCCL_SOCKET_IFNAME", ""),
         cores=cores,
         threads=int(os.environ.get("OMP_NUM_THREADS", "0") or 0) or torch.get_num_threads(),
         versions={
@@ -103,6 +106,12 @@ def own_facts(rank: int) -> HostFacts:
 def findings(facts: Sequence[HostFacts]) -> list[str]:
     """Returns what is wrong, a sentence each that names the host, the value and the way out."""
     found = [_other_interface(one) for one in facts if one.backend_interface != one.interface]
+    found += [
+        f"{one.name}: NCCL_SOCKET_IFNAME={one.nccl_interfaces} leaves out {one.interface}, the way to the other hosts. "
+        f"Set NCCL_SOCKET_IFNAME={one.interface} there, unless NCCL has another network."
+        for one in facts
+        if not _nccl_takes(one.nccl_interfaces, one.interface)
+    ]
     found += _unlike(facts, "an MTU of", lambda one: str(one.mtu), "Set the same on all hosts and switches.")
     for package in facts[0].versions:
         found += _unlike(facts, package, lambda one: one.versions[package], "Install the same everywhere.")  # noqa: B023
@@ -138,6 +147,13 @@ def _unlike(facts: Sequence[HostFacts], what: str, value_of: Callable[[HostFacts
         for one in facts
         if value_of(one) != usual
     ]
+
+
+def _nccl_takes(chosen: str, interface: str) -> bool:
+    """Returns whether NCCL may use an interface: one that begins with a name, is one (=), or is none of them (^)."""
+    names = chosen.lstrip("^=").split(",")
+    named = any(interface == name if "=" in chosen[:2] else interface.startswith(name) for name in names)
+    return named != chosen.startswith("^") or not chosen
 
 
 def _backend_interface(addresses: dict[str, str]) -> str:

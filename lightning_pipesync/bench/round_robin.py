@@ -47,19 +47,28 @@ def time_round_robin(
     for round_ in range(rounds + 1):
         for i, (name, operation) in enumerate(operations.items()):
             before(name)
+            _finish_work()
             dist.barrier()
             start, processor_start = time.perf_counter(), time.process_time()
             operation()
+            _finish_work()
             seconds[i, round_] = time.perf_counter() - start
             processor_seconds[i, round_] = time.process_time() - processor_start
             after(name)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    dist.all_reduce(processor_seconds)
-    processor_seconds /= dist.get_world_size()
+    everyones = [(seconds, processor_seconds)] * dist.get_world_size()
+    dist.all_gather_object(everyones, (seconds, processor_seconds))  # on any backend
+    seconds = torch.stack([one for one, _ in everyones]).amax(0)
+    processor_seconds = torch.stack([one for _, one in everyones]).mean(0)
     return {
         name: Timed(wall[1:].tolist(), processor[1:].tolist())
         for name, wall, processor in zip(operations, seconds, processor_seconds, strict=True)
     }
+
+
+def _finish_work() -> None:
+    """Waits for the work that a GPU has been given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def median_and_quartiles(seconds: list[float]) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,9 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
 from lightning_pipesync.core.layer_limits import LayerLimits
 from lightning_pipesync.core.pipe_cost import PipeCost
+
+#: Sizes in MiB of the all-reduces from which alpha and beta are fitted.
+LINK_MB = (0.25, 1.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,9 @@ def gradient_bytes(model: BenchModel) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.module.parameters())
 
 
-def measure_link(sizes_mib: Sequence[float] = (0.25, 1.0, 4.0), rounds: int = 5) -> LinkCost:
+def measure_link(device: torch.device | str = "cpu", rounds: int = 5) -> LinkCost:
     """Returns alpha and beta of the backend's all-reduce, which DDP uses; a collective call."""
-    buffers = {f"{size}": torch.zeros(round(size * MIB / 4)) for size in sizes_mib}
+    buffers = {f"{size}": torch.zeros(round(size * MIB / 4), device=device) for size in LINK_MB}
     timed = time_round_robin({name: partial(dist.all_reduce, buffer) for name, buffer in buffers.items()}, rounds)
     points = [(buffers[name].numel() * 4, value) for name, measured in timed.items() for value in measured.seconds]
     num_bytes, seconds = zip(*points, strict=True)

@@ -7,6 +7,7 @@ result as JSON to the file RESULT, and its progress in lines that start with PRO
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -37,7 +38,13 @@ def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object])
     store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     exchange_facts(store, rank, world_size)
     torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    cuda = getattr(settings, "device", "cpu") == "cuda"
+    if cuda:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"Rank {rank} is for GPU {local_rank} of its host, which has {torch.cuda.device_count()}.")
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size)
     leader = dist.get_rank() == 0
     measured = measure(settings, progress if leader else lambda text: None)
     dist.barrier()

@@ -41,7 +41,7 @@ class _Window:
 
     seconds: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
 
     @property
     def computed(self) -> float:
@@ -102,7 +102,7 @@ class StepReportMixin(Overriding, _Base):
         window.waited.append((_seconds_waited(trainer) or 0.0) - self._waited_before)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            window.losses.append(float(loss))
+            window.losses.append(loss.detach())
         if len(window.seconds) == self._every:
             self._report(trainer, window)
             self._first = self._first if self._first.seconds else window
@@ -121,8 +121,9 @@ class StepReportMixin(Overriding, _Base):
             self._warn("computation", f"its computation of a batch takes {ratio:.1f} times as long as at the start.")
         else:
             self._warned.discard("computation")
-        if len(window.losses) > 1 and max(window.losses) - min(window.losses) <= FLAT * abs(window.losses[0]):
-            self._warn("loss", f"the loss has been {window.losses[0]:g} for {self._every} batches: nothing is learned.")
+        losses = [float(loss) for loss in window.losses]
+        if len(losses) > 1 and max(losses) - min(losses) <= FLAT * abs(losses[0]):
+            self._warn("loss", f"the loss has been {losses[0]:g} for {self._every} batches: nothing is learned.")
 
     def _compare_with_plan(self, trainer: Trainer, seconds: float) -> None:
         """Warns if a batch takes longer than was planned for the method, with the settings that are most alike."""

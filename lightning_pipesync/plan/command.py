@@ -16,6 +16,7 @@ def plan(
     compute_ms: float = 200.0,
     steps: int = 16,
     rounds: int = 3,
+    device: str = "cpu",
     from_file: Path | None = None,
     output: Path | None = None,
     json: bool = False,
@@ -38,6 +39,7 @@ def plan(
         compute_ms: Forward and backward pass of an emulated model, in milliseconds.
         steps: Least number of steps of one measurement of a method.
         rounds: Number of measurements of each method that is run, in turns; 0: only predict.
+        device: cpu; or cuda, a GPU for each rank, over NCCL, with a model of yours.
         from_file: plan.json of an earlier plan, instead of measuring. Written as --from, too.
         output: Folder for plan.json, plan.md and plan.png; outputs/plan if not given, with --from none. If it has an
             earlier plan, what has changed since is said.
@@ -56,7 +58,7 @@ def plan(
     if from_file is not None:
         work, cluster, result = read_plan(from_file, hosts, rate)
     else:
-        settings = PlanSettings(model, scale, compute_ms, steps, rounds)
+        settings = PlanSettings(model, scale, compute_ms, steps, rounds, device)
         num_measurements = 2 + (rounds + 1) * (1 + 2 * PROVEN) * (rounds > 0)
         emulated = sweep.make_hosts([hosts or 2], rate, racks, uplink)
         results = sweep.run(measure_plan, settings, emulated, num_measurements)

@@ -34,7 +34,7 @@ class PlanCallbackMixin(Overriding, _Base):
 
     It measures the first optimizer steps, then the network, for some seconds in which the training waits. Rank 0 prints
     the plan, and writes ``plan.json``, ``plan.md`` and ``plan.png``. The training goes on as if it was not there. Use
-    it with ``strategy="ddp"``, over Gloo.
+    it with ``strategy="ddp"``, over Gloo or NCCL.
 
     Args:
         output: folder of the plan; None: ``plan`` in the Trainer's ``default_root_dir``.
@@ -55,17 +55,15 @@ class PlanCallbackMixin(Overriding, _Base):
         """Begins to record.
 
         Raises:
-            ValueError: there is one rank only, a strategy other than DDP, or a backend other than Gloo.
+            ValueError: there is one rank only, or a strategy other than DDP.
         """
         name = getattr(trainer.strategy, "name", "ddp")
-        if trainer.world_size < 2 or not dist.is_initialized() or name != "ddp" or dist.get_backend() != "gloo":
-            backend = dist.get_backend() if dist.is_initialized() else "no"
+        if trainer.world_size < 2 or not dist.is_initialized() or name != "ddp":
             raise ValueError(
-                f"PlanCallback plans for several ranks in DDP over Gloo, and this Trainer has {trainer.world_size}, "
-                f"{type(trainer.strategy).__name__} and {backend} process group: set "
-                "Trainer(strategy=DDPStrategy(process_group_backend='gloo'), devices=..., num_nodes=...)."
+                f"PlanCallback plans for several ranks in DDP, and this Trainer has {trainer.world_size} and "
+                f"{type(trainer.strategy).__name__}: set Trainer(strategy='ddp', devices=..., num_nodes=...)."
             )
-        self._recorder = StepRecorder(pl_module)
+        self._recorder = StepRecorder(pl_module, pl_module.device)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -93,7 +91,7 @@ class PlanCallbackMixin(Overriding, _Base):
             self._recorder = None
             recorder.close()
             work = Work(recorder.profile(), seconds_of_prediction(pl_module, trainer.optimizers[0]))
-            result = plan_for(work, {"model": type(pl_module).__name__}, lambda _: None)
+            result = plan_for(work, {"model": type(pl_module).__name__}, lambda _: None, pl_module.device)
             if trainer.is_global_zero:
                 self._write(result, Path(self._output or Path(trainer.default_root_dir, "plan")))
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.methods.ea_pipe import split
+from lightning_pipesync.methods.method import device_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,6 @@ def measure_layers(model: BenchModel, batch: Any) -> list[LayerWork]:
         model.loss(model.module, batch)
     handle.remove()
     layers = [layer for _, layer in split.flattened(model.module)]
-    seconds, num_bytes = split.measure(layers, inputs[0], torch.device("cpu"))
+    seconds, num_bytes = split.measure(layers, inputs[0], device_of(model.module))
     parameters = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
     return [LayerWork(s, p, int(n) - p) for s, p, n in zip(seconds, parameters, num_bytes, strict=True)]

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch.distributed as dist
 
-from lightning_pipesync.bench.bandwidth import own_address
+from lightning_pipesync.bench.bandwidth import TIMEOUT_S, measure_bandwidth, own_address
 from lightning_pipesync.core.buckets import MIB
 
 #: A link is slow with less than this share of the usual bandwidth.
@@ -21,6 +21,9 @@ TRANSFER_S, LEAST_BYTES, MOST_BYTES = 0.2, MIB, 16 * MIB
 
 #: Exchanges of one byte.
 PINGS = 5
+
+#: Connections that are tried beside a single one, and how many times as much they have to reach to be worth it.
+CONNECTIONS, WORTH = 4, 1.3
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,30 @@ def measure_links(bandwidth: float) -> Links:
         bandwidth: bytes per second of about what the network has, which chooses how much is sent.
 
     Raises:
-        RuntimeError: a pair does not connect; the message names it.
+        RuntimeError: a pair does not connect, or a rank does not answer; the message names it.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, bandwidth * TRANSFER_S)))
     speeds, delays = [0.0] * world_size, [0.0] * world_size
     with socket.create_server((own_address(), 0), backlog=world_size) as server:
+        server.settimeout(TIMEOUT_S)
         addresses: list[tuple[str, int]] = [("", 0)] * world_size
         dist.all_gather_object(addresses, server.getsockname()[:2])
         for partner in partners(rank, world_size):
             dist.barrier()
             if partner is None:
                 continue
-            with _connected(server, addresses[partner], rank, partner) as connection:
-                delays[partner] = _ping(connection, rank < partner)
-                for sender in (min(rank, partner), max(rank, partner)):
-                    seconds = _transfer(connection, num_bytes, sends=sender == rank)
-                    if sender == rank:
-                        speeds[partner] = num_bytes / seconds
+            try:
+                with _connected(server, addresses[partner], rank, partner) as connection:
+                    delays[partner] = _ping(connection, rank < partner)
+                    for sender in (min(rank, partner), max(rank, partner)):
+                        seconds = _transfer(connection, num_bytes, sends=sender == rank)
+                        if sender == rank:
+                            speeds[partner] = num_bytes / seconds
+            except OSError as error:
+                raise RuntimeError(
+                    f"Rank {rank} does not reach rank {partner}, at {addresses[partner]}: {error}."
+                ) from error
     gathered: list[tuple[list[float], list[float]]] = [([], [])] * world_size
     dist.all_gather_object(gathered, (speeds, delays))
     return Links([speeds for speeds, _ in gathered], [delays for _, delays in gathered])
@@ -112,6 +121,21 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
     return found
 
 
+def several_connections(bandwidth: float) -> list[str]:
+    """Returns what to set if several TCP connections carry more than one, a sentence; a collective call.
+
+    Args:
+        bandwidth: bytes per second of a single one.
+    """
+    several = measure_bandwidth(connections=CONNECTIONS)
+    if several < WORTH * bandwidth:
+        return []
+    return [
+        f"One TCP connection carries {mbit(bandwidth)}, {CONNECTIONS} carry {mbit(several)}: let Gloo open several, "
+        "as docs/launching.md says, GLOO_SOCKET_IFNAME=eth0,eth0 with your interface."
+    ]
+
+
 def mbit(bytes_per_second: float) -> str:
     """Returns a rate in Mbit/s or Gbit/s."""
     bits = 8 * bytes_per_second
@@ -128,13 +152,11 @@ def _components(pairs: Sequence[tuple[int, int]], number: int) -> list[list[int]
 
 
 def _connected(server: socket.socket, address: tuple[str, int], rank: int, partner: int) -> socket.socket:
-    try:
-        if rank < partner:
-            connection, _ = server.accept()
-        else:
-            connection = socket.create_connection(address, timeout=30)
-    except OSError as error:
-        raise RuntimeError(f"Rank {rank} does not connect to rank {partner} at {address[0]}: {error}.") from error
+    if rank < partner:
+        connection, _ = server.accept()
+    else:
+        connection = socket.create_connection(address, timeout=TIMEOUT_S)
+    connection.settimeout(TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model
+from lightning_pipesync.core.torch_private import map_tensors
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class PlanSettings:
         compute_ms: forward and backward pass of an emulated model, in milliseconds.
         steps: the least number of steps of a measurement.
         rounds: the number of measurements of each method that is run; 0: none is.
+        device: ``"cpu"``; or ``"cuda"``, a GPU for each rank, over NCCL.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
@@ -34,6 +37,7 @@ class PlanSettings:
     compute_ms: float
     steps: int
     rounds: int
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.model not in MODEL_NAMES and ":" not in self.model:
@@ -43,6 +47,12 @@ class PlanSettings:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
         if self.rounds < 0:
             raise ValueError(f"rounds must not be negative, got {self.rounds!r}.")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}.")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda', and torch finds no GPU here: leave it at 'cpu', or install a CUDA build.")
+        if self.device == "cuda" and self.model.startswith("emulated-"):
+            raise ValueError(f"The layers of {self.model} sleep, and use no GPU: set device='cpu'.")
 
     def build(self) -> BenchModel:
         """Returns the model.
@@ -50,6 +60,16 @@ class PlanSettings:
         Raises:
             ValueError: there is no such function, or it returns something else.
         """
+        model = self._on_cpu()
+        if self.device == "cpu":
+            return model
+
+        def make_batch(rank: int) -> Any:
+            return map_tensors(lambda tensor: tensor.to(self.device), model.make_batch(rank))
+
+        return replace(model, module=model.module.to(self.device), make_batch=make_batch)
+
+    def _on_cpu(self) -> BenchModel:
         if self.model in MODEL_NAMES:
             if not self.model.startswith("emulated-"):
                 return build_model(self.model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from lightning_pipesync.bench.candidates import without_communication
 from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.bench.profile import Profile, profile_step
 from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.methods.hyperparameters import current
+from lightning_pipesync.methods.method import device_of
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 from lightning_pipesync.plan.layers import LayerWork, measure_layers
 
@@ -97,12 +99,12 @@ def seconds_of_prediction(module: nn.Module, optimizer: Optimizer) -> float:
     parameters, gradients = [p for p, _ in pairs], [grad for _, grad in pairs]
     predicted, bucket = PredictedWeights(optimizer), Bucket(parameters)
     step = TrialStep({id(p): grad for p, grad in pairs}, current(optimizer))
-    seconds = []
+    clock = Clock(device_of(module))
+    moments = [clock.now()]
     for _ in range(PREDICTIONS):
-        start = perf_counter()
         bucket.pack_gradients(parameters)
         bucket.unpack(gradients)
         predicted.use([step])
         predicted.forget()
-        seconds.append(perf_counter() - start)
-    return median(seconds)
+        moments.append(clock.now())
+    return median(clock.seconds_between(*pair) for pair in pairwise(moments))

@@ -1,0 +1,166 @@
+"""Hosts and links: what a plan measures of them, what sticks out, and who does not answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from lightning_pipesync.bench import bandwidth as bench_bandwidth
+from lightning_pipesync.bench import preflight
+from lightning_pipesync.bench.bandwidth import measure_bandwidth, own_address
+from lightning_pipesync.bench.preflight import HostFacts, exchange_facts, findings
+from lightning_pipesync.plan import links as plan_links
+from lightning_pipesync.plan.links import Links, measure_links, outliers, partners, several_connections
+from tests.harness import launch
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("world_size", range(2, 10))
+def test_each_pair_meets_once(world_size: int) -> None:
+    rounds = [partners(rank, world_size) for rank in range(world_size)]
+    for rank, of_rank in enumerate(rounds):
+        assert sorted(one for one in of_rank if one is not None) == [r for r in range(world_size) if r != rank]
+        for number, partner in enumerate(of_rank):
+            assert partner is None or rounds[partner][number] == rank
+
+
+def links(speed: Any, number: int = 4) -> Links:
+    bandwidth = [[0.0 if a == b else speed(a, b) for b in range(number)] for a in range(number)]
+    return Links(bandwidth, bandwidth)
+
+
+NAMES = ["host 0", "host 1", "host 2", "host 3"]
+
+
+def test_a_slow_host_is_named() -> None:
+    (found,) = outliers(links(lambda a, b: 5e7 if 3 in (a, b) else 1.2e8), NAMES)
+    assert found.startswith("host 3: 400 Mbit/s to and from the others, which have 960 Mbit/s.")
+
+
+def test_a_direction_counts() -> None:
+    (found,) = outliers(links(lambda a, b: 5e7 if b == 1 else 1.2e8), NAMES)
+    assert found.startswith("host 1: 400 Mbit/s")
+
+
+def test_racks_are_found() -> None:
+    (found,) = outliers(links(lambda a, b: 1.2e8 if a // 2 == b // 2 else 3e7), NAMES)
+    assert found.startswith("The ranks are in 2 racks (0, 1; 2, 3): 240 Mbit/s between them, 960 Mbit/s within.")
+    assert "replicas_per_group=2" in found
+
+
+def test_a_slow_pair_is_named() -> None:
+    (found,) = outliers(links(lambda a, b: 3e7 if {a, b} == {1, 2} else 1.2e8), NAMES)
+    assert found == "host 1 and host 2: 240 Mbit/s, where others have 960 Mbit/s."
+
+
+def test_equal_links_are_no_finding() -> None:
+    assert outliers(links(lambda a, b: 1.2e8 * (1 + 0.05 * a)), NAMES) == []
+    assert outliers(links(lambda a, b: 1.2e8, 2), NAMES[:2]) == []
+
+
+def facts(rank: int, **changed: Any) -> HostFacts:
+    usual: dict[str, Any] = {
+        "rank": rank,
+        "host": f"node{rank}",
+        "address": f"10.0.0.{rank}",
+        "interface": "eth0",
+        "mtu": 1500,
+        "backend_interface": "eth0",
+        "nccl_interfaces": "",
+        "cores": 8,
+        "threads": 8,
+        "versions": {"torch": "2.13.0"},
+    }
+    return HostFacts(**{**usual, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"backend_interface": "docker0"}, "Gloo uses the interface docker0, and the way to the other hosts is eth0"),
+        ({"nccl_interfaces": "docker,lo"}, "NCCL_SOCKET_IFNAME=docker,lo leaves out eth0, the way to the other hosts"),
+        ({"nccl_interfaces": "^eth"}, "NCCL_SOCKET_IFNAME=^eth leaves out eth0"),
+        ({"nccl_interfaces": "=eth"}, "NCCL_SOCKET_IFNAME==eth leaves out eth0"),
+        ({"mtu": 9000}, "an MTU of 9000, and most hosts have 1500"),
+        ({"versions": {"torch": "2.9.0"}}, "torch 2.9.0, and most hosts have 2.13.0"),
+        ({"threads": 16}, "1 ranks with 16 threads in all on 8 cores. Set OMP_NUM_THREADS=8"),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_named(changed: dict[str, Any], words: str) -> None:
+    ranks = [facts(0, nccl_interfaces="docker,eth"), facts(1, nccl_interfaces="^=docker0"), facts(2, **changed)]
+    assert findings(ranks[:2]) == []
+    (found,) = findings(ranks)
+    assert words in found
+    assert "node2" in found
+
+
+def test_ranks_that_share_a_link_are_named() -> None:
+    (found,) = findings([facts(0), facts(1), facts(2, address="10.0.0.1")])
+    assert found.startswith("2 ranks have the address 10.0.0.1, whose link they share")
+
+
+def test_ranks_that_share_cores_are_named() -> None:
+    (found,) = findings([facts(rank, host="node", threads=1, cores=2) for rank in range(4)])
+    assert found == "Host node: 4 ranks on 2 cores, which they share."
+
+
+def test_an_interface_that_reaches_nobody_is_refused_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("pipesync/facts/1", json.dumps(asdict(facts(1, backend_interface="lo"))))
+    monkeypatch.setattr(preflight, "own_facts", facts)
+    with pytest.raises(
+        ValueError, match=r"rank 1 \(node1, 10.0.0.1\): Gloo uses .* lo, .* Set GLOO_SOCKET_IFNAME=eth0"
+    ):
+        exchange_facts(store, 0, 2)
+    store.set("pipesync/facts/1", json.dumps(asdict(facts(1))))
+    assert exchange_facts(store, 0, 2) == [facts(0), facts(1)]
+
+
+def measured_without_rank_1(what: str) -> str:
+    """Rank 1 tells its address, and does not answer."""
+    with patch.object(bench_bandwidth, "TIMEOUT_S", 1.0), patch.object(plan_links, "TIMEOUT_S", 1.0):
+        try:
+            if dist.get_rank() == 0:
+                measure_bandwidth() if what == "bandwidth" else measure_links(1e9)
+            else:
+                with socket.create_server((own_address(), 0)) as server:
+                    dist.all_gather_object([None] * 2, server.getsockname()[:2])
+                    if what == "links":
+                        dist.barrier()
+                    time.sleep(3)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("bandwidth", "Rank 0 has waited 1 s in vain for rank 1"), ("links", "Rank 0 does not reach rank 1, at")],
+)
+def test_who_does_not_answer_is_not_waited_for(what: str, words: str) -> None:
+    assert words in launch(measured_without_rank_1, 2, what)[0]
+
+
+def bandwidth_of_connections() -> float:
+    return measure_bandwidth(MIB, 1, connections=3)
+
+
+def test_several_connections_carry_a_transfer() -> None:
+    first, second = launch(bandwidth_of_connections, 2)
+    assert first == second > 0
+
+
+@pytest.mark.parametrize(("several", "found"), [(1.2e9, 0), (2e9, 1)])
+def test_several_connections_are_recommended_where_they_carry_more(several: float, found: int) -> None:
+    with patch.object(plan_links, "measure_bandwidth", lambda connections: several):
+        told = several_connections(1e9)
+    assert len(told) == found
+    assert all(one.startswith("One TCP connection carries 8 Gbit/s, 4 carry 16 Gbit/s") for one in told)
