@@ -57,6 +57,20 @@ def test_messages_arrive_in_order() -> None:
         assert received == {peer: [(number, [float(peer)], 0) for number in range(3)] for peer in range(3)}
 
 
+def groups_of_ways() -> bool:
+    recorder = Recorder()
+    peer = 1 - recorder.transport.rank
+    (inbox,) = recorder.mail._inboxes
+    different = recorder.mail._outboxes[peer]._messages._group is not inbox._messages._group
+    recorder.close()
+    return different
+
+
+def test_both_ways_have_connections_of_their_own() -> None:
+    """Otherwise two ranks that send large tensors to each other would take turns, see mail.py."""
+    assert launch(groups_of_ways, 2) == [True, True]
+
+
 def idle(timeout_s: float) -> list[Any]:
     recorder = Recorder(timeout_s)
     time.sleep(2.5 * timeout_s)

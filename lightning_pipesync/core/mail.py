@@ -5,6 +5,11 @@ A rank may have nothing to tell for longer than the timeout of a message, and wh
 connections of the group. So messages have no timeout. Each rank sends an empty message when it has nothing to tell, and
 a rank that is not heard of for as long as the timeout counts as lost.
 
+[Note: one direction a connection]
+Who receives does not know what comes until it has the header, and posts the receives of the tensors then. In Gloo the
+notice of that queues behind what it sends itself over the same connection: two ranks that send large tensors to each
+other would take turns. So there are two groups, one for messages to higher ranks and one for those to lower ones.
+
 [Note: the end of the mail]
 A rank that closes its mail says goodbye: it asks for nothing any more, and still answers. Once the peer has said
 goodbye, too, all is answered, and each sends the other a last message. After an error nothing is said.
@@ -54,13 +59,15 @@ class Mail:
     """Messages of nested tensors and small picklable objects among all ranks. Those between two ranks keep their order.
 
     Args:
-        messages: of a group that nothing else uses, without a timeout.
+        upwards: messages to higher ranks, of a group that nothing else uses, without a timeout.
+        downwards: messages to lower ranks, of another such group.
         traffic: counts the bytes sent.
         timeout_s: seconds after which a rank that is not heard of counts as lost.
     """
 
-    def __init__(self, messages: Messages, traffic: Traffic, timeout_s: float) -> None:
-        self._messages, self._traffic, self._timeout_s = messages, traffic, timeout_s
+    def __init__(self, upwards: Messages, downwards: Messages, traffic: Traffic, timeout_s: float) -> None:
+        self._upwards, self._downwards, self._rank = upwards, downwards, upwards.rank
+        self._traffic, self._timeout_s = traffic, timeout_s
         self._interval_s = min(INTERVAL_S, timeout_s * FRACTION_OF_TIMEOUT)
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: list[_Inbox] = []
@@ -77,10 +84,12 @@ class Mail:
                 messages.
         """
         self._deliver, self._lose = deliver, lose
-        peers = [peer for peer in range(self._messages.world_size) if peer != self._messages.rank]
+        up, down = self._upwards, self._downwards
+        ways = {peer: (up, down) if peer > self._rank else (down, up) for peer in range(up.world_size)}
+        del ways[self._rank]
         self._own = Worker("pipesync-mail-own")
-        self._outboxes = {peer: _Outbox(self._messages, peer, self._traffic, self._interval_s) for peer in peers}
-        self._inboxes = [_Inbox(self._messages, peer, deliver, end) for peer in peers]
+        self._outboxes = {peer: _Outbox(to, peer, self._traffic, self._interval_s) for peer, (to, _) in ways.items()}
+        self._inboxes = [_Inbox(back, peer, deliver, end) for peer, (_, back) in ways.items()]
         self._listener = threading.Thread(target=self._listen, name="pipesync-mail-listener", daemon=True)
         self._listener.start()
         self._at_end = at_shutdown(self.close)
@@ -90,7 +99,7 @@ class Mail:
 
         Nothing happens if that rank is lost.
         """
-        if rank != self._messages.rank:
+        if rank != self._rank:
             self._outboxes[rank].put(message)
             return
 
@@ -121,7 +130,8 @@ class Mail:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in threads):
-            self._messages.end_waits()
+            self._upwards.end_waits()
+            self._downwards.end_waits()
         for thread in (*threads, self._listener):
             join_thread(thread, 1.0)
 
@@ -139,7 +149,7 @@ class Mail:
                 error = inbox.error
                 if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
                     silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
-                    error = self._messages.accuse(silent, inbox.peer)
+                    error = self._upwards.accuse(silent, inbox.peer)
                 if error is not None:
                     del listened[inbox.peer]
                     self._lose(inbox.peer, error)

@@ -130,10 +130,13 @@ class Transport(Collectives):
 
     def mail(self) -> Mail:
         """Returns mail among all ranks; a collective call."""
-        group = self._new_group("gloo")
-        dist.barrier(group)  # its connections are made before the store is used at the same time
-        messages = Messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
-        return Mail(messages, self.traffic, self._timeout.total_seconds())
+
+        def messages() -> Messages:
+            group = self._new_group("gloo")
+            dist.barrier(group)  # its connections are made before the store is used at the same time
+            return Messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
+
+        return Mail(messages(), messages(), self.traffic, self._timeout.total_seconds())
 
     def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
         """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
