@@ -62,7 +62,7 @@ def test_all_reduce_sums_in_rank_order(world_size: int) -> None:
 
 
 def all_reduce_with_a_small_window() -> bool:
-    all_to_all.WINDOW = 1
+    all_to_all.MOST_STEPS = all_to_all.LEAST_STEPS = 1
     return all(all_reduce_all_kinds().values())
 
 

@@ -8,9 +8,10 @@ costs half an all-reduce, and the two halves together cost what one all-reduce d
 
 [Note: straight to the owner]
 In step s of P - 1 a rank sends to rank + s and receives from rank - s: at any time every rank has one sender and one
-receiver. With few ranks all steps are posted at once; with many, ``window`` steps are in flight, which bounds the open
-messages. Each slice is sent directly to its owner, never as a partial sum, because a wire format is never summed: so
-each value is compressed once, for any number of ranks.
+receiver. ``window`` steps are in flight: many of small messages, which take their latency together; few of large ones,
+as the acknowledgements of each stream wait behind all data that a rank sends. Each slice is sent directly to its owner,
+never as a partial sum, because a wire format is never summed: so each value is compressed once, for any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from lightning_pipesync.core.messages import Messages
 
-#: Steps in flight, see [Note: straight to the owner].
-WINDOW = 16
+#: The most and the fewest steps in flight, and the bytes of a rank between them. With 8 ranks at 200 Mbit/s, slices of
+#: 64 KiB took 1.3 times as long all at once, and slices of 16 KiB 1.3 times as long two at a time.
+MOST_STEPS, LEAST_STEPS, BYTES_IN_FLIGHT = 16, 2, 128 * 1024
 
 
 class AllToAllExchange:
@@ -31,7 +33,7 @@ class AllToAllExchange:
         messages: sends and receives.
         outgoing: the tensor for each peer, by rank in the group; a peer without one gets no message.
         incoming: the tensor to receive into from each peer, by rank in the group; none is expected from other peers.
-        window: the most steps in flight; None means ``WINDOW``.
+        window: the most steps in flight; None: as many as suit the size of the messages.
     """
 
     def __init__(
@@ -42,7 +44,10 @@ class AllToAllExchange:
         self._receiving: dict[int, dist.Work] = {}
         self._sending: dict[int, dist.Work] = {}
         self._next_step = 1
-        self._post(WINDOW if window is None else window)
+        if window is None:
+            largest = max((message.nbytes for message in [*outgoing.values(), *incoming.values()]), default=0)
+            window = min(MOST_STEPS, max(LEAST_STEPS, BYTES_IN_FLIGHT // max(1, largest)))
+        self._post(window)
 
     def _post(self, num_steps: int) -> None:
         end = min(self._next_step + num_steps, self._world_size)
