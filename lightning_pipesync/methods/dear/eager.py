@@ -41,8 +41,8 @@ LEAST_GAIN = 0.005
 #: How many times as slow as measured the network may be: a schedule that serves one of them only would often lose.
 NETWORKS = (0.8, 1.0, 1.25)
 
-#: Sizes in bytes and repetitions of the all-gathers that measure the network.
-SIZES, ROUNDS = (2**17, 2**20), 4
+#: Sizes in bytes of the all-gathers that measure the network, how many follow each other, and how many times.
+SIZES, IN_A_ROW, ROUNDS = (2**17, 2**20), 4, 3
 
 
 def plan_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
@@ -199,10 +199,11 @@ def measure_link(transport: Transport) -> LinkCost:
     clock = Clock(transport.device)
     flats = {size: torch.zeros(size // 4, dtype=torch.float32, device=transport.device) for size in SIZES}
     transport.all_gather(flats[max(SIZES)]).wait()  # all ranks begin, and a network that lets bursts pass has none left
-    seconds = []
-    for flat in flats.values():
+    num_bytes, seconds = [], []
+    for size in SIZES * ROUNDS:
         begin = clock.now()
-        for handle in [transport.all_gather(flat) for _ in range(ROUNDS)]:
+        for handle in [transport.all_gather(flats[size]) for _ in range(IN_A_ROW)]:
             handle.wait()
-        seconds.append(clock.seconds_between(begin, clock.now()) / ROUNDS)
-    return LinkCost.fit(list(flats), seconds, transport.world_size, halves=1)
+        num_bytes.append(size)
+        seconds.append(clock.seconds_between(begin, clock.now()) / IN_A_ROW)
+    return LinkCost.fit(num_bytes, seconds, transport.world_size, halves=1)
