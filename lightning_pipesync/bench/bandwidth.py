@@ -17,19 +17,26 @@ from lightning_pipesync.core.buckets import MIB
 TIMEOUT_S = 120.0
 
 
-def measure_bandwidth(num_bytes: int = 8 * MIB, rounds: int = 5, connections: int = 1) -> float:
+#: The least and the most bytes of a transfer, which takes about so many seconds.
+LEAST_BYTES, MOST_BYTES, TRANSFER_S = MIB // 4, 8 * MIB, 0.3
+
+
+def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections: int = 1) -> float:
     """Returns the bytes per second that a rank can send while it receives as many; a collective call.
 
     All ranks form a ring, as in the collectives: each sends to the next and receives from the previous one.
 
     Args:
-        num_bytes: the size of a transfer.
+        num_bytes: the size of a transfer; None: one that takes about :data:`TRANSFER_S`, by a first measurement.
         rounds: the number of transfers; the median of the slowest rank counts.
         connections: TCP connections from a rank to the next, which share a transfer.
 
     Raises:
         RuntimeError: a rank has closed its connection, or does not answer.
     """
+    if num_bytes is None:
+        first = measure_bandwidth(LEAST_BYTES, 3, connections)
+        num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, TRANSFER_S * first)))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
     try:

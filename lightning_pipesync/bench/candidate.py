@@ -25,11 +25,13 @@ class Candidate(ABC):
         limit: the property of :class:`StepCost` that bounds the time of its step from below.
         compression: the ratio of the size of the gradient to its size on the wire.
         segments: the number of segments of an all-reduce that runs under the next step; None: there is none.
+        period: the number of steps after which what a step does repeats: take whole periods as a measurement.
     """
 
     limit = "compute"
     compression = 1.0
     segments: int | None = None
+    period = 1
 
     def __init__(self, name: str, model: BenchModel) -> None:
         self.name, self.model = name, model

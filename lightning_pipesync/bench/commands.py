@@ -62,10 +62,10 @@ def step(
             emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
         methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
-            the papers' baselines; dear-rs and dear-ag, half of DeAR; and dear, local_sgd, pipe_sgd and selsync, each
-            with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=paper, dear:edge_mb=0.5,
-            dear:fusion=bo, which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
-            pipe_sgd:compression=int8.
+            the papers' baselines; dear-rs and dear-ag, half of DeAR; and dear, local_sgd, parameter_server, pipe_sgd
+            and selsync, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=paper,
+            dear:edge_mb=0.5, dear:fusion=bo, which searches for a bucket size first, in some 100 steps,
+            selsync:overlap=forward or pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
         bucket_mb: Bucket sizes of DDP, DeAR without a fusion of its own and SelSync under forward, and ByteScheduler's
             pieces, in MiB; DDP's best one is the baseline.

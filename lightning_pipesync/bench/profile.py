@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -23,7 +24,7 @@ class Profile:
     Attributes:
         forward: seconds.
         backward: seconds until the last gradient is ready.
-        update: seconds.
+        update: seconds, with what is between the parts.
         tensors: in the order in which their gradients become ready.
     """
 
@@ -125,7 +126,8 @@ class StepRecorder:
 
 def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
     """Measures the parts of a step without communication on this rank: medians over several steps."""
-    recorder = StepRecorder(candidate.module, device_of(candidate.module))
+    recorder, clock = StepRecorder(candidate.module, device_of(candidate.module)), Clock(device_of(candidate.module))
+    moments = [clock.now()]
     for _ in range(rounds + 1):
         candidate.optimizer.zero_grad()
         recorder.begin_forward()
@@ -135,5 +137,9 @@ def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
         recorder.begin_update()
         candidate.optimizer.step()
         recorder.end()
+        moments.append(clock.now())
     recorder.close()
-    return recorder.profile()
+    profile = recorder.profile()
+    whole = median(clock.seconds_between(*pair) for pair in pairwise(moments[1:]))
+    between = whole - profile.forward - profile.backward - profile.update
+    return replace(profile, update=profile.update + max(0.0, between))

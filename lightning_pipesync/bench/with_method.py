@@ -15,6 +15,7 @@ from lightning_pipesync.bench.named_settings import parse_named
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
+from lightning_pipesync.methods.parameter_server import ParameterServer, ParameterServerConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -26,6 +27,7 @@ MakeCandidate = Callable[[BenchModel], Candidate]
 CONFIG_TYPES = {
     "dear": DeARConfig,
     "local_sgd": LocalSGDConfig,
+    "parameter_server": ParameterServerConfig,
     "pipe_sgd": PipeSGDConfig,
     "selsync": SelSyncConfig,
 }
@@ -93,12 +95,25 @@ class WithPipeSGD(WithMethod):
         self.sync.drain()
 
 
+class WithLocalSGD(WithMethod):
+    """Local SGD, whose averages may run under the steps that follow."""
+
+    def __init__(self, model: BenchModel, name: str, config: LocalSGDConfig) -> None:
+        super().__init__(model, name, LocalSGD, config, "compute")
+        self.period = config.period if isinstance(config.period, int) else 1
+        self._overlaps = config.overlap_steps > 0
+
+    def begin(self) -> None:
+        for _ in range(self.period if self._overlaps else 0):
+            self.step()
+
+
 def with_method(text: str, bucket_mb: Sequence[float], known: Iterable[str]) -> list[MakeCandidate]:
     """Returns factories of the candidates of a method of this package.
 
     DeAR has one for each bucket size, unless its settings name ``bucket_mb`` or a ``fusion``. SelSync has one whose
     steps are all synchronized, for each bucket size if they are hidden under forward, and, without settings, one whose
-    steps are all local. The others have one: take whole periods of local SGD as the steps of a measurement.
+    steps are all local. The others have one.
 
     Args:
         text: ``NAME`` or ``NAME:SETTING=VALUE,...``.
@@ -118,7 +133,10 @@ def with_method(text: str, bucket_mb: Sequence[float], known: Iterable[str]) -> 
 
     sizes: list[tuple[str, dict[str, Any]]] = [(f", {size:g} MiB", {"bucket_mb": size}) for size in bucket_mb]
     if name == "local_sgd":
-        return [partial(WithMethod, name=f"local SGD{shown}", method=LocalSGD, config=parse(), limit="compute")]
+        return [partial(WithLocalSGD, name=f"local SGD{shown}", config=parse())]
+    if name == "parameter_server":
+        config = parse()
+        return [partial(WithMethod, name=f"servers{shown}", method=ParameterServer, config=config, limit="serial")]
     if name == "pipe_sgd":
         return [partial(WithPipeSGD, name=f"Pipe-SGD{shown}", config=parse())]
     if name == "selsync":

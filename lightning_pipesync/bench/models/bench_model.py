@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from lightning_pipesync.core.torch_private import map_tensors
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class BenchModel:
 
     Attributes:
         name: the name for :func:`build_model`.
-        module: the module, on the CPU, in fp32.
+        module: the module, in fp32.
         layers: the parts of ``module`` for ``fully_shard`` of FSDP2, in the order of execution.
         make_batch: returns the batch of a rank: the same in every call, different for every rank.
         loss: computes the loss (0-dim) from ``module``, or a wrapper of it, and a batch.
@@ -26,3 +29,13 @@ class BenchModel:
     layers: list[nn.Module]
     make_batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
+
+    def to(self, device: torch.device | str) -> BenchModel:
+        """Returns the model with its module, which is moved, and its batches on a device."""
+        if torch.device(device).type == "cpu":
+            return self
+
+        def make_batch(rank: int) -> Any:
+            return map_tensors(lambda tensor: tensor.to(device), self.make_batch(rank))
+
+        return replace(self, module=self.module.to(device), make_batch=make_batch)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipesync.bench.models import bert_tables, from_transformers, image_tables, small
 from lightning_pipesync.bench.models.bench_model import BenchModel
 from lightning_pipesync.bench.models.emulated import EmulatedModel
-from lightning_pipesync.bench.models.table import ModelTable
+from lightning_pipesync.bench.models.table import LayerSpec, ModelTable, TensorSpec
 
 #: The networks that can be emulated, by name: those of DeAR Table I, and AlexNet.
 TABLES: dict[str, Callable[[], ModelTable]] = {
@@ -22,7 +22,8 @@ TABLES: dict[str, Callable[[], ModelTable]] = {
     "bert-large": bert_tables.bert_large,
 }
 
-_EMULATED = "emulated-"
+#: What the name of an emulated network begins with.
+EMULATED = "emulated-"
 _REAL: dict[str, Callable[..., BenchModel]] = {
     "transformer": small.transformer,
     "cnn": small.cnn,
@@ -31,7 +32,7 @@ _REAL: dict[str, Callable[..., BenchModel]] = {
 }
 
 #: The names for :func:`build_model`.
-MODEL_NAMES = (*_REAL, *(_EMULATED + name for name in TABLES))
+MODEL_NAMES = (*_REAL, *(EMULATED + name for name in TABLES))
 
 
 def build_model(
@@ -71,12 +72,36 @@ def build_model(
     if batch_size is not None:
         raise ValueError(f"batch_size={batch_size!r}: {name} has none; set its forward_seconds and backward_seconds.")
     module = EmulatedModel(
-        TABLES[name.removeprefix(_EMULATED)](),
+        TABLES[name.removeprefix(EMULATED)](),
         scale,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
     )
-    return BenchModel(name, module, list(module.blocks), _value_of_rank, _half_square)
+    return _emulated(name, module)
+
+
+def stand_in(model: nn.Module, scale: float = 0.0) -> BenchModel:
+    """Returns a model with as many layers and trainable tensors as another, on its device, that takes no time.
+
+    Args:
+        model: the other one.
+        scale: number of values of a tensor over that of the other one's; 0: each has one value.
+    """
+    layers, seen = [], set[Tensor]()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in seen]
+        seen |= set(own)
+        if own:
+            sizes = [max(1, round(scale * tensor.numel())) for tensor in own]
+            tensors = tuple(TensorSpec(f"tensor{i}", (size,)) for i, size in enumerate(sizes))
+            layers.append(LayerSpec(name, name, tensors, forward_flops=1))
+    table = ModelTable(type(model).__name__, tuple(layers))
+    module = EmulatedModel(table, forward_seconds=0.0, backward_seconds=0.0)
+    return _emulated("stand-in", module).to(next(model.parameters()).device)
+
+
+def _emulated(name: str, module: EmulatedModel) -> BenchModel:
+    return BenchModel(name, module, list(module), _value_of_rank, _half_square)
 
 
 def _value_of_rank(rank: int) -> Tensor:

@@ -15,7 +15,7 @@ from lightning_pipesync.bench.models.emulated_compute import EmulatedCompute
 from lightning_pipesync.bench.models.table import LayerSpec, ModelTable
 
 
-class EmulatedModel(nn.Module):
+class EmulatedModel(nn.Sequential):
     """A network with real parameter tensors and the timing of an accelerator.
 
     A layer sleeps for its share of the forward and of the backward pass, by its floating-point operations, which leaves
@@ -40,8 +40,9 @@ class EmulatedModel(nn.Module):
         forward_seconds: the duration of the forward pass.
         backward_seconds: the duration of the backward pass.
 
+    Its members are its blocks, for ``fully_shard``, each an ``nn.Sequential`` of layers.
+
     Attributes:
-        blocks: the layers by block, for ``fully_shard``.
         compute: the emulated computation, whose seconds may be changed between steps.
 
     Raises:
@@ -51,22 +52,18 @@ class EmulatedModel(nn.Module):
     def __init__(
         self, table: ModelTable, scale: float = 1.0, *, forward_seconds: float, backward_seconds: float
     ) -> None:
-        super().__init__()
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, got {scale!r}.")
-        self.compute = EmulatedCompute(forward_seconds, backward_seconds)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                *(EmulatedLayer(spec, scale, spec.forward_flops / table.forward_flops, self.compute) for spec in block)
+        compute = EmulatedCompute(forward_seconds, backward_seconds)
+        super().__init__(
+            *(
+                nn.Sequential(
+                    *(EmulatedLayer(spec, scale, spec.forward_flops / table.forward_flops, compute) for spec in block)
+                )
+                for _, block in groupby(table.layers, key=lambda spec: spec.block)
             )
-            for _, block in groupby(table.layers, key=lambda spec: spec.block)
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Takes the time of a forward pass; returns ``x``, a floating-point 0-dim tensor."""
-        for block in self.blocks:
-            x = block(x)
-        return x
+        self.compute = compute
 
 
 class EmulatedLayer(nn.Module):
