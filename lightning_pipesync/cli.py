@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_pipesync.bench.commands import collectives, converge, pipeline, stages, step, timeline
 from lightning_pipesync.netlab.command import netlab
-from lightning_pipesync.plan.command import plan
+from lightning_pipesync.plan.command import accuracy, plan
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -41,6 +41,7 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
         "timeline": timeline,
         "converge": converge,
         "pipeline": pipeline,
+        "plan": accuracy,
     },
 }
 
@@ -57,6 +58,8 @@ LIST_OPTIONS = (
     "stage_ms",
     "learning_rates",
     "batch_sizes",
+    "rates",
+    "models",
 )
 
 

@@ -59,7 +59,8 @@ def test_64_hosts_gain_what_the_paper_has_measured(table: Any, largest: float, m
     """Within 15 %, from Table I, the bandwidth and the computation alone; within 7 % in fact."""
     network = table()
     seconds = computation(network, largest)
-    profile, at = profile_of(network, seconds), Cluster(WORLD_SIZE, BANDWIDTH, LINK, LINK, {"none": LINK})
+    by_codec = {"none": LINK}
+    profile, at = profile_of(network, seconds), Cluster(WORLD_SIZE, BANDWIDTH, LINK, LINK, by_codec, by_codec, LINK)
     step = min(dear_step(profile, at, size, eager=False) for size in BUCKET_MB)
     speedup = WORLD_SIZE * seconds / step
     assert speedup == pytest.approx(measured, rel=0.15)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.plan.measured_cost import MeasuredCost
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Cluster:
         halves: of this package's reduce-scatters and all-gathers, several in a row.
         all_reduces: of this package's all-reduce of fp32, by codec, with encoding and decoding; beta is by bytes before
             encoding.
+        averages: of local SGD's averages of weights with an outer step, the same.
+        servers: of a push and pull through parameter servers on all ranks; alpha is of a push, or of a pull.
     """
 
     world_size: int
@@ -30,45 +34,56 @@ class Cluster:
     backend: LinkCost
     halves: LinkCost
     all_reduces: Mapping[str, LinkCost]
+    averages: Mapping[str, LinkCost]
+    servers: LinkCost
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Cluster:
         """Returns what ``dataclasses.asdict`` was made of."""
-        links = {name: LinkCost(**link) for name, link in saved["all_reduces"].items()}
-        backend, halves = LinkCost(**saved["backend"]), LinkCost(**saved["halves"])
-        return cls(saved["world_size"], saved["bandwidth"], backend, halves, links)
+        all_reduces, averages = (
+            {codec: MeasuredCost(**link) for codec, link in saved[name].items()} for name in ("all_reduces", "averages")
+        )
+        backend, halves, servers = (MeasuredCost(**saved[name]) for name in ("backend", "halves", "servers"))
+        return cls(saved["world_size"], saved["bandwidth"], backend, halves, all_reduces, averages, servers)
+
+    def seconds_on_wire(self, num_bytes: float, codec: str) -> float:
+        """Returns the least seconds of an all-reduce: what its encoded bytes take at the bandwidth."""
+        return 2 * (self.world_size - 1) / self.world_size * num_bytes / compression_of(codec) / self.bandwidth
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """Returns the same hosts with other links, in bytes per second; what the processors do takes as long."""
 
-        def changed(link: LinkCost, compression: float = 1.0) -> LinkCost:
+        def changed(link: LinkCost, codec: str) -> LinkCost:
+            compression = compression_of(codec)
             before, after = 1 / (compression * self.bandwidth), 1 / (compression * bandwidth)
             processing = max(0.0, link.beta - before)
             return replace(link, beta=processing + min(link.beta, before) / before * after)
 
-        return replace(
-            self,
-            bandwidth=bandwidth,
-            backend=changed(self.backend),
-            halves=changed(self.halves),
-            all_reduces={codec: changed(link, compression_of(codec)) for codec, link in self.all_reduces.items()},
-        )
+        return replace(self._with_links(changed), bandwidth=bandwidth)
 
     def with_errors(self, sign: int) -> Cluster:
         """Returns the cluster with all alphas and betas larger, or smaller, by their standard errors."""
         return self._with_links(
-            lambda link: replace(
+            lambda link, _: replace(
                 link,
                 alpha=max(0.0, link.alpha + sign * _finite(link.alpha_error)),
                 beta=max(0.0, link.beta + sign * _finite(link.beta_error)),
             )
         )
 
-    def _with_links(self, change: Callable[[LinkCost], LinkCost]) -> Cluster:
-        all_reduces = {codec: change(link) for codec, link in self.all_reduces.items()}
-        return replace(self, backend=change(self.backend), halves=change(self.halves), all_reduces=all_reduces)
+    def _with_links(self, change: Callable[[LinkCost, str], LinkCost]) -> Cluster:
+        """Returns the cluster with other costs; ``change`` is called with each one and its codec."""
+        return replace(
+            self,
+            backend=change(self.backend, "none"),
+            halves=change(self.halves, "none"),
+            all_reduces={codec: change(link, codec) for codec, link in self.all_reduces.items()},
+            averages={codec: change(link, codec) for codec, link in self.averages.items()},
+            servers=change(self.servers, "none"),
+        )
 
 
+@cache
 def compression_of(codec: str) -> float:
     """Returns the ratio of the size of fp32 values to their size on the wire, of many values."""
     numel = 2**20

@@ -91,7 +91,7 @@ class PlanCallbackMixin(Overriding, _Base):
             self._recorder = None
             recorder.close()
             work = Work(recorder.profile(), seconds_of_prediction(pl_module, trainer.optimizers[0]))
-            result = plan_for(work, {"model": type(pl_module).__name__}, lambda _: None, pl_module.device)
+            result = plan_for(work, pl_module, {"model": type(pl_module).__name__}, lambda _: None)
             if trainer.is_global_zero:
                 self._write(result, Path(self._output or Path(trainer.default_root_dir, "plan")))
 

@@ -32,12 +32,19 @@ def measure_layers(model: BenchModel, batch: Any) -> list[LayerWork]:
     """Measures the layers of an ``nn.Sequential``; there are none of another module, which EA-Pipe has to trace."""
     if not isinstance(model.module, nn.Sequential):
         return []
-    inputs: list[Any] = []
-    handle = model.module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-    with torch.no_grad():
-        model.loss(model.module, batch)
-    handle.remove()
     layers = [layer for _, layer in split.flattened(model.module)]
-    seconds, num_bytes = split.measure(layers, inputs[0], device_of(model.module))
+    seconds, num_bytes = split.measure(layers, inputs_of(model, batch), device_of(model.module))
     parameters = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
     return [LayerWork(s, p, int(n) - p) for s, p, n in zip(seconds, parameters, num_bytes, strict=True)]
+
+
+def inputs_of(model: BenchModel, batch: Any) -> Any:
+    """Returns what the loss of a model gives the module; runs a forward pass."""
+    inputs: list[Any] = []
+    handle = model.module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    try:
+        with torch.no_grad():
+            model.loss(model.module, batch)
+    finally:
+        handle.remove()
+    return inputs[0]

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from datetime import datetime
-from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_pipesync.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.bench.preflight import findings, own_facts
-from lightning_pipesync.bench.round_robin import time_round_robin
-from lightning_pipesync.bench.step import measure_link
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.dear.eager import measure_link as measure_halves
+from lightning_pipesync.methods.method import device_of
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.links import measure_links, outliers, several_connections
+from lightning_pipesync.plan.measured_cost import (
+    Waitable,
+    measure_backend,
+    measure_in_a_row,
+    measure_one_by_one,
+    sizes_for,
+)
+from lightning_pipesync.plan.method_cost import measure_averages, measure_servers
 from lightning_pipesync.plan.model import PlanSettings
+from lightning_pipesync.plan.own_work import measure_own_work
 from lightning_pipesync.plan.predictions import predict
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
 from lightning_pipesync.plan.saved import of_result
 from lightning_pipesync.plan.work import Work, measure_work, slow_ranks, slowest
 
-#: The codecs whose all-reduce is measured.
+#: The codecs whose all-reduce is measured; and averages, but of bf16, which local SGD is not planned with.
 CODECS = ("none", "bf16", "int8", "int4")
-
-#: Sizes in bytes of the all-reduces that are measured, and how many of each.
-SIZES, ROUNDS = (2**18, 2**20, 2**22), 4
 
 #: Bytes of a buffer that codecs encode and decode, and how often.
 CODED, CODINGS = 2**24, 5
@@ -48,23 +52,25 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
     Returns:
         What :func:`plan_for` does, with ``measured``.
     """
+    model = settings.build()
+    work = measure_work(model)
     progress("the model")
-    result = plan_for(measure_work(settings.build()), asdict(settings), progress, settings.device)
+    result = plan_for(work, model.module, asdict(settings), progress)
     work, cluster, _ = of_result(result)
     chosen = to_prove(predict(work, cluster)) if settings.rounds else []
     return {**result, "measured": run_in_turns(chosen, settings, progress)}
 
 
 def plan_for(
-    work: Work, settings: Mapping[str, Any], progress: Callable[[str], object], device: torch.device | str
+    work: Work, module: nn.Module, settings: Mapping[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measures hosts and network, and predicts a step with each method; a collective call.
+    """Measures hosts, network, and what methods do besides, and predicts a step with each; a collective call.
 
     Args:
         work: what this rank computes in a step.
+        module: the model.
         settings: to be kept with the result.
         progress: called with what was measured.
-        device: where gradients are.
 
     Returns:
         When it was ``made``; ``settings``; ``findings``: what is wrong with hosts and links; ``links``; ``cluster``;
@@ -72,10 +78,11 @@ def plan_for(
         ``measured``: by name of the :class:`Prediction` seconds of a step in each round, or an error; there are none.
     """
     facts, everyones = _gathered(own_facts(dist.get_rank())), _gathered(work)
-    names = [one.name for one in facts]
-    cluster = measure_cluster(device)
+    names, device = [one.name for one in facts], device_of(module)
+    cluster = measure_cluster(device, sum(tensor.num_bytes for tensor in work.profile.tensors))
     progress("the network")
-    links, work = measure_links(cluster.bandwidth), slowest(everyones)
+    links, own = measure_links(cluster.bandwidth), measure_own_work(module, cluster)
+    work = replace(slowest(everyones), own=own)
     return {
         "made": datetime.now().isoformat(sep=" ", timespec="minutes"),
         "settings": dict(settings),
@@ -97,16 +104,25 @@ def plan_for(
     }
 
 
-def measure_cluster(device: torch.device | str) -> Cluster:
-    """Measures the network, and returns what rank 0 has measured, on all ranks; a collective call."""
-    bandwidth, backend = measure_bandwidth(), measure_link(device)
+def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
+    """Measures the network, and returns what rank 0 has measured, on all ranks; a collective call.
+
+    Args:
+        device: where gradients are.
+        num_bytes: of all gradients.
+    """
+    bandwidth = measure_bandwidth()
+    sizes = sizes_for(num_bytes, bandwidth)
+    backend = measure_backend(sizes, device)
     transport = Transport(device)
     try:
-        halves = measure_halves(transport)
-        all_reduces = {codec: _measure_all_reduce(transport, codec) for codec in CODECS}
+        halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
+        all_reduces = {codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device) for codec in CODECS}
     finally:
         transport.close()
-    own = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces)
+    averages = {codec: measure_averages(codec, sizes, device) for codec in CODECS if codec != "bf16"}
+    servers = measure_servers(sizes, device)
+    own = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, averages, servers)
     return _gathered(own)[0]  # the same predictions on all ranks
 
 
@@ -136,15 +152,20 @@ def codec_speed(name: str, device: torch.device | str) -> float:
     return CODED / median(clock.seconds_between(*pair) for pair in pairwise(moments))
 
 
-def _measure_all_reduce(transport: Transport, codec: str) -> LinkCost:
-    """Returns alpha and beta of this package's all-reduce of fp32; a collective call."""
-    buffers = {str(size): torch.zeros(size // 4, device=transport.device) for size in SIZES}
-    feedback = {name: None if codec == "none" else transport.feedback(flat) for name, flat in buffers.items()}
+def _halves_in_turns(transport: Transport) -> Callable[[Tensor], Waitable]:
+    """Returns a reduce-scatter and an all-gather in turns, as DeAR has them."""
+    kinds: Iterator[Callable[[Tensor], Waitable]] = cycle((transport.reduce_scatter, transport.all_gather))
+    return lambda flat: next(kinds)(flat)
 
-    def all_reduce(name: str) -> None:
-        transport.all_reduce(buffers[name], codec=codec, mean=True, feedback=feedback[name]).wait()
 
-    timed = time_round_robin({name: partial(all_reduce, name) for name in buffers}, ROUNDS)
-    points = [(int(name), seconds) for name, measured in timed.items() for seconds in measured.seconds]
-    num_bytes, seconds = zip(*points, strict=True)
-    return LinkCost.fit(num_bytes, seconds, transport.world_size)
+def _all_reduce(transport: Transport, codec: str) -> Callable[[Tensor], Waitable]:
+    """Returns this package's all-reduce, with error feedback if the codec is lossy."""
+    feedbacks: dict[int, ErrorFeedback] = {}
+
+    def all_reduce(flat: Tensor) -> Waitable:
+        feedback = None
+        if codec != "none":
+            feedback = feedbacks.setdefault(len(flat), transport.feedback(flat))
+        return transport.all_reduce(flat, codec=codec, mean=True, feedback=feedback)
+
+    return all_reduce

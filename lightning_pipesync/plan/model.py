@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model
-from lightning_pipesync.core.torch_private import map_tensors
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,7 @@ class PlanSettings:
         Raises:
             ValueError: there is no such function, or it returns something else.
         """
-        model = self._on_cpu()
-        if self.device == "cpu":
-            return model
-
-        def make_batch(rank: int) -> Any:
-            return map_tensors(lambda tensor: tensor.to(self.device), model.make_batch(rank))
-
-        return replace(model, module=model.module.to(self.device), make_batch=make_batch)
+        return self._on_cpu().to(self.device)
 
     def _on_cpu(self) -> BenchModel:
         if self.model in MODEL_NAMES:

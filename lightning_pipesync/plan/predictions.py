@@ -8,27 +8,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_pipesync.bench.step import predict_ddp
+from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.torus import Torus
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.schedules import dear_step, local_sgd_step, pipeline_step
 from lightning_pipesync.plan.work import Work
 
-#: Bucket sizes of DDP and DeAR that are tried, in MiB; the default is among them.
-BUCKET_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
+#: Bucket sizes of DDP and DeAR that are tried, in MiB, and DDP's default among them.
+BUCKET_MB, DEFAULT_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0), 25.0
 
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
-_OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
+OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
 
 #: Settings that are the same wherever they are tried.
-UNSHOWN = ("fusion", *_OUTER)
+UNSHOWN = ("fusion", *OUTER)
 
 #: Local SGD with and without codecs and averages under computation, each with the shortest period that hardly waits.
 LOCAL_SGD: tuple[dict[str, Any], ...] = (
-    _OUTER,
-    {**_OUTER, "compression": "int8"},
-    {**_OUTER, "compression": "int8", "fragments": 4, "overlap_steps": 4},
-    {**_OUTER, "compression": "int4"},
+    OUTER,
+    {**OUTER, "compression": "int8"},
+    {**OUTER, "compression": "int8", "fragments": 4, "overlap_steps": 4},
+    {**OUTER, "compression": "int4"},
 )
 
 #: Its periods that are tried.
@@ -101,6 +102,19 @@ def fastest(work: Work, cluster: Cluster) -> dict[str, float]:
     return seconds
 
 
+def considered(work: Work, cluster: Cluster) -> list[Prediction]:
+    """Returns what :func:`predict` does, and the exact methods with all settings from which it picks."""
+    return [one for group in _groups(work, cluster) for one in (group if group[0].exact else [_chosen(group, work)])]
+
+
+def bucket_sizes(work: Work) -> list[float]:
+    """Returns the bucket sizes that differ for these gradients, in MiB: one that holds all of them is enough."""
+    total = sum(tensor.num_bytes for tensor in work.profile.tensors) / MIB
+    smaller = [size for size in BUCKET_MB if size < total]
+    larger = [size for size in BUCKET_MB if size >= total]
+    return [*smaller, *([DEFAULT_MB] if DEFAULT_MB in larger else larger[:1])]
+
+
 def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
     """Returns the fastest of an exact method; of another the first that hardly waits, or else the fastest."""
     if not group[0].exact:
@@ -115,18 +129,26 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     compute, world_size = work.seconds, cluster.world_size
     total = sum(tensor.num_bytes for tensor in work.profile.tensors)
     all_reduce = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.all_reduces.items()}
-    yield [_ddp_in(work, cluster, size) for size in BUCKET_MB]
-    yield [_dear(work, cluster, size, topology) for topology in (None, *_tori(world_size)) for size in BUCKET_MB]
+    average = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.averages.items()}
+    sizes = bucket_sizes(work)
+    yield [_ddp_in(work, cluster, size) for size in sizes]
+    yield [_dear(work, cluster, size, topology) for topology in (None, *_tori(world_size)) for size in sizes]
     late = "one step late, at predicted weights"
     yield [
-        Prediction("pipe_sgd", _codec(codec), max(compute + work.prediction, seconds), exact=False, why=late)
+        Prediction(
+            "pipe_sgd",
+            _codec(codec),
+            max(work.seconds_with("pipe_sgd") + work.prediction, seconds),
+            exact=False,
+            why=late,
+        )
         for codec, seconds in all_reduce.items()
     ]
     yield [
         Prediction(
             "selsync",
             {"lssr": lssr, "outer_momentum": 0.3},
-            compute + (1 - lssr) * all_reduce["none"],
+            work.seconds_with("selsync") + (1 - lssr) * average["none"],
             exact=False,
             why=f"{lssr:.0%} of the steps are local",
         )
@@ -134,9 +156,11 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     ]
     for variant in LOCAL_SGD:
         codec = variant.get("compression", "none")
-        if codec in all_reduce:
-            yield [_local_sgd(compute, all_reduce[codec], {"period": period, **variant}) for period in PERIODS]
-    servers = cluster.halves.sharded_servers(total, world_size)
+        if codec in average:
+            own = work.seconds_with("local_sgd")
+            wire = cluster.seconds_on_wire(total, codec)
+            yield [_local_sgd(own, average[codec], wire, {"period": period, **variant}) for period in PERIODS]
+    servers = cluster.servers.sharded_servers(total, world_size)
     yield [
         Prediction(
             "parameter_server",
@@ -147,25 +171,25 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
         )
     ]
     if len(work.layers) >= world_size:
-        seconds = pipeline_step(work.layers, work.profile.update, cluster.bandwidth, world_size)
+        seconds = pipeline_step(work, cluster.bandwidth, world_size)
         late = f"{world_size} mini-batches in stages, up to {world_size - 1} steps late"
         yield [Prediction("ea_pipe", {}, seconds, exact=False, why=late)]
 
 
 def _ddp_in(work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
-    seconds = predict_ddp(work.profile, cluster.backend, cluster.world_size, bucket_mb)
+    seconds = predict_ddp(work.profile_with("ddp"), cluster.backend, cluster.world_size, bucket_mb)
     return Prediction("ddp", {"bucket_mb": bucket_mb}, seconds, why=_waits(work.seconds, seconds))
 
 
 def _dear(work: Work, cluster: Cluster, bucket_mb: float, topology: Torus | None) -> Prediction:
-    seconds = dear_step(work.profile, cluster, bucket_mb, topology)
+    seconds = dear_step(work.profile_with("dear"), cluster, bucket_mb, topology)
     settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": bucket_mb}
     settings |= {} if topology is None else {"topology": "torus2d"}
     return Prediction("dear", settings, seconds, why=_waits(work.seconds, seconds))
 
 
-def _local_sgd(compute: float, all_reduce: float, settings: Mapping[str, Any]) -> Prediction:
-    seconds = local_sgd_step(compute, all_reduce, settings)
+def _local_sgd(compute: float, average: float, on_wire: float, settings: Mapping[str, Any]) -> Prediction:
+    seconds = local_sgd_step(compute, average, on_wire, settings)
     return Prediction("local_sgd", settings, seconds, exact=False, why=f"averages every {settings['period']} steps")
 
 
@@ -214,7 +238,7 @@ def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> 
 
 def _ddp(work: Work, backend: LinkCost, world_size: int) -> float:
     """Returns the seconds of a step of DDP with its best buckets."""
-    return min(predict_ddp(work.profile, backend, world_size, size) for size in BUCKET_MB)
+    return min(predict_ddp(work.profile_with("ddp"), backend, world_size, size) for size in bucket_sizes(work))
 
 
 def _first(holds: Callable[[float], bool], low: float, high: float, steps: int = 30) -> float | None:

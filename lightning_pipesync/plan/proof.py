@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,32 +11,23 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.bench.candidate import Candidate
-from lightning_pipesync.bench.candidates import makers
-from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.bench.round_robin import time_round_robin
+from lightning_pipesync.plan.candidates import candidate_of
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import Prediction
 
 #: How many exact methods are run, besides DDP, and how many others.
 PROVEN = 2
 
-#: What is not run: SelSync's steps depend on the gradient, those of learners of servers are not the same for all, and a
-#: pipeline needs the loss of its last stage.
-UNPROVEN = ("selsync", "parameter_server", "ea_pipe")
-
-#: Seconds after which a rank that does not answer counts as lost, so that no trial lasts for ever.
-TIMEOUT_S = 120.0
-
 
 def to_prove(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Returns DDP, and the best of the exact and of the other methods, each at its best; none of :data:`UNPROVEN`."""
+    """Returns DDP, and the best of the exact and of the other methods, each at its best."""
     best: dict[str, Prediction] = {}
     for one in sorted(predictions, key=lambda one: one.seconds):
         best.setdefault(one.method, one)
     ddp, of_kind = best.pop("ddp"), {True: list[Prediction](), False: list[Prediction]()}
-    for method, one in best.items():
-        if method not in UNPROVEN:
-            of_kind[one.exact].append(one)
+    for one in best.values():
+        of_kind[one.exact].append(one)
     return [ddp, *of_kind[True][:PROVEN], *of_kind[False][:PROVEN]]
 
 
@@ -65,7 +55,7 @@ def run_in_turns(
         torch.manual_seed(0)
         before = resident_bytes()
         try:
-            candidate = _candidate(one, settings.build())
+            candidate = candidate_of(one, settings.build())
             candidate.prepare()
             candidate.begin()
             candidate.drain()
@@ -75,8 +65,7 @@ def run_in_turns(
             candidates[one.name] = candidate
             outcomes[one.name] = {"resident_bytes": resident_bytes() - before}
     # Whole periods: the average at their end is part of what a step takes.
-    periods = {one.name: int(one.settings.get("period", 1)) for one in chosen}
-    steps = {name: -(-settings.steps // periods[name]) * periods[name] for name in candidates}
+    steps = {name: -(-settings.steps // one.period) * one.period for name, one in candidates.items()}
 
     def run(name: str) -> None:
         for _ in range(steps[name]):
@@ -89,19 +78,10 @@ def run_in_turns(
     timed = time_round_robin(
         {name: partial(run, name) for name in candidates},
         settings.rounds,
-        before=lambda name: None if periods[name] > 1 else candidates[name].begin(),
+        before=lambda name: candidates[name].begin(),
         after=after,
     )
     for name, candidate in candidates.items():
         candidate.close()
         outcomes[name]["seconds"] = [seconds / steps[name] for seconds in timed[name].seconds]
     return {one.name: outcomes[one.name] for one in chosen}
-
-
-def _candidate(prediction: Prediction, model: BenchModel) -> Candidate:
-    name, size = "ddp", prediction.settings.get("bucket_mb", 25.0)
-    if prediction.method != "ddp":
-        limited = replace(prediction, settings={**prediction.settings, "timeout_s": TIMEOUT_S})
-        name = limited.name
-    (make,) = makers([name], [size])
-    return make(model)

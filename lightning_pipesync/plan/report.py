@@ -12,7 +12,13 @@ from lightning_pipesync.bench.results import table
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.links import mbit
-from lightning_pipesync.plan.predictions import Prediction, enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.plan.predictions import (
+    DEFAULT_MB,
+    Prediction,
+    enough_accumulation,
+    enough_bandwidth,
+    predict,
+)
 from lightning_pipesync.plan.work import Work
 from lightning_pipesync.training.registry import METHODS
 
@@ -42,11 +48,14 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
         *(f"- {finding}\n" for finding in result["findings"]),
         *(f"- {change}\n" for change in result["changes"]),
         _codecs(result["codecs"]),
-        *(_table(title, [one for one in predictions if one.exact == exact], ddp, measured) for exact, title in KINDS),
+        *(
+            _table(title, [one for one in predictions if one.exact == exact], ddp, work, measured)
+            for exact, title in KINDS
+        ),
         "\n",
         _enough(work, cluster),
         "\n\n",
-        _to_copy([replace(one, seconds=_known(one, measured)) for one in predictions]),
+        _to_copy(as_known(predictions, measured)),
     ]
     return "".join(lines)
 
@@ -62,6 +71,21 @@ def _ddp(predictions: Sequence[Prediction]) -> Prediction:
     return next(one for one in predictions if one.method == "ddp")
 
 
+def recommended(predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]) -> Prediction:
+    """Returns the exact method that the plan recommends.
+
+    Args:
+        predictions: of all methods.
+        measured: the outcomes of those that were run, by name; if there are none, predictions count.
+    """
+    return best_exact(as_known(predictions, measured))
+
+
+def as_known(predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]) -> list[Prediction]:
+    """Returns the predictions with the seconds that were measured, if any were."""
+    return [replace(one, seconds=_known(one, measured)) for one in predictions]
+
+
 def _known(one: Prediction, measured: Mapping[str, Mapping[str, Any]]) -> float:
     """Returns the seconds of a step as measured, infinite if they were not; or as predicted, if none were measured."""
     if not measured:
@@ -71,13 +95,17 @@ def _known(one: Prediction, measured: Mapping[str, Mapping[str, Any]]) -> float:
 
 
 def _table(
-    title: str, predictions: Sequence[Prediction], ddp: Prediction, measured: Mapping[str, Mapping[str, Any]]
+    title: str,
+    predictions: Sequence[Prediction],
+    ddp: Prediction,
+    work: Work,
+    measured: Mapping[str, Mapping[str, Any]],
 ) -> str:
-    headings = [title, "ms a step", "measured", "error", "times DDP", "MiB", "why"]
-    return "\n" + table(headings, [_row(one, ddp, measured.get(one.name, {})) for one in predictions])
+    headings = [title, "ms a step", "measured", "error", "times DDP", "peak MiB", "why"]
+    return "\n" + table(headings, [_row(one, ddp, work, measured.get(one.name, {})) for one in predictions])
 
 
-def _row(one: Prediction, ddp: Prediction, measured: Mapping[str, Any]) -> list[str]:
+def _row(one: Prediction, ddp: Prediction, work: Work, measured: Mapping[str, Any]) -> list[str]:
     seconds = median(measured["seconds"]) if "seconds" in measured else None
     return [
         one.label,
@@ -85,7 +113,7 @@ def _row(one: Prediction, ddp: Prediction, measured: Mapping[str, Any]) -> list[
         measured.get("error", "") if seconds is None else f"{1e3 * seconds:.0f}",
         "" if seconds is None else f"{one.seconds / seconds - 1:+.0%}",
         f"{ddp.seconds / one.seconds:.2f}",
-        f"{measured['resident_bytes'] / MIB:.0f}" if "resident_bytes" in measured else "",
+        f"{(measured['resident_bytes'] + work.activation_bytes) / MIB:.0f}" if "resident_bytes" in measured else "",
         one.why,
     ]
 
@@ -111,7 +139,7 @@ def _to_copy(predictions: Sequence[Prediction]) -> str:
     exact = best_exact(predictions)
     fastest = min(predictions, key=lambda one: one.seconds)
     if exact.method == "ddp":
-        text = 'Exact: stay with DDP, `Trainer(strategy="ddp")`.\n'
+        text = f"Exact: stay with DDP, `Trainer(strategy={_in_python(exact)})`.\n"
     else:
         text = f"Exact: `Trainer(strategy={_in_python(exact)})`\n"
     if fastest.exact or fastest.seconds > (1 - WORTH) * exact.seconds:
@@ -123,8 +151,14 @@ def _to_copy(predictions: Sequence[Prediction]) -> str:
 
 
 def _in_python(one: Prediction) -> str:
+    if one.method == "ddp":
+        return _ddp_in_python(one.settings["bucket_mb"])
     settings = ", ".join(f"{name}={value!r}" for name, value in one.settings.items())
     return f"{METHODS[one.method].__name__}Strategy({settings})"
+
+
+def _ddp_in_python(bucket_mb: float) -> str:
+    return '"ddp"' if bucket_mb == DEFAULT_MB else f"DDPStrategy(bucket_cap_mb={bucket_mb:g})"
 
 
 def _in_yaml(one: Prediction) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_pipesync.core.torus import Torus
 from lightning_pipesync.methods.dear.eager import plan_early_gathers
 from lightning_pipesync.methods.ea_pipe.split import balanced
 from lightning_pipesync.plan.cluster import Cluster
-from lightning_pipesync.plan.layers import LayerWork
+from lightning_pipesync.plan.work import Work
 
 
 def dear_step(
@@ -58,38 +58,44 @@ def dear_step(
     return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
 
 
-def local_sgd_step(compute: float, all_reduce: float, settings: Mapping[str, Any]) -> float:
+def local_sgd_step(compute: float, average: float, on_wire: float, settings: Mapping[str, Any]) -> float:
     """Returns the seconds of a step of local SGD, on average over a period.
 
     The average of a fragment runs under ``overlap_steps`` steps, and what is left of it is waited for.
 
     Args:
         compute: seconds of a step without communication.
-        all_reduce: seconds in which all weights are averaged.
+        average: seconds in which all weights are averaged.
+        on_wire: seconds of these that the network takes; the processor is busy for the others, and they are not hidden.
         settings: ``period``, ``fragments`` and ``overlap_steps``.
     """
     period, fragments, overlap = settings["period"], settings.get("fragments", 1), settings.get("overlap_steps", 0)
-    waited = max(0.0, all_reduce / fragments - overlap * compute) * fragments
-    return max(compute + waited / period, all_reduce / period)
+    waited = max(0.0, average / fragments - overlap * compute) * fragments
+    works = max(0.0, average - on_wire)
+    return max(compute + max(waited, works) / period, average / period)
 
 
-def pipeline_step(layers: Sequence[LayerWork], update: float, bandwidth: float, num_stages: int) -> float:
+def pipeline_step(work: Work, bandwidth: float, num_stages: int) -> float:
     """Returns the seconds in which a pipeline takes as many mini-batches as it has stages, in the steady state.
 
-    A stage sends activations on and gradients back under its passes; the slowest stage sets the pace.
+    A stage sends activations on and gradients back under its passes; the slowest stage sets the pace. Layers take the
+    share of the passes that they have of the time of all layers, and all stages the same of what the method adds.
 
     Args:
-        layers: of the model, at least as many as stages.
-        update: seconds in which the optimizer updates all weights.
+        work: of a step; it has at least as many layers as stages.
         bandwidth: bytes per second that a host can send.
         num_stages: the number of hosts.
     """
-    seconds, parameters = [layer.seconds for layer in layers], sum(layer.parameter_bytes for layer in layers)
+    layers, profile = work.layers, work.profile
+    parameters, total = sum(layer.parameter_bytes for layer in layers), sum(layer.seconds for layer in layers)
+    seconds = [layer.seconds * (profile.forward + profile.backward) / (total or 1.0) for layer in layers]
     cuts = balanced(seconds, [layer.parameter_bytes + layer.output_bytes for layer in layers], num_stages)
     slowest = 0.0
     for start, end in pairwise([0, *cuts, len(layers)]):
-        own = layers[start:end]
-        computes = sum(seconds[start:end]) + update * sum(layer.parameter_bytes for layer in own) / max(1, parameters)
-        sent = (own[-1].output_bytes if end < len(layers) else 0) + (layers[start - 1].output_bytes if start else 0)
+        share = sum(layer.parameter_bytes for layer in layers[start:end]) / max(1, parameters)
+        computes = sum(seconds[start:end]) + profile.update * share
+        sent = (layers[end - 1].output_bytes if end < len(layers) else 0) + (
+            layers[start - 1].output_bytes if start else 0
+        )
         slowest = max(slowest, computes, sent / bandwidth)
-    return num_stages * slowest
+    return num_stages * slowest + work.own.get("ea_pipe", 0.0)

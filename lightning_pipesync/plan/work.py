@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.bench.candidates import without_communication
@@ -18,6 +19,7 @@ from lightning_pipesync.bench.profile import Profile, profile_step
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.method import device_of
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
@@ -39,24 +41,40 @@ class Work:
         prediction: seconds in which Pipe-SGD predicts weights, and copies gradients to and from its buffers.
         own_pace: seconds of a step on average where each rank takes steps at its own pace, over those of the slowest.
         layers: of a model that a pipeline splits by layers.
+        own: by method, seconds that it adds to a step's computation, see :func:`measure_own_work`.
+        activation_bytes: what a forward pass keeps for the backward pass, but for weights and the batch; 0 if unknown.
     """
 
     profile: Profile
     prediction: float = 0.0
     own_pace: float = 1.0
     layers: Sequence[LayerWork] = ()
+    own: Mapping[str, float] = field(default_factory=dict)
+    activation_bytes: int = 0
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Work:
         """Returns what ``dataclasses.asdict`` was made of."""
         profile = {**saved["profile"], "tensors": [LayerTimes(**one) for one in saved["profile"]["tensors"]]}
         layers = [LayerWork(**layer) for layer in saved["layers"]]
-        return cls(Profile(**profile), saved["prediction"], saved["own_pace"], layers)
+        return cls(**{**saved, "profile": Profile(**profile), "layers": layers})
 
     @property
     def seconds(self) -> float:
         """Seconds of a step without communication."""
         return self.profile.forward + self.profile.backward + self.profile.update
+
+    def profile_with(self, method: str) -> Profile:
+        """Returns the profile with what a method adds, evenly distributed over the gradients."""
+        own, number = self.own.get(method, 0.0), max(1, len(self.profile.tensors))
+        tensors = [
+            replace(tensor, ready=tensor.ready + own * i / number) for i, tensor in enumerate(self.profile.tensors, 1)
+        ]
+        return replace(self.profile, backward=self.profile.backward + own, tensors=tensors)
+
+    def seconds_with(self, method: str) -> float:
+        """Seconds of a step with what a method adds, without communication."""
+        return self.seconds + self.own.get(method, 0.0)
 
 
 def measure_work(model: BenchModel) -> Work:
@@ -65,7 +83,8 @@ def measure_work(model: BenchModel) -> Work:
     dist.barrier()
     profile = profile_step(candidate)
     prediction = seconds_of_prediction(candidate.module, candidate.optimizer)
-    return Work(profile, prediction, layers=measure_layers(model, candidate.batch))
+    activations = activation_bytes(model, candidate.batch)
+    return Work(profile, prediction, layers=measure_layers(model, candidate.batch), activation_bytes=activations)
 
 
 def slowest(everyones: Sequence[Work]) -> Work:
@@ -91,6 +110,22 @@ def slow_ranks(everyones: Sequence[Work], names: Sequence[str]) -> list[str]:
         for name, own in zip(names, seconds, strict=True)
         if own > SLOW_HOST * usual
     ]
+
+
+def activation_bytes(model: BenchModel, batch: Any) -> int:
+    """Returns the bytes that a forward pass keeps for the backward pass, without those of parameters and the batch."""
+    given = {one.untyped_storage().data_ptr() for one in (*model.module.parameters(), *tensors_in(batch))}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model.loss(model.module, batch)
+    del loss
+    return sum(num_bytes for address, num_bytes in kept.items() if address not in given)
 
 
 def seconds_of_prediction(module: nn.Module, optimizer: Optimizer) -> float:

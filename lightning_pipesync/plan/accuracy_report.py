@@ -1,0 +1,121 @@
+"""How far plans are off, as tables and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from lightning_pipesync.bench.results import table
+from lightning_pipesync.core.buckets import MIB
+
+#: The shares of a step that the picture shades.
+SHADED = (0.04, 0.12)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A prediction and what was measured.
+
+    Attributes:
+        method: the strategy's name.
+        exact: whether it trains what DDP does.
+        shown: whether the plan shows it; otherwise it is one of the settings that were considered.
+        predicted: seconds of a step.
+        measured: seconds of a step, the median of the rounds.
+    """
+
+    method: str
+    exact: bool
+    shown: bool
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """What was predicted too much, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def outcomes(result: Mapping[str, Any]) -> dict[str, Outcome]:
+    """Returns the outcomes of a result of :func:`measure_accuracy` by name, of what could be run."""
+    return {
+        name: Outcome(one["method"], one["exact"], one["shown"], one["seconds"], median(measured["seconds"]))
+        for name, one in result["predicted"].items()
+        if "seconds" in (measured := result["measured"][name])
+    }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Returns the results in a file; none if there is no file."""
+    results: list[dict[str, Any]] = json.loads(path.read_text())["results"] if path.exists() else []
+    return results
+
+
+def as_markdown(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the errors by method, and a row a plan."""
+    of_plans = [outcomes(result) for result in results]
+    everything = [one for of_plan in of_plans for one in of_plan.values()]
+    methods = list(dict.fromkeys(one.method for one in everything))
+    rows = [_summary(method, [one for one in everything if one.method == method]) for method in methods]
+    rows.append(_summary("all", everything))
+    headings = ["off by", "plans' rows", "median", "worst", "all settings", "median", "worst"]
+    plans = [_row(result, of_plan, methods) for result, of_plan in zip(results, of_plans, strict=True)]
+    columns = ["model", "hosts", "rate", "MiB", "compute ms", *methods, "recommended", "over DDP", "over the best"]
+    return table(headings, rows) + "\n" + table(columns, plans)
+
+
+def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draws what was predicted over what was measured, with the shares that are :data:`SHADED`."""
+    figure = Figure(figsize=(6.5, 6), layout="constrained")
+    panel = figure.subplots()
+    everything = [one for result in results for one in outcomes(result).values() if one.shown]
+    for method in dict.fromkeys(one.method for one in everything):
+        points = [(1e3 * one.measured, 1e3 * one.predicted) for one in everything if one.method == method]
+        panel.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, label=method)
+    ends = [1e3 * limit(one.measured for one in everything) for limit in (min, max)]
+    panel.plot(ends, ends, color="black", linewidth=0.8)
+    for share in SHADED:
+        low, high = ([(1 + sign * share) * end for end in ends] for sign in (-1, 1))
+        panel.fill_between(ends, low, high, color="gray", alpha=0.15, linewidth=0, label=f"{share:.0%} off")
+    panel.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter("{x:g}")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _summary(method: str, found: Sequence[Outcome]) -> list[str]:
+    cells = [method]
+    for some in ([one for one in found if one.shown], found):
+        errors = [abs(one.error) for one in some]
+        cells += [str(len(errors)), f"{median(errors):.1%}", f"{max(errors):.0%}"] if errors else ["0", "", ""]
+    return cells
+
+
+def _row(result: Mapping[str, Any], of_plan: Mapping[str, Outcome], methods: Sequence[str]) -> list[str]:
+    """Returns the errors of the rows of a plan by method, and what is recommended beside the best exact methods."""
+    profile = result["work"]["profile"]
+    shown = [one for one in of_plan.values() if one.shown]
+    errors = [", ".join(f"{one.error:+.0%}" for one in shown if one.method == method) for method in methods]
+    exact = {name: one for name, one in of_plan.items() if one.exact}
+    ddp = min(one.measured for one in exact.values() if one.method == "ddp")
+    best = min(one.measured for one in exact.values())
+    recommended = exact[result["recommended"]]
+    return [
+        result["settings"]["model"].removeprefix("emulated-"),
+        str(result["world_size"]),
+        result["rate"] or "",
+        f"{sum(tensor['num_bytes'] for tensor in profile['tensors']) / MIB:.2g}",
+        f"{1e3 * (profile['forward'] + profile['backward']):.0f}",
+        *errors,
+        recommended.method,
+        f"{recommended.measured / ddp - 1:+.1%}",
+        f"{recommended.measured / best - 1:+.1%}",
+    ]

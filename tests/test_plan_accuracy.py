@@ -1,0 +1,106 @@
+"""How far plans are off: the benchmark, its tables and its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipesync.cli import main
+from lightning_pipesync.plan.accuracy import AccuracySettings
+from lightning_pipesync.plan.accuracy_report import as_markdown, draw, outcomes, read
+
+
+def result(**changed: Any) -> dict[str, Any]:
+    """Of a plan that recommends the second best of what was considered."""
+    seconds = {"ddp:bucket_mb=1.0": 0.2, "ddp:bucket_mb=25.0": 0.3, "dear:a": 0.16, "dear:b": 0.15, "pipe_sgd": 0.1}
+    predicted = {
+        name: {"method": name.partition(":")[0], "seconds": took, "exact": name != "pipe_sgd", "shown": True}
+        for name, took in {**seconds, "dear:a": 0.144, "pipe_sgd": 0.11, "ddp:bucket_mb=25.0": 0.15}.items()
+    }
+    for name in ("ddp:bucket_mb=25.0", "dear:b"):
+        predicted[name]["shown"] = False
+    return {
+        "settings": {"model": "emulated-net"},
+        "world_size": 4,
+        "rate": "1gbit",
+        "work": {"profile": {"forward": 0.03, "backward": 0.06, "tensors": [{"num_bytes": 2**21}]}},
+        "predicted": predicted,
+        "measured": {name: {"seconds": [took, 9.0, 0.9 * took]} for name, took in seconds.items()},
+        "recommended": "dear:a",
+        **changed,
+    }
+
+
+def test_errors_are_of_the_medians() -> None:
+    found = outcomes(result())
+    assert found["dear:a"].error == pytest.approx(-0.1)
+    assert found["pipe_sgd"].error == pytest.approx(0.1)
+    failed = result()
+    failed["measured"]["pipe_sgd"] = {"error": "ValueError: no"}
+    assert "pipe_sgd" not in outcomes(failed)
+
+
+def test_the_tables() -> None:
+    """Errors of the plans' rows and of all settings; what is recommended beside the best."""
+    lines = as_markdown([result()]).splitlines()
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for cells in (line.split("|") for line in lines if line)
+    }
+    assert rows["ddp"] == ["1", "0.0%", "0%", "2", "25.0%", "50%"]
+    assert rows["dear"] == ["1", "10.0%", "10%", "2", "5.0%", "10%"]
+    assert rows["all"][:3] == ["3", "10.0%", "10%"]
+    assert rows["net"] == ["4", "1gbit", "2", "90", "+0%", "-10%", "+10%", "dear", "-20.0%", "+6.7%"]
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    draw([result()], tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").stat().st_size > 20_000
+
+
+def test_tensors_have_the_size_that_has_the_ratio() -> None:
+    settings = AccuracySettings("emulated-resnet50", compute_ms=100.0, ratio=2.0, steps=1, rounds=1)
+    planned = settings.scaled_to(bandwidth=1e7, world_size=4)
+    num_bytes = sum(4 * parameter.numel() for parameter in planned.build().module.parameters())
+    assert 2 * 3 / 4 * num_bytes / 1e7 == pytest.approx(0.2, rel=0.02)
+    assert settings.scaled_to(bandwidth=1e12, world_size=4).scale == 1.0
+
+
+def test_plans_are_added_to_those_of_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "plan", "--models", "emulated-alexnet", "--compute_ms", "20", "--ratio", "0.002", "--steps", "1"]
+    words += ["--rounds", "1", "--output", str(tmp_path)]
+    (tmp_path / "accuracy.json").write_text(json.dumps({"results": [result()]}))
+    assert main(words) == 0
+    assert "off by" in capsys.readouterr().out
+    assert "| alexnet | 2 |" in (tmp_path / "accuracy.md").read_text()
+    before, now = read(tmp_path / "accuracy.json")
+    assert before == result()
+    found = outcomes(now)
+    assert {one.method for one in found.values()} >= {
+        "ddp",
+        "dear",
+        "pipe_sgd",
+        "selsync",
+        "local_sgd",
+        "parameter_server",
+    }
+    assert found[now["recommended"]].exact
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--models", "transformer"], "has no size that can be chosen; there are emulated-alexnet"),
+        (["--ratio", "0"], "ratio must be positive"),
+        (["--rates", "fast"], "'fast' is not a rate"),
+        (["--hosts", "1"], "needs at least 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "plan", *words, "--output", str(tmp_path)]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,212 @@
+"""What a plan measures of communication and of the methods' own work, and how it runs each of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pipesync.bench.models import BenchModel, build_model, stand_in
+from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.plan import measured_cost, own_work
+from lightning_pipesync.plan.candidates import WithShareOfLocalSteps, candidate_of
+from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.measured_cost import MeasuredCost, measure_in_a_row, sizes_for
+from lightning_pipesync.plan.method_cost import measure_averages, measure_servers
+from lightning_pipesync.plan.own_work import measure_own_work
+from lightning_pipesync.plan.predictions import OUTER, Prediction
+from lightning_pipesync.plan.work import activation_bytes
+from tests.harness import launch
+
+MIB = 2**20
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cost_is_as_measured_among_as_many_ranks() -> None:
+    """Four sizes of all-reduces on a line, of which one took twice as long."""
+    line, sizes = LinkCost(1e-4, 1e-8), [2**16, 2**18, 2**20, 2**22]
+    seconds = [(2 if size == 2**18 else 1) * line.all_reduce(size, 8) for size in sizes]
+    cost = MeasuredCost.measured(sizes, seconds, 8, halves=2)
+    for size, took in zip(sizes, seconds, strict=True):
+        assert cost.all_reduce(size, 8) == pytest.approx(took)
+        assert cost.reduce_scatter(size, 8) == pytest.approx(took / 2)
+    between = cost.all_reduce(2**19, 8) / line.all_reduce(2**19, 8)
+    assert between == pytest.approx(1.5, rel=0.05)
+    fitted = LinkCost(cost.alpha, cost.beta)
+    assert cost.all_reduce(2**18, 4) == fitted.all_reduce(2**18, 4), "among other ranks it is the line"
+    slower = replace(cost, beta=2 * cost.beta)
+    assert slower.all_reduce(2**22, 8) == pytest.approx(2 * seconds[-1], rel=0.05)
+
+
+def test_half_an_all_reduce() -> None:
+    line = LinkCost(1e-4, 1e-8)
+    cost = MeasuredCost.measured([2**18, 2**20], [line.all_gather(2**18, 4), line.all_gather(2**20, 4)], 4, halves=1)
+    assert cost.all_gather(2**19, 4) == pytest.approx(line.all_gather(2**19, 4))
+
+
+def test_sizes_are_those_of_the_gradients_and_take_little_time() -> None:
+    assert sizes_for(2**24, 1e9) == [2**18, 2**20, 2**22, 2**24]
+    assert sizes_for(2**30, 1e9)[-1] == measured_cost.MOST_BYTES
+    assert sizes_for(2**30, 1e7)[-1] == measured_cost.LARGEST_S * 1e7
+    assert sizes_for(8, 1e9)[-1] == measured_cost.LEAST_BYTES
+
+
+class Sleeping:
+    """An operation that takes as long as it is large, one after the other."""
+
+    free = 0.0
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        Sleeping.free = self.end = max(time.perf_counter(), Sleeping.free) + flat.nbytes * 1e-7
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.end - time.perf_counter()))
+
+
+def sleeping() -> MeasuredCost:
+    return measure_in_a_row(Sleeping, [2**16, 2**18], "cpu", halves=1)
+
+
+def test_operations_in_a_row_are_measured() -> None:
+    for cost in launch(sleeping, 2):
+        for size in (2**16, 2**18):
+            assert cost.all_gather(size, 2) == pytest.approx(size * 1e-7, rel=0.3)
+
+
+def method_costs() -> tuple[MeasuredCost, ...]:
+    sizes, cpu = [2**12, 2**14, 2**16], torch.device("cpu")
+    return measure_servers(sizes, cpu), measure_averages("none", sizes, cpu), measure_averages("int8", sizes, cpu)
+
+
+def test_servers_and_averages_are_measured() -> None:
+    for costs in launch(method_costs, 2):
+        assert all(0 < cost.all_reduce(2**16, 2) < 10 for cost in costs)
+
+
+# --- the methods' own work --------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a third, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.frozen = (nn.Linear(8, 8) for _ in range(4))
+        self.second.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+
+
+@pytest.mark.parametrize(("scale", "values"), [(0.0, 5), (1.0, 64 + 8 + 8 + 64 + 8), (0.5, 32 + 4 + 4 + 32 + 4)])
+def test_a_stand_in_has_as_many_layers_and_tensors(scale: float, values: int) -> None:
+    model = stand_in(Tied(), scale)
+    parameters = list(model.module.parameters())
+    assert len(parameters) == 5
+    assert sum(parameter.numel() for parameter in parameters) == values
+    assert len(model.layers) == 3
+    model.loss(model.module, model.make_batch(0)).backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+
+
+def own_work_of(num_layers: int) -> dict[str, float]:
+    link = LinkCost(0.0, 0.0)
+    free = Cluster(dist.get_world_size(), 1e9, link, link, {"none": link}, {"none": link}, link)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    with patch.object(own_work, "STEPS", 2), patch.object(own_work, "ROUNDS", 1):
+        return measure_own_work(module, free)
+
+
+@pytest.mark.parametrize(("num_layers", "pipelines"), [(1, False), (3, True)])
+def test_own_work_is_the_same_on_all_ranks(num_layers: int, pipelines: bool) -> None:
+    first, second = launch(own_work_of, 2, num_layers)
+    assert first == second
+    assert {"ddp", "dear", "pipe_sgd", "selsync", "local_sgd"} <= set(first)
+    assert ("ea_pipe" in first) == pipelines
+    assert all(seconds >= 0 for seconds in first.values())
+    assert first["dear"] > 0
+
+
+def test_activations_are_what_is_kept_for_the_backward_pass() -> None:
+    """A linear layer and a ReLU keep its output; the batch and the weights are there anyway."""
+    module, batch = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)), torch.randn(8, 16)
+    model = BenchModel("own", module, [], lambda rank: batch, lambda module, batch: module(batch).sum())
+    assert activation_bytes(model, batch) == 4 * 8 * 32
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+ALL = [
+    Prediction("ddp", {"bucket_mb": 1.0}),
+    Prediction("dear", {"fusion": "buffer", "bucket_mb": 1.0}),
+    Prediction("pipe_sgd", {"compression": "int8"}, exact=False),
+    Prediction("selsync", {"lssr": 0.75, "outer_momentum": 0.3}, exact=False),
+    Prediction("local_sgd", {"period": 4, **OUTER, "fragments": 2, "overlap_steps": 2}, exact=False),
+    Prediction("parameter_server", {"partition": "handed_out"}, exact=False),
+    Prediction("ea_pipe", {}, exact=False),
+]
+
+
+def small() -> BenchModel:
+    return build_model("emulated-resnet50", scale=1e-3, forward_seconds=0.0, backward_seconds=0.0)
+
+
+def steps_of_all() -> list[tuple[int, bool]]:
+    found = []
+    for one in ALL:
+        candidate = candidate_of(one, small())
+        before = [parameter.clone() for parameter in candidate.model.module.parameters()]
+        candidate.prepare()
+        candidate.begin()
+        for _ in range(candidate.period):
+            candidate.step()
+        candidate.drain()
+        candidate.step()
+        after = list(candidate.model.module.parameters())
+        found.append((candidate.period, any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))))
+        candidate.close()
+    return found
+
+
+def test_all_methods_that_are_planned_train() -> None:
+    assert set(launch(steps_of_all, 2)[0]) == {(1, True), (4, True)}
+
+
+def decisions(lssr: float, steps: int) -> list[bool]:
+    candidate: Any = candidate_of(Prediction("selsync", {"lssr": lssr}), small())
+    assert isinstance(candidate, WithShareOfLocalSteps)
+    candidate.step()  # the change of the first gradient is not defined
+    taken = []
+    for _ in range(steps):
+        candidate.step()
+        taken.append(candidate.sync.last.synchronized)
+    candidate.close()
+    return taken
+
+
+@pytest.mark.parametrize(("lssr", "period", "synchronized"), [(0.5, 2, 6), (0.75, 4, 3), (0.9, 10, 1)])
+def test_a_share_of_the_steps_is_local(lssr: float, period: int, synchronized: int) -> None:
+    for taken in launch(decisions, 2, lssr, 12):
+        assert sum(taken) == synchronized
+        at = [i for i, one in enumerate(taken) if one]
+        assert all(b - a == period for a, b in pairwise(at))
+
+
+def refused() -> str:
+    try:
+        candidate_of(
+            ALL[-1], BenchModel("own", nn.Linear(2, 2), [], lambda rank: torch.ones(2), lambda m, b: m(b).sum())
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pipeline_needs_layers() -> None:
+    assert launch(refused, 2) == ["own is no nn.Sequential, whose layers are divided among stages."] * 2
