@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from lightning_pipesync.cli import main
 from lightning_pipesync.plan.accuracy import AccuracySettings
-from lightning_pipesync.plan.accuracy_report import as_markdown, draw, outcomes, read
+from lightning_pipesync.plan.accuracy_report import as_markdown, draw, extrapolated, outcomes, read
+from lightning_pipesync.plan.predictions import considered
+from tests.test_plan import WORK, cluster
 
 
 def result(**changed: Any) -> dict[str, Any]:
@@ -54,6 +57,25 @@ def test_the_tables() -> None:
     assert rows["dear"] == ["1", "10.0%", "10%", "2", "5.0%", "10%"]
     assert rows["all"][:3] == ["3", "10.0%", "10%"]
     assert rows["net"] == ["4", "1gbit", "2", "90", "+0%", "-10%", "+10%", "dear", "-20.0%", "+6.7%"]
+
+
+def test_costs_of_few_hosts_are_used_for_more() -> None:
+    """Of links with that rate only; among 4 ranks an all-reduce takes 1.5 times as long as among 2."""
+    costs = asdict(cluster(1e8, 2))
+    few = result(world_size=2, cluster=costs, work=asdict(WORK))
+    more = result(world_size=4, cluster=asdict(cluster(5e7, 4)), work=asdict(WORK))
+    names = [one.name for one in considered(WORK, cluster(1e8, 4)) if one.method in ("ddp", "pipe_sgd")]
+    for one in considered(WORK, cluster(1e8, 4)):
+        more["predicted"][one.name] = {"method": one.method, "seconds": 9.0, "exact": one.exact, "shown": True}
+        more["measured"][one.name] = {"seconds": [2 * one.seconds] if one.name in names else []}
+    more["measured"] = {name: one for name, one in more["measured"].items() if one["seconds"]}
+    more["predicted"] = {name: more["predicted"][name] for name in more["measured"]}
+    found = extrapolated([few, more])
+    assert len(found) == len(names)
+    assert all(one.error == pytest.approx(-0.5) for one in found)
+    assert extrapolated([few, {**more, "rate": "50mbit"}]) == []
+    assert extrapolated([few]) == []
+    assert "more hosts, off by" in as_markdown([few, more])
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +13,9 @@ from matplotlib.figure import Figure
 
 from lightning_pipesync.bench.results import table
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.plan.cluster import Cluster
+from lightning_pipesync.plan.predictions import considered
+from lightning_pipesync.plan.work import Work
 
 #: The shares of a step that the picture shades.
 SHADED = (0.04, 0.12)
@@ -51,6 +54,22 @@ def outcomes(result: Mapping[str, Any]) -> dict[str, Outcome]:
     }
 
 
+def extrapolated(results: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    """Returns what the costs that were measured on the fewest hosts predict for more hosts with links of that rate."""
+    fewest = min((result["world_size"] for result in results), default=0)
+    measured_at = {result["rate"]: result for result in results if result["world_size"] == fewest}
+    found = []
+    for result in results:
+        if result["world_size"] == fewest or result["rate"] not in measured_at:
+            continue
+        costs = Cluster.from_dict(measured_at[result["rate"]]["cluster"])
+        cluster = replace(costs, world_size=result["world_size"])
+        seconds = {one.name: one.seconds for one in considered(Work.from_dict(result["work"]), cluster)}
+        run = outcomes(result)
+        found += [replace(run[name], predicted=took) for name, took in seconds.items() if name in run]
+    return found
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the results in a file; none if there is no file."""
     results: list[dict[str, Any]] = json.loads(path.read_text())["results"] if path.exists() else []
@@ -58,16 +77,16 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def as_markdown(results: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the errors by method, and a row a plan."""
+    """Returns the errors by method, a row a plan, and the errors for more hosts than were measured."""
     of_plans = [outcomes(result) for result in results]
     everything = [one for of_plan in of_plans for one in of_plan.values()]
     methods = list(dict.fromkeys(one.method for one in everything))
-    rows = [_summary(method, [one for one in everything if one.method == method]) for method in methods]
-    rows.append(_summary("all", everything))
-    headings = ["off by", "plans' rows", "median", "worst", "all settings", "median", "worst"]
     plans = [_row(result, of_plan, methods) for result, of_plan in zip(results, of_plans, strict=True)]
     columns = ["model", "hosts", "rate", "MiB", "compute ms", *methods, "recommended", "over DDP", "over the best"]
-    return table(headings, rows) + "\n" + table(columns, plans)
+    text = _summary_table("off by", everything) + "\n" + table(columns, plans)
+    if more := extrapolated(results):
+        text += "\n" + _summary_table("more hosts, off by", more)
+    return text
 
 
 def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
@@ -89,6 +108,12 @@ def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def _summary_table(title: str, found: Sequence[Outcome]) -> str:
+    by_method = {name: [one for one in found if one.method == name] for name in dict.fromkeys(o.method for o in found)}
+    headings = [title, "plans' rows", "median", "worst", "all settings", "median", "worst"]
+    return table(headings, [_summary(name, some) for name, some in [*by_method.items(), ("all", found)]])
 
 
 def _summary(method: str, found: Sequence[Outcome]) -> list[str]:
