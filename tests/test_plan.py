@@ -24,7 +24,13 @@ from lightning_pipesync.plan import proof
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.layers import LayerWork, measure_layers
 from lightning_pipesync.plan.model import PlanSettings
-from lightning_pipesync.plan.predictions import Prediction, enough_accumulation, enough_bandwidth, predict
+from lightning_pipesync.plan.predictions import (
+    Prediction,
+    bucket_sizes,
+    enough_accumulation,
+    enough_bandwidth,
+    predict,
+)
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
 from lightning_pipesync.plan.report import as_markdown, best_exact
 from lightning_pipesync.plan.saved import of_result, read_plan
@@ -73,6 +79,15 @@ def test_predictions_are_those_of_the_cost_models() -> None:
     assert found["selsync"].seconds == pytest.approx(0.1 + 0.1 * all_reduce)
     works = at.averages["int8"].all_reduce(16 * MIB, 4) - at.seconds_on_wire(16 * MIB, "int8")
     assert found["local_sgd"].seconds == pytest.approx(0.1 + works / 4)  # four averages, each under four steps
+
+
+@pytest.mark.parametrize(
+    ("mib", "sizes"),
+    [(0.01, [2**-10, 2**-9, 2**-8, 2**-7, 25]), (16, [0.5, 1, 2, 4, 8, 25]), (100, [4, 8, 16, 25, 32, 64, 128])],
+)
+def test_bucket_sizes_give_from_many_buckets_to_one(mib: float, sizes: list[float]) -> None:
+    profile = replace(PROFILE, tensors=[LayerTimes(0.0, 0.0, round(mib * MIB / 16))] * 16)
+    assert bucket_sizes(Work(profile)) == sizes
 
 
 def test_settings_that_train_better_go_first() -> None:

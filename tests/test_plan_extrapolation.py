@@ -18,7 +18,7 @@ from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.plan.changes import changes_since
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.picture import draw
-from lightning_pipesync.plan.predictions import BUCKET_MB, fastest
+from lightning_pipesync.plan.predictions import bucket_sizes, fastest
 from lightning_pipesync.plan.schedules import dear_step
 from lightning_pipesync.plan.work import Work, slow_ranks, slowest
 from tests.test_plan import MIB, PROFILE, WORK, cluster
@@ -61,7 +61,7 @@ def test_64_hosts_gain_what_the_paper_has_measured(table: Any, largest: float, m
     seconds = computation(network, largest)
     by_codec = {"none": LINK}
     profile, at = profile_of(network, seconds), Cluster(WORLD_SIZE, BANDWIDTH, LINK, LINK, by_codec, by_codec, LINK)
-    step = min(dear_step(profile, at, size, eager=False) for size in BUCKET_MB)
+    step = min(dear_step(profile, at, size, eager=False) for size in bucket_sizes(Work(profile)))
     speedup = WORLD_SIZE * seconds / step
     assert speedup == pytest.approx(measured, rel=0.15)
     assert speedup <= largest * 1.001
@@ -74,7 +74,7 @@ def test_a_torus_saves_latency() -> None:
     at = replace(cluster(1e9, world_size=1024), halves=LinkCost(1e-3, 1e-9))
     assert at.halves.torus_half(MIB, 32, 32) == pytest.approx(62e-3 + MIB * 1023 / 1024 * 1e-9)
     assert at.halves.reduce_scatter(MIB, 1024) == pytest.approx(1023e-3 + MIB * 1023 / 1024 * 1e-9)
-    assert fastest(WORK, at)["dear"] < 0.5 * min(dear_step(PROFILE, at, size) for size in BUCKET_MB)
+    assert fastest(WORK, at)["dear"] < 0.5 * min(dear_step(PROFILE, at, size) for size in bucket_sizes(WORK))
 
 
 def test_servers_gain_where_a_host_is_slow() -> None:

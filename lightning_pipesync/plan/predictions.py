@@ -15,8 +15,8 @@ from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.schedules import dear_step, local_sgd_step, pipeline_step
 from lightning_pipesync.plan.work import Work
 
-#: Bucket sizes of DDP and DeAR that are tried, in MiB, and DDP's default among them.
-BUCKET_MB, DEFAULT_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0), 25.0
+#: The most buckets of DDP and DeAR that are tried, and DDP's default size, in MiB.
+MOST_BUCKETS, DEFAULT_MB = 40, 25.0
 
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
 OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
@@ -108,11 +108,14 @@ def considered(work: Work, cluster: Cluster) -> list[Prediction]:
 
 
 def bucket_sizes(work: Work) -> list[float]:
-    """Returns the bucket sizes that differ for these gradients, in MiB: one that holds all of them is enough."""
+    """Returns the bucket sizes that are tried, in MiB, ascending: powers of two, and DDP's default.
+
+    They give from :data:`MOST_BUCKETS` buckets to one.
+    """
     total = sum(tensor.num_bytes for tensor in work.profile.tensors) / MIB
-    smaller = [size for size in BUCKET_MB if size < total]
-    larger = [size for size in BUCKET_MB if size >= total]
-    return [*smaller, *([DEFAULT_MB] if DEFAULT_MB in larger else larger[:1])]
+    largest = total if total <= DEFAULT_MB else 2 * total  # otherwise the default holds all
+    powers = (2.0**exponent for exponent in range(-10, 20))
+    return sorted({DEFAULT_MB, *(size for size in powers if total / MOST_BUCKETS <= size < largest)})
 
 
 def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
