@@ -46,3 +46,18 @@ def test_large_messages_are_sent_a_few_at_a_time(num_bytes: int, world_size: int
     exchange.finish()
     assert messages.sends == [*others]
     assert messages.receives == [world_size - peer for peer in others]
+
+
+@pytest.mark.parametrize("order", [range(7, 0, -1), range(1, 8)], ids=["in steps", "by rank"])
+def test_the_next_message_is_sent_when_one_has_arrived(order: range) -> None:
+    messages, size = Posted(8), 2**16
+    slices = {peer: torch.empty(size, dtype=torch.uint8) for peer in range(1, 8)}
+    exchange = AllToAllExchange(cast(Messages, messages), dict(slices), dict(slices))
+    in_flight = []
+    for number, peer in enumerate(order, 1):
+        exchange.wait_for(peer)
+        in_flight.append(len(messages.receives) - number)
+    assert in_flight[0] >= 2
+    assert len(messages.sends) == 7
+    exchange.finish()
+    assert sorted(messages.sends) == [*range(1, 8)]

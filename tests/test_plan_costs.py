@@ -120,7 +120,7 @@ def own_work_of(num_layers: int) -> dict[str, float]:
     free = Cluster(dist.get_world_size(), 1e9, link, link, {"none": link}, {"none": link}, link)
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
     with patch.object(own_work, "STEPS", 2), patch.object(own_work, "ROUNDS", 1):
-        return measure_own_work(module, free)
+        return measure_own_work(module, free, pipelines=True)
 
 
 @pytest.mark.parametrize(("num_layers", "pipelines"), [(1, False), (3, True)])
@@ -131,6 +131,30 @@ def test_own_work_is_the_same_on_all_ranks(num_layers: int, pipelines: bool) -> 
     assert ("ea_pipe" in first) == pipelines
     assert all(seconds >= 0 for seconds in first.values())
     assert first["dear"] > 0
+
+
+def test_own_work_of_pipelines_is_measured_where_they_are_planned() -> None:
+    with patch.object(own_work, "_measure", lambda module, scale, methods: {one.method: [1.0] for one in methods}):
+        link = LinkCost(0.0, 0.0)
+        free = Cluster(2, 1e9, link, link, {"none": link}, {"none": link}, link)
+        assert "ea_pipe" not in measure_own_work(nn.Linear(2, 2), free, pipelines=False)
+        assert measure_own_work(nn.Linear(2, 2), free, pipelines=True)["ea_pipe"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("large", "own"), [([0.002, 0.003, 0.01], 0.002), ([0.004, 0.006, 0.008], 0.002 + 0.004 * 100)]
+)
+def test_noise_is_not_multiplied(large: list[float], own: float) -> None:
+    """Of a stand-in with a hundredth of the values: what it takes longer counts if it is more than rounds differ by."""
+    module, link = nn.Linear(2**14, 100), LinkCost(0.0, 0.0)
+    free = Cluster(2, 1e5, link, link, {"none": link}, {"none": link}, link)
+    values = 2**14 * 100 + 100
+
+    def measure(module: nn.Module, scale: float, methods: Any) -> dict[str, list[float]]:
+        return {one.method: [0.001, 0.002, 0.003] if scale == 0 else large for one in methods}
+
+    with patch.multiple(own_work, _measure=measure, MOST_BYTES=4 * values // 100, MOST_SECONDS=1e9):
+        assert measure_own_work(module, free, pipelines=False)["local_sgd"] == pytest.approx(own, rel=1e-3)
 
 
 def test_activations_are_what_is_kept_for_the_backward_pass() -> None:
@@ -167,7 +191,6 @@ def steps_of_all() -> list[tuple[int, bool]]:
         for _ in range(candidate.period):
             candidate.step()
         candidate.drain()
-        candidate.step()
         after = list(candidate.model.module.parameters())
         found.append((candidate.period, any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))))
         candidate.close()

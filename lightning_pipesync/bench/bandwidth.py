@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from lightning_pipesync.core.buckets import MIB
 TIMEOUT_S = 120.0
 
 
-#: The least and the most bytes of a transfer, which takes about so many seconds.
+#: A transfer has from so many to so many bytes, and takes about so many seconds.
 LEAST_BYTES, MOST_BYTES, TRANSFER_S = MIB // 4, 8 * MIB, 0.3
 
 
@@ -28,7 +27,8 @@ def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections
 
     Args:
         num_bytes: the size of a transfer; None: one that takes about :data:`TRANSFER_S`, by a first measurement.
-        rounds: the number of transfers; the median of the slowest rank counts.
+        rounds: the number of transfers; the fastest counts, of the rank with the slowest: TCP takes a while to recover
+            from what it has sent too much, on a link that is slow.
         connections: TCP connections from a rank to the next, which share a transfer.
 
     Raises:
@@ -46,9 +46,9 @@ def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections
             f"Rank {rank} has waited {TIMEOUT_S:g} s in vain for rank {previous} or {following}, while the bandwidth "
             "was measured."
         ) from error
-    medians: list[float] = [0.0] * world_size
-    dist.all_gather_object(medians, statistics.median(seconds[1:]))
-    return num_bytes / max(medians)
+    fastest: list[float] = [0.0] * world_size
+    dist.all_gather_object(fastest, min(seconds[1:]))
+    return num_bytes / max(fastest)
 
 
 def _time_transfers(following: int, num_bytes: int, rounds: int, connections: int) -> list[float]:

@@ -69,7 +69,7 @@ def step(
         ratio: Communication time over computation time of an emulated model; 1 if not given.
         bucket_mb: Bucket sizes of DDP, DeAR without a fusion of its own and SelSync under forward, and ByteScheduler's
             pieces, in MiB; DDP's best one is the baseline.
-        steps: Steps of one measurement.
+        steps: Steps of one measurement; of local SGD whole periods.
         rounds: Number of measurements of each candidate, in turns.
         output: Folder for step.json, step.md and the pictures.
     """

@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +23,9 @@ from lightning_pipesync.netlab import Network
 
 #: The number of lines of output that an error message quotes.
 QUOTED = 20
+
+#: Seconds in which the other ranks end, by themselves or by an error that names the one that has failed.
+GRACE_S = 150.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,10 @@ def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[s
 
 
 def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
-    """Runs ``command`` as ``num_ranks`` ranks on this machine; returns the first exit status that is not 0, else 0."""
+    """Runs ``command`` as ``num_ranks`` ranks on this machine; returns the first exit status that is not 0, else 0.
+
+    Those that have not ended some time after another one are killed, so that none waits for ever.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
@@ -111,6 +119,13 @@ def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], 
     try:
         for reader in readers:
             reader.start()
+        while all(process.poll() is None for process in ranks):
+            time.sleep(0.1)
+        deadline = time.monotonic() + GRACE_S
+        for process in ranks:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
         for reader in readers:
             reader.join()
         return next((status for process in ranks if (status := process.wait())), 0)

@@ -24,7 +24,7 @@ class Profile:
     Attributes:
         forward: seconds.
         backward: seconds until the last gradient is ready.
-        update: seconds, with what is between the parts.
+        update: seconds.
         tensors: in the order in which their gradients become ready.
     """
 
@@ -125,7 +125,10 @@ class StepRecorder:
 
 
 def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
-    """Measures the parts of a step without communication on this rank: medians over several steps."""
+    """Measures the parts of a step without communication on this rank: medians over several steps.
+
+    What is between the parts counts as update.
+    """
     recorder, clock = StepRecorder(candidate.module, device_of(candidate.module)), Clock(device_of(candidate.module))
     moments = [clock.now()]
     for _ in range(rounds + 1):

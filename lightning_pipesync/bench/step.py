@@ -125,8 +125,10 @@ def measure_run(
     limits = {c.compression: LayerLimits(cost.compressed(c.compression), profile.tensors) for c in candidates}
     found = {name: candidate.prepare() for name, candidate in by_name.items()}
 
+    steps = {name: -(-settings.steps // one.period) * one.period for name, one in by_name.items()}
+
     def run(candidate: Candidate) -> None:
-        for _ in range(settings.steps):
+        for _ in range(steps[candidate.name]):
             candidate.step()
 
     def after(name: str) -> None:
@@ -152,8 +154,8 @@ def measure_run(
         "candidates": [
             {
                 "name": name,
-                "seconds": [value / settings.steps for value in measured.seconds],
-                "processor_seconds": [value / settings.steps for value in measured.processor_seconds],
+                "seconds": [value / steps[name] for value in measured.seconds],
+                "processor_seconds": [value / steps[name] for value in measured.processor_seconds],
                 "limit": getattr(cost.compressed(by_name[name].compression), by_name[name].limit),
                 "layer_limit": limits[by_name[name].compression].get(by_name[name].limit),
                 "predicted": predicted.get(name),
@@ -168,9 +170,9 @@ def gradient_bytes(model: BenchModel) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.module.parameters())
 
 
-def measure_link(device: torch.device | str = "cpu", rounds: int = 5) -> LinkCost:
+def measure_link(rounds: int = 5) -> LinkCost:
     """Returns alpha and beta of the backend's all-reduce, which DDP uses; a collective call."""
-    buffers = {f"{size}": torch.zeros(round(size * MIB / 4), device=device) for size in LINK_MB}
+    buffers = {f"{size}": torch.zeros(round(size * MIB / 4)) for size in LINK_MB}
     timed = time_round_robin({name: partial(dist.all_reduce, buffer) for name, buffer in buffers.items()}, rounds)
     points = [(buffers[name].numel() * 4, value) for name, measured in timed.items() for value in measured.seconds]
     num_bytes, seconds = zip(*points, strict=True)

@@ -11,7 +11,8 @@ In step s of P - 1 a rank sends to rank + s and receives from rank - s: at any t
 receiver. ``window`` steps are in flight: many of small messages, which take their latency together; few of large ones,
 as the acknowledgements of each stream wait behind all data that a rank sends. Each slice is sent directly to its owner,
 never as a partial sum, because a wire format is never summed: so each value is compressed once, for any number of
-ranks.
+ranks. Steps are posted while a receiver waits, so that all ranks must wait for their exchanges in the same order, as
+for rings: see ring.py.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from lightning_pipesync.core.messages import Messages
 
-#: The most and the fewest steps in flight, and the bytes of a rank between them. With 8 ranks at 200 Mbit/s, slices of
-#: 64 KiB took 1.3 times as long all at once, and slices of 16 KiB 1.3 times as long two at a time.
+#: The most and the fewest steps in flight; between these limits, as many as have so many bytes. With 8 ranks at 200
+#: Mbit/s, slices of 64 KiB took 1.3 times as long all at once, and slices of 16 KiB 1.3 times as long two at a time.
 MOST_STEPS, LEAST_STEPS, BYTES_IN_FLIGHT = 16, 2, 128 * 1024
 
 
@@ -70,6 +71,7 @@ class AllToAllExchange:
             self._advance()
         if peer in self._receiving:
             self._messages.wait_received(self._receiving.pop(peer), peer)
+            self._post(1)
 
     def finish(self) -> None:
         """Blocks until all messages are received and sent."""

@@ -29,8 +29,8 @@ Between = Callable[[Tensor], object]
 class GlooExchange:
     """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
 
-    The caller's thread posts the messages of a reduce-scatter. One worker thread sums the arriving slices and posts the
-    all-gather; another completes the all-gathers. So a whole all-reduce runs while training goes on.
+    The caller's thread posts the first messages of a reduce-scatter. One worker thread sums the arriving slices and
+    posts the all-gather; another completes the all-gathers. So a whole all-reduce runs while training goes on.
 
     Args:
         group: a Gloo process group that nothing else uses.

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -59,8 +58,8 @@ class Mail:
     """Messages of nested tensors and small picklable objects among all ranks. Those between two ranks keep their order.
 
     Args:
-        upwards: messages to higher ranks, of a group that nothing else uses, without a timeout.
-        downwards: messages to lower ranks, of another such group.
+        upwards: messages from lower to higher ranks, of a group that nothing else uses, without a timeout.
+        downwards: messages from higher to lower ranks, of another such group.
         traffic: counts the bytes sent.
         timeout_s: seconds after which a rank that is not heard of counts as lost.
     """
@@ -146,7 +145,7 @@ class Mail:
                     inbox.heard = now
             last = now
             for inbox in list(listened.values()):
-                error = inbox.error
+                error = inbox.error or self._outboxes[inbox.peer].error
                 if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
                     silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
                     error = self._upwards.accuse(silent, inbox.peer)
@@ -156,11 +155,16 @@ class Mail:
 
 
 class _Outbox:
-    """The messages to one rank, and the thread that sends them."""
+    """The messages to one rank, and the thread that sends them.
+
+    Attributes:
+        error: what has ended the messages; None: nothing.
+    """
 
     def __init__(self, messages: Messages, peer: int, traffic: Traffic, interval_s: float) -> None:
         self._messages, self._peer, self._traffic = messages, peer, traffic
         self._interval_s = interval_s
+        self.error: Exception | None = None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"pipesync-mail-to-{peer}", daemon=True)
         self.thread.start()
@@ -172,7 +176,7 @@ class _Outbox:
         self._queue.put((message, parts))
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the peer is lost, and its inbox says so
+        try:
             message = None
             while message is not _Sign.LAST:
                 try:
@@ -183,6 +187,8 @@ class _Outbox:
                     return
                 for work in [self._messages.start_sending(part, self._peer) for part in parts]:
                     self._messages.wait_sent(work, self._peer)
+        except RuntimeError as error:  # the peer is lost
+            self.error = error
 
 
 class _Inbox:

@@ -57,13 +57,13 @@ def outcomes(result: Mapping[str, Any]) -> dict[str, Outcome]:
 def extrapolated(results: Sequence[Mapping[str, Any]]) -> list[Outcome]:
     """Returns what the costs that were measured on the fewest hosts predict for more hosts with links of that rate."""
     fewest = min((result["world_size"] for result in results), default=0)
-    measured_at = {result["rate"]: result for result in results if result["world_size"] == fewest}
+    few = sorted((result for result in results if result["world_size"] == fewest), key=_num_bytes)
+    measured_at = {result["rate"]: result for result in few}  # of the model with the largest gradients
     found = []
     for result in results:
         if result["world_size"] == fewest or result["rate"] not in measured_at:
             continue
-        costs = Cluster.from_dict(measured_at[result["rate"]]["cluster"])
-        cluster = replace(costs, world_size=result["world_size"])
+        cluster = Cluster.from_dict(measured_at[result["rate"]]["cluster"]).with_hosts(result["world_size"])
         seconds = {one.name: one.seconds for one in considered(Work.from_dict(result["work"]), cluster)}
         run = outcomes(result)
         found += [replace(run[name], predicted=took) for name, took in seconds.items() if name in run]
@@ -110,6 +110,10 @@ def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _num_bytes(result: Mapping[str, Any]) -> int:
+    return sum(tensor["num_bytes"] for tensor in result["work"]["profile"]["tensors"])
+
+
 def _summary_table(title: str, found: Sequence[Outcome]) -> str:
     by_method = {name: [one for one in found if one.method == name] for name in dict.fromkeys(o.method for o in found)}
     headings = [title, "plans' rows", "median", "worst", "all settings", "median", "worst"]
@@ -137,7 +141,7 @@ def _row(result: Mapping[str, Any], of_plan: Mapping[str, Outcome], methods: Seq
         result["settings"]["model"].removeprefix("emulated-"),
         str(result["world_size"]),
         result["rate"] or "",
-        f"{sum(tensor['num_bytes'] for tensor in profile['tensors']) / MIB:.2g}",
+        f"{_num_bytes(result) / MIB:.2g}",
         f"{1e3 * (profile['forward'] + profile['backward']):.0f}",
         *errors,
         recommended.method,

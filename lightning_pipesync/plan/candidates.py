@@ -7,7 +7,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from lightning_pipesync.bench.candidate import Candidate, sgd
 from lightning_pipesync.bench.candidates import makers
@@ -15,7 +16,7 @@ from lightning_pipesync.bench.models import BenchModel
 from lightning_pipesync.bench.with_method import WithMethod
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-from lightning_pipesync.plan.layers import inputs_of
+from lightning_pipesync.plan.layers import inputs_of, is_chain
 from lightning_pipesync.plan.predictions import Prediction
 
 #: Seconds after which a rank that does not answer counts as lost, so that no trial lasts for ever.
@@ -51,7 +52,8 @@ class WithShareOfLocalSteps(WithMethod):
     """
 
     def __init__(self, model: BenchModel, config: SelSyncConfig) -> None:
-        super().__init__(model, "SelSync", SelSync, replace(config, delta=0.0), "compute")
+        forced = replace(config, delta=0.0, lssr=SelSyncConfig.lssr)
+        super().__init__(model, "SelSync", SelSync, forced, "compute")
         self.sync: SelSync
         self.period = Fraction(1 - config.lssr).limit_denominator(100).denominator
         self._synchronized = round((1 - config.lssr) * self.period)
@@ -76,8 +78,11 @@ class InStages(Candidate):
 
     def __init__(self, model: BenchModel, config: EAPipeConfig) -> None:
         super().__init__("EA-Pipe", model)
-        if not isinstance(model.module, nn.Sequential):
+        if not is_chain(model.module):
             raise ValueError(f"{model.name} is no nn.Sequential, whose layers are divided among stages.")
+        batches = [self.batch]
+        dist.broadcast_object_list(batches)  # the first stage uses the input, the last one the target
+        self.batch = batches[0]
         self._inputs = inputs_of(model, self.batch)
         self._engine = EAPipe(model.module, None, sgd, config)
 
@@ -98,15 +103,9 @@ class InStages(Candidate):
         self._engine.detach()
 
     def _loss(self, output: Any, index: int, count: int) -> Tensor:
-        return self.model.loss(_Returning(output), self.batch)
-
-
-class _Returning(nn.Module):
-    """Stands for a model whose output is there already."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._output = output
-
-    def forward(self, *_: Any) -> Any:
-        return self._output
+        module: Any = self.model.module
+        module.forward = lambda *_, **__: output  # it is there already
+        try:
+            return self.model.loss(module, self.batch)
+        finally:
+            del module.forward

@@ -27,6 +27,7 @@ class Cluster:
             encoding.
         averages: of local SGD's averages of weights with an outer step, the same.
         servers: of a push and pull through parameter servers on all ranks; alpha is of a push, or of a pull.
+        torus: of the two halves on a torus, among these ranks; None: they are too few, or it is not known.
     """
 
     world_size: int
@@ -36,6 +37,7 @@ class Cluster:
     all_reduces: Mapping[str, LinkCost]
     averages: Mapping[str, LinkCost]
     servers: LinkCost
+    torus: LinkCost | None = None
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Cluster:
@@ -44,11 +46,16 @@ class Cluster:
             {codec: MeasuredCost(**link) for codec, link in saved[name].items()} for name in ("all_reduces", "averages")
         )
         backend, halves, servers = (MeasuredCost(**saved[name]) for name in ("backend", "halves", "servers"))
-        return cls(saved["world_size"], saved["bandwidth"], backend, halves, all_reduces, averages, servers)
+        torus = None if saved["torus"] is None else MeasuredCost(**saved["torus"])
+        return cls(saved["world_size"], saved["bandwidth"], backend, halves, all_reduces, averages, servers, torus)
 
     def seconds_on_wire(self, num_bytes: float, codec: str) -> float:
         """Returns the least seconds of an all-reduce: what its encoded bytes take at the bandwidth."""
         return 2 * (self.world_size - 1) / self.world_size * num_bytes / compression_of(codec) / self.bandwidth
+
+    def with_hosts(self, number: int) -> Cluster:
+        """Returns more or fewer such hosts."""
+        return replace(self, world_size=number, torus=self.torus if number == self.world_size else None)
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """Returns the same hosts with other links, in bytes per second; what the processors do takes as long."""
@@ -80,6 +87,7 @@ class Cluster:
             all_reduces={codec: change(link, codec) for codec, link in self.all_reduces.items()},
             averages={codec: change(link, codec) for codec, link in self.averages.items()},
             servers=change(self.servers, "none"),
+            torus=None if self.torus is None else change(self.torus, "none"),
         )
 
 

@@ -103,6 +103,7 @@ def accuracy(
     from itertools import product
 
     from lightning_pipesync.bench import sweep
+    from lightning_pipesync.bench.job import launched
     from lightning_pipesync.bench.results import write_results
     from lightning_pipesync.plan import accuracy_report
     from lightning_pipesync.plan.accuracy import MOST_CANDIDATES, AccuracySettings, measure_accuracy
@@ -111,7 +112,9 @@ def accuracy(
     all_settings = [AccuracySettings(*one, steps, rounds) for one in product(models, [compute_ms], ratio)]
     all_rates: list[str | None] = [*rates] if rates else [None]
     all_hosts = [one for rate in all_rates for one in sweep.make_hosts(hosts, rate, 1, None)]
-    for settings, emulated in product(all_settings, all_hosts):
+    if launched() and len(all_settings) > 1:
+        raise ValueError(f"models={models!r}, ratio={ratio!r}: under a launcher one model and one ratio are measured.")
+    for settings, emulated in product(all_settings, all_hosts[:1] if launched() else all_hosts):
         measured = sweep.run(measure_accuracy, settings, [emulated], 1 + (rounds + 1) * MOST_CANDIDATES)
         if not measured:
             return  # another rank has them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -28,9 +28,14 @@ class LayerWork:
     output_bytes: int
 
 
+def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Returns whether a module runs its members one after the other."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
 def measure_layers(model: BenchModel, batch: Any) -> list[LayerWork]:
     """Measures the layers of an ``nn.Sequential``; there are none of another module, which EA-Pipe has to trace."""
-    if not isinstance(model.module, nn.Sequential):
+    if not is_chain(model.module):
         return []
     layers = [layer for _, layer in split.flattened(model.module)]
     seconds, num_bytes = split.measure(layers, inputs_of(model, batch), device_of(model.module))

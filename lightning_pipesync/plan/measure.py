@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import cycle, pairwise
@@ -32,12 +33,12 @@ from lightning_pipesync.plan.measured_cost import (
 from lightning_pipesync.plan.method_cost import measure_averages, measure_servers
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.own_work import measure_own_work
-from lightning_pipesync.plan.predictions import predict
+from lightning_pipesync.plan.predictions import predict, tori
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
 from lightning_pipesync.plan.saved import of_result
 from lightning_pipesync.plan.work import Work, measure_work, slow_ranks, slowest
 
-#: The codecs whose all-reduce is measured; and averages, but of bf16, which local SGD is not planned with.
+#: The codecs whose all-reduce is measured, and whose averages are, except bf16, which local SGD is not planned with.
 CODECS = ("none", "bf16", "int8", "int4")
 
 #: Bytes of a buffer that codecs encode and decode, and how often.
@@ -56,6 +57,7 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
     work = measure_work(model)
     progress("the model")
     result = plan_for(work, model.module, asdict(settings), progress)
+    del model
     work, cluster, _ = of_result(result)
     chosen = to_prove(predict(work, cluster)) if settings.rounds else []
     return {**result, "measured": run_in_turns(chosen, settings, progress)}
@@ -79,10 +81,10 @@ def plan_for(
     """
     facts, everyones = _gathered(own_facts(dist.get_rank())), _gathered(work)
     names, device = [one.name for one in facts], device_of(module)
-    cluster = measure_cluster(device, sum(tensor.num_bytes for tensor in work.profile.tensors))
+    cluster = measure_cluster(device, max(sum(tensor.num_bytes for tensor in one.profile.tensors) for one in everyones))
     progress("the network")
-    links, own = measure_links(cluster.bandwidth), measure_own_work(module, cluster)
-    work = replace(slowest(everyones), own=own)
+    links, work = measure_links(cluster.bandwidth), slowest(everyones)
+    work = replace(work, own=measure_own_work(module, cluster, pipelines=len(work.layers) >= len(names)))
     return {
         "made": datetime.now().isoformat(sep=" ", timespec="minutes"),
         "settings": dict(settings),
@@ -114,15 +116,16 @@ def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
     bandwidth = measure_bandwidth()
     sizes = sizes_for(num_bytes, bandwidth)
     backend = measure_backend(sizes, device)
-    transport = Transport(device)
-    try:
+    torus = None
+    with closing(Transport(device)) as transport:
         halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
         all_reduces = {codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device) for codec in CODECS}
-    finally:
-        transport.close()
+    if tori(dist.get_world_size()):
+        with closing(Transport(device, topology="torus2d")) as transport:
+            torus = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
     averages = {codec: measure_averages(codec, sizes, device) for codec in CODECS if codec != "bf16"}
     servers = measure_servers(sizes, device)
-    own = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, averages, servers)
+    own = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, averages, servers, torus)
     return _gathered(own)[0]  # the same predictions on all ranks
 
 
@@ -141,7 +144,11 @@ def _gathered(own: T) -> list[T]:
 
 def codec_speed(name: str, device: torch.device | str) -> float:
     """Returns the bytes of fp32 values per second that this rank's device encodes and decodes with a codec."""
-    codec, clock, values = get_codec(name), Clock(torch.device(device)), torch.randn(CODED // 4, device=device)
+    codec, clock, values = (
+        get_codec(name),
+        Clock(torch.device(device)),
+        torch.linspace(-1, 1, CODED // 4, device=device),
+    )
     wire = torch.empty(codec.wire_bytes(len(values), values.dtype), dtype=torch.uint8, device=device)
     decoded = torch.empty_like(values)
     moments = [clock.now()]
@@ -163,9 +170,8 @@ def _all_reduce(transport: Transport, codec: str) -> Callable[[Tensor], Waitable
     feedbacks: dict[int, ErrorFeedback] = {}
 
     def all_reduce(flat: Tensor) -> Waitable:
-        feedback = None
-        if codec != "none":
-            feedback = feedbacks.setdefault(len(flat), transport.feedback(flat))
-        return transport.all_reduce(flat, codec=codec, mean=True, feedback=feedback)
+        if codec != "none" and len(flat) not in feedbacks:
+            feedbacks[len(flat)] = transport.feedback(flat)
+        return transport.all_reduce(flat, codec=codec, mean=True, feedback=feedbacks.get(len(flat)))
 
     return all_reduce

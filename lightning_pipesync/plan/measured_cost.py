@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cost import LinkCost
 
-#: The smallest and the largest size that is measured is at most, in bytes; and the seconds in which it can be sent.
-LEAST_BYTES, MOST_BYTES, LARGEST_S = 2**18, 2**25, 0.25
+#: The largest size that is measured has from so many to so many bytes, which can be sent in so many seconds.
+LEAST_BYTES, MOST_BYTES, LARGEST_S = 2**18, 2**24, 0.25
 
 #: Each size is a fraction of the next one, and there are so many.
 FACTOR, NUM_SIZES = 4, 4

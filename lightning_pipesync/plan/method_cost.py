@@ -1,4 +1,4 @@
-"""What the communication of a method costs in which it is mixed with its own work, by steps that compute nothing."""
+"""The cost of averages and of parameter servers, which mix communication with work of their own."""
 
 from __future__ import annotations
 
@@ -46,27 +46,38 @@ def measure_servers(sizes: Sequence[int], device: torch.device) -> MeasuredCost:
 
 
 def _measure(method: Callable[..., SyncMethod], sizes: Sequence[int], device: torch.device) -> MeasuredCost:
+    """Measures steps without those of the optimizer, which count as computation."""
     points = []
     for size in sizes[-NUM_SIZES:]:
-        weights = nn.Parameter(torch.zeros(size // 4, device=device))
-        sync = method(nn.ParameterList([weights]), sgd([weights]), timeout_s=TIMEOUT_S)
+        weights, alone = (nn.Parameter(torch.zeros(size // 4, device=device)) for _ in range(2))
+        optimizer, sync = sgd([alone]), method(nn.ParameterList([weights]), sgd([weights]), timeout_s=TIMEOUT_S)
         for _ in range(ROUNDS):
-            _take(sync, weights, 1)  # until all ranks are here
-            begin = time.perf_counter()
-            _take(sync, weights, STEPS)
-            points.append((size, _mean_of_ranks(time.perf_counter() - begin) / STEPS))
+            update = _seconds(optimizer.step, alone)
+            _mean_of_ranks(update)  # all ranks begin together
+            took = _seconds(sync.step, weights)
+            points.append((size, max(0.1 * took, _mean_of_ranks(took - update)) / STEPS))
         sync.flush()
         sync.detach()
     num_bytes, seconds = zip(*points, strict=True)
     return MeasuredCost.measured(num_bytes, seconds, dist.get_world_size(), halves=2)
 
 
-def _take(sync: SyncMethod, weights: Any, steps: int) -> None:
-    for _ in range(steps):
-        weights.grad = torch.zeros_like(weights)
-        sync.step()
+def _seconds(step: Callable[[], object], weights: nn.Parameter) -> float:
+    """Returns the seconds of some steps, after a first one."""
+    gradient = torch.zeros_like(weights)
+    for taken in range(STEPS + 1):
+        if taken == 1:
+            _finish(weights)
+            begin = time.perf_counter()
+        weights.grad = gradient
+        step()
+    _finish(weights)
+    return time.perf_counter() - begin
+
+
+def _finish(weights: nn.Parameter) -> None:
     if weights.is_cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(weights.device)
 
 
 def _mean_of_ranks(seconds: float) -> float:

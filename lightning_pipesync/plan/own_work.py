@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import median
 
-import torch.distributed as dist
 from torch import nn
 
 from lightning_pipesync.bench.candidate import Candidate
@@ -24,46 +23,53 @@ EXCHANGING = (
     Prediction("pipe_sgd", {"delay_compensation": "none"}),
 )
 
-#: Methods whose steps here exchange little, whatever the size of the model.
+#: Methods of which most steps exchange little, so that stand-ins may be larger; and pipelines.
 OTHERS = (
     Prediction("selsync", {"lssr": 0.99, "outer_momentum": 0.3}),
     Prediction("local_sgd", {"period": 10**6}),
-    Prediction("ea_pipe", {"split": "parameters"}),
 )
+PIPELINES = (Prediction("ea_pipe", {"split": "parameters"}),)
 
-#: The most bytes of a stand-in's weights.
-MOST_BYTES = 2**24
+#: The most bytes of a stand-in's weights, and the seconds in which they can be sent.
+MOST_BYTES, MOST_SECONDS = 2**24, 0.25
 
 #: Steps of a measurement, and measurements.
 STEPS, ROUNDS = 4, 3
 
 
-def measure_own_work(module: nn.Module, cluster: Cluster) -> dict[str, float]:
+def measure_own_work(module: nn.Module, cluster: Cluster, pipelines: bool) -> dict[str, float]:
     """Measures what a step takes longer with each method than without communication; a collective call.
 
     Stand-ins of the model compute nothing. They have as many layers and tensors, of one value each, so that messages
-    are small; what these take is not counted. What depends on the size is measured where steps exchange little.
+    are small; what these take is not counted. What depends on the size is measured with larger ones.
 
     Args:
         module: the model.
         cluster: the costs of communication.
+        pipelines: whether pipelines are planned.
 
     Returns:
         Seconds of a step by method, of those that can train the stand-in; the same on all ranks.
     """
-    sizes = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
-    scale = min(1.0, MOST_BYTES / (4 * sum(sizes)))
-    num_bytes, world_size = 4 * len(sizes), dist.get_world_size()
-    seconds = _measure(module, 0.0, (*EXCHANGING, *OTHERS))
-    seconds["ddp"] -= cluster.backend.all_reduce(num_bytes, world_size)
-    seconds["dear"] -= cluster.halves.all_reduce(num_bytes, world_size)
-    for name, took in _measure(module, scale, OTHERS).items():
-        seconds[name] += max(0.0, took - seconds[name]) / scale
+    numbers = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
+    most = min(MOST_BYTES, MOST_SECONDS * cluster.bandwidth)
+    scale, num_bytes = min(1.0, most / (4 * sum(numbers))), 4 * len(numbers)
+    others = (*OTHERS, *PIPELINES) if pipelines else OTHERS
+    small, large = _measure(module, 0.0, (*EXCHANGING, *others)), _measure(module, scale, others)
+    waits = {
+        "ddp": cluster.backend.all_reduce(num_bytes, cluster.world_size),
+        "dear": cluster.halves.all_reduce(num_bytes, cluster.world_size),
+        "pipe_sgd": cluster.all_reduces["none"].all_reduce(num_bytes, cluster.world_size),
+    }
+    seconds = {name: median(rounds) - waits.get(name, 0.0) for name, rounds in small.items()}
+    for name, rounds in large.items():
+        if min(rounds) > max(small[name]):  # otherwise a large model would multiply noise
+            seconds[name] += (median(rounds) - median(small[name])) / scale
     return {name: max(0.0, took) for name, took in seconds.items()}
 
 
-def _measure(module: nn.Module, scale: float, methods: Sequence[Prediction]) -> dict[str, float]:
-    """Returns by method what a step of a stand-in takes longer."""
+def _measure(module: nn.Module, scale: float, methods: Sequence[Prediction]) -> dict[str, list[float]]:
+    """Returns by method, for each round, what a step of a stand-in takes longer."""
     alone = without_communication(stand_in(module, scale))
     candidates: dict[str, Candidate] = {alone.name: alone}
     for one in methods:
@@ -85,6 +91,8 @@ def _measure(module: nn.Module, scale: float, methods: Sequence[Prediction]) -> 
     )
     for candidate in candidates.values():
         candidate.close()
-    seconds = {name: median(of_rounds.seconds) / STEPS for name, of_rounds in timed.items()}
-    without = seconds.pop(alone.name)
-    return {name: took - without for name, took in seconds.items()}
+    without = timed.pop(alone.name).seconds
+    return {
+        name: [(took - other) / STEPS for took, other in zip(one.seconds, without, strict=True)]
+        for name, one in timed.items()
+    }

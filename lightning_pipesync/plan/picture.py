@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -35,7 +34,7 @@ def draw(work: Work, cluster: Cluster, path: Path) -> None:
     if (enough := enough_bandwidth(work, cluster)) is not None and enough < rates[-1]:
         by_bandwidth.axvline(8e-6 * enough, color="black", linestyle=":", label=f"DDP is enough: {mbit(enough)}")
     by_bandwidth.set(xlabel="Mbit/s of each host's link", title=f"{cluster.world_size} hosts")
-    _draw_gains(by_hosts, work, cluster, HOSTS, HOSTS, lambda cluster, number: replace(cluster, world_size=int(number)))
+    _draw_gains(by_hosts, work, cluster, HOSTS, HOSTS, lambda cluster, number: cluster.with_hosts(int(number)))
     by_hosts.axvline(cluster.world_size, color="black", linewidth=0.8, label="here")
     by_hosts.set(xlabel="hosts", title=mbit(cluster.bandwidth))
     for panel in (by_bandwidth, by_hosts):

@@ -114,7 +114,7 @@ def bucket_sizes(work: Work) -> list[float]:
     """
     total = sum(tensor.num_bytes for tensor in work.profile.tensors) / MIB
     largest = total if total <= DEFAULT_MB else 2 * total  # otherwise the default holds all
-    powers = (2.0**exponent for exponent in range(-10, 20))
+    powers = (2.0**exponent for exponent in range(-6, 20))
     return sorted({DEFAULT_MB, *(size for size in powers if total / MOST_BUCKETS <= size < largest)})
 
 
@@ -122,7 +122,7 @@ def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
     """Returns the fastest of an exact method; of another the first that hardly waits, or else the fastest."""
     if not group[0].exact:
         for one in group:
-            if one.seconds * (1 - LITTLE) <= work.seconds:
+            if one.seconds * (1 - LITTLE) <= work.seconds_with(one.method):
                 return one
     return min(group, key=lambda one: one.seconds)
 
@@ -135,13 +135,13 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     average = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.averages.items()}
     sizes = bucket_sizes(work)
     yield [_ddp_in(work, cluster, size) for size in sizes]
-    yield [_dear(work, cluster, size, topology) for topology in (None, *_tori(world_size)) for size in sizes]
+    yield [_dear(work, cluster, size, topology) for topology in (None, *tori(world_size)) for size in sizes]
     late = "one step late, at predicted weights"
     yield [
         Prediction(
             "pipe_sgd",
             _codec(codec),
-            max(work.seconds_with("pipe_sgd") + work.prediction, seconds),
+            max(work.seconds_with("pipe_sgd"), seconds),
             exact=False,
             why=late,
         )
@@ -181,14 +181,14 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
 
 def _ddp_in(work: Work, cluster: Cluster, bucket_mb: float) -> Prediction:
     seconds = predict_ddp(work.profile_with("ddp"), cluster.backend, cluster.world_size, bucket_mb)
-    return Prediction("ddp", {"bucket_mb": bucket_mb}, seconds, why=_waits(work.seconds, seconds))
+    return Prediction("ddp", {"bucket_mb": bucket_mb}, seconds, why=_waits(work.seconds_with("ddp"), seconds))
 
 
 def _dear(work: Work, cluster: Cluster, bucket_mb: float, topology: Torus | None) -> Prediction:
     seconds = dear_step(work.profile_with("dear"), cluster, bucket_mb, topology)
     settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": bucket_mb}
     settings |= {} if topology is None else {"topology": "torus2d"}
-    return Prediction("dear", settings, seconds, why=_waits(work.seconds, seconds))
+    return Prediction("dear", settings, seconds, why=_waits(work.seconds_with("dear"), seconds))
 
 
 def _local_sgd(compute: float, average: float, on_wire: float, settings: Mapping[str, Any]) -> Prediction:
@@ -204,7 +204,7 @@ def _waits(compute: float, seconds: float) -> str:
     return f"{1 - compute / seconds:.0%} of a step waits for the network"
 
 
-def _tori(world_size: int) -> list[Torus]:
+def tori(world_size: int) -> list[Torus]:
     """Returns the torus that DeAR makes of so many ranks, if they are enough for one that is not flat."""
     try:
         return [Torus(world_size, columns=None)]
@@ -220,7 +220,7 @@ def enough_bandwidth(work: Work, cluster: Cluster, share: float = LITTLE) -> flo
 
     def waits(bandwidth: float) -> bool:
         backend = cluster.with_bandwidth(bandwidth).backend
-        return _ddp(work, backend, cluster.world_size) * (1 - share) > work.seconds
+        return _ddp(work, backend, cluster.world_size) * (1 - share) > work.seconds_with("ddp")
 
     return _first(lambda exponent: not waits(10**exponent), 4.0, 13.0)
 
@@ -234,7 +234,7 @@ def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> 
     ddp = _ddp(work, cluster.backend, cluster.world_size)
     for batches in (2**exponent for exponent in range(11)):
         whole = (batches - 1) * compute
-        if (whole + ddp) * (1 - share) <= whole + work.seconds:
+        if (whole + ddp) * (1 - share) <= whole + work.seconds_with("ddp"):
             return batches
     return None
 

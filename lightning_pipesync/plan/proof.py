@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.bench.candidate import Candidate
@@ -54,16 +55,17 @@ def run_in_turns(
     for one in chosen:
         torch.manual_seed(0)
         before = resident_bytes()
-        try:
-            candidate = candidate_of(one, settings.build())
-            candidate.prepare()
-            candidate.begin()
-            candidate.drain()
-        except (ValueError, RuntimeError) as error:
-            outcomes[one.name] = {"error": f"{type(error).__name__}: {error}"}
-        else:
+        candidate, error = _try(one, settings)
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)  # all ranks go on with the same ones
+        failed = next(filter(None, errors), None)
+        if candidate is not None and failed is None:
             candidates[one.name] = candidate
             outcomes[one.name] = {"resident_bytes": resident_bytes() - before}
+        else:
+            outcomes[one.name] = {"error": failed}
+            if candidate is not None:
+                candidate.close()
     # Whole periods: the average at their end is part of what a step takes.
     steps = {name: -(-settings.steps // one.period) * one.period for name, one in candidates.items()}
 
@@ -85,3 +87,18 @@ def run_in_turns(
         candidate.close()
         outcomes[name]["seconds"] = [seconds / steps[name] for seconds in timed[name].seconds]
     return {one.name: outcomes[one.name] for one in chosen}
+
+
+def _try(one: Prediction, settings: PlanSettings) -> tuple[Candidate | None, str | None]:
+    """Takes the first steps with a method; returns what is left to be closed, and what has failed."""
+    candidate = None
+    try:
+        candidate = candidate_of(one, settings.build())
+        candidate.prepare()
+        candidate.begin()
+        candidate.drain()
+    except Exception as error:  # whatever the user's model raises, perhaps on this rank alone
+        if candidate is not None:
+            candidate.close()  # which tells the others
+        return None, f"{type(error).__name__}: {error}"
+    return candidate, None

@@ -13,7 +13,6 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.links import mbit
 from lightning_pipesync.plan.predictions import (
-    DEFAULT_MB,
     Prediction,
     enough_accumulation,
     enough_bandwidth,
@@ -152,13 +151,9 @@ def _to_copy(predictions: Sequence[Prediction]) -> str:
 
 def _in_python(one: Prediction) -> str:
     if one.method == "ddp":
-        return _ddp_in_python(one.settings["bucket_mb"])
+        return f"DDPStrategy(bucket_cap_mb={one.settings['bucket_mb']:g})"
     settings = ", ".join(f"{name}={value!r}" for name, value in one.settings.items())
     return f"{METHODS[one.method].__name__}Strategy({settings})"
-
-
-def _ddp_in_python(bucket_mb: float) -> str:
-    return '"ddp"' if bucket_mb == DEFAULT_MB else f"DDPStrategy(bucket_cap_mb={bucket_mb:g})"
 
 
 def _in_yaml(one: Prediction) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Work, Cl
         work, cluster, result = of_result(saved["results"][0])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            f"{path} is not the plan.json of an earlier plan: {type(error).__name__}: {error}. Make one with "
-            "pipesync plan --output FOLDER."
+            f"{path} is not the plan.json of an earlier plan of this version: {type(error).__name__}: {error}. Make "
+            "one with pipesync plan --output FOLDER."
         ) from error
     if hosts is not None:
         if hosts < 2:
             raise ValueError(f"hosts={hosts!r}: a plan needs at least 2.")
-        cluster, result = replace(cluster, world_size=hosts), {**result, "measured": {}}
+        cluster, result = cluster.with_hosts(hosts), {**result, "measured": {}}
     if rate is not None:
         cluster, result = cluster.with_bandwidth(bits_per_second(rate) / 8), {**result, "measured": {}}
     return work, cluster, result

@@ -39,6 +39,8 @@ def dear_step(
     def half(num_bytes: float) -> float:
         if torus is None:
             return link.reduce_scatter(num_bytes, world_size)
+        if cluster.torus is not None:
+            return cluster.torus.reduce_scatter(num_bytes, world_size)
         return link.torus_half(num_bytes, torus.columns, torus.rows)
 
     buckets = []

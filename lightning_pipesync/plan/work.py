@@ -74,7 +74,7 @@ class Work:
 
     def seconds_with(self, method: str) -> float:
         """Seconds of a step with what a method adds, without communication."""
-        return self.seconds + self.own.get(method, 0.0)
+        return self.seconds + self.own.get(method, 0.0) + (self.prediction if method == "pipe_sgd" else 0.0)
 
 
 def measure_work(model: BenchModel) -> Work:
@@ -113,8 +113,12 @@ def slow_ranks(everyones: Sequence[Work], names: Sequence[str]) -> list[str]:
 
 
 def activation_bytes(model: BenchModel, batch: Any) -> int:
-    """Returns the bytes that a forward pass keeps for the backward pass, without those of parameters and the batch."""
-    given = {one.untyped_storage().data_ptr() for one in (*model.module.parameters(), *tensors_in(batch))}
+    """Returns the bytes that a forward pass keeps for the backward pass, besides weights, buffers and the batch.
+
+    0 if that is unknown: some transforms of ``torch.func`` do not allow to look.
+    """
+    module = model.module
+    given = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers(), *tensors_in(batch))}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -122,8 +126,11 @@ def activation_bytes(model: BenchModel, batch: Any) -> int:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model.loss(model.module, batch)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model.loss(module, batch)
+    except RuntimeError:
+        return 0
     del loss
     return sum(num_bytes for address, num_bytes in kept.items() if address not in given)
 

@@ -18,6 +18,8 @@ from lightning_pipesync.bench.models.table import LayerSpec, ModelTable
 class EmulatedModel(nn.Sequential):
     """A network with real parameter tensors and the timing of an accelerator.
 
+    Its members are its blocks, for ``fully_shard``, each an ``nn.Sequential`` of layers.
+
     A layer sleeps for its share of the forward and of the backward pass, by its floating-point operations, which leaves
     the processor to communication. Gradients become ready as in a real backward pass: the last layer first,
     those of one layer when its backward ends. The network is a chain, in the order of the table.
@@ -39,8 +41,6 @@ class EmulatedModel(nn.Sequential):
             is 1, else 1-D.
         forward_seconds: the duration of the forward pass.
         backward_seconds: the duration of the backward pass.
-
-    Its members are its blocks, for ``fully_shard``, each an ``nn.Sequential`` of layers.
 
     Attributes:
         compute: the emulated computation, whose seconds may be changed between steps.

@@ -41,8 +41,9 @@ LEAST_GAIN = 0.005
 #: How many times as slow as measured the network may be: a schedule that serves one of them only would often lose.
 NETWORKS = (0.8, 1.0, 1.25)
 
-#: Sizes in bytes of the all-gathers that measure the network, how many follow each other, and how many times.
-SIZES, IN_A_ROW, ROUNDS = (2**17, 2**20), 4, 3
+#: All-gathers that measure the network: of the mean size of a bucket, in bytes between these two, and of so many times
+#: that size; how many follow each other; and how many times.
+SMALLEST, LARGEST, FACTOR, IN_A_ROW, ROUNDS = 2**14, 2**20, 4, 4, 3
 
 
 def plan_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
@@ -164,7 +165,7 @@ class EagerGathers:
 
         No operation may be in flight.
         """
-        link = measure_link(self._transport)
+        link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self._fused.buckets])
         planned = None
         if self._transport.rank == 0:
             planned = plan_early_gathers(self._bucket_times(link), divisible=self._transport.gathers_parts)
@@ -194,13 +195,20 @@ class EagerGathers:
         ]
 
 
-def measure_link(transport: Transport) -> LinkCost:
-    """Returns the cost of the network, from a few all-gathers in a row; a collective call."""
+def measure_link(transport: Transport, buckets: Sequence[int]) -> LinkCost:
+    """Returns the cost of the network, from a few all-gathers in a row; a collective call.
+
+    Args:
+        transport: the way to the other ranks.
+        buckets: the sizes that matter, in bytes.
+    """
     clock = Clock(transport.device)
-    flats = {size: torch.zeros(size // 4, dtype=torch.float32, device=transport.device) for size in SIZES}
-    transport.all_gather(flats[max(SIZES)]).wait()  # all ranks begin, and a network that lets bursts pass has none left
+    smaller = 4 * round(min(LARGEST, max(SMALLEST, mean(buckets))) / 4)
+    sizes = [smaller, FACTOR * smaller]
+    flats = {size: torch.zeros(size // 4, dtype=torch.float32, device=transport.device) for size in sizes}
+    transport.all_gather(flats[max(sizes)]).wait()  # all ranks begin, and a network that lets bursts pass has none left
     num_bytes, seconds = [], []
-    for size in SIZES * ROUNDS:
+    for size in sizes * ROUNDS:
         begin = clock.now()
         for handle in [transport.all_gather(flats[size]) for _ in range(IN_A_ROW)]:
             handle.wait()
