@@ -29,7 +29,7 @@ def dear_step(
         cluster: the costs of communication.
         bucket_mb: size of the buckets, in MiB.
         torus: the ranks in rows and columns; None: in a ring.
-        eager: whether buckets are gathered early, as DeAR would plan it; not on a torus.
+        eager: whether buckets are gathered early, as DeAR would plan it, on a torus as a whole.
     """
     # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
     tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
@@ -56,7 +56,7 @@ def dear_step(
                 latency=half(0),
             )
         )
-    early = plan_early_gathers(buckets) if eager and torus is None else None
+    early = plan_early_gathers(buckets, divisible=torus is None) if eager else None
     return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update
 
 
