@@ -256,10 +256,12 @@ def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
         assert len(measured["pipe_sgd"]["seconds"]) == 1
 
 
-def test_each_method_is_proven_once() -> None:
+def test_dear_is_also_proven_with_larger_buckets() -> None:
+    """And each method that is not exact once."""
     chosen = to_prove(predict(WORK, cluster(1e7)))
-    assert [one.method for one in chosen] == ["ddp", "dear", "local_sgd", "selsync"]
-    assert chosen[2].seconds <= chosen[3].seconds
+    assert [one.method for one in chosen] == ["ddp", "dear", "dear", "local_sgd", "selsync"]
+    assert chosen[2].settings["bucket_mb"] >= 4 * chosen[1].settings["bucket_mb"]
+    assert chosen[3].seconds <= chosen[4].seconds
 
 
 def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

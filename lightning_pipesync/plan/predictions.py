@@ -18,6 +18,10 @@ from lightning_pipesync.plan.work import Work
 #: The most buckets of DDP and DeAR that are tried, and DDP's default size, in MiB.
 MOST_BUCKETS, DEFAULT_MB = 40, 25.0
 
+#: DeAR is also predicted, and run, with buckets that are so many times as large as the best: where messages cost more
+#: than was measured, as on busy processors, fewer are better.
+LARGER = 4
+
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
 OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
 
@@ -104,7 +108,9 @@ def fastest(work: Work, cluster: Cluster) -> dict[str, float]:
 
 def considered(work: Work, cluster: Cluster) -> list[Prediction]:
     """Returns what :func:`predict` does, and the exact methods with all settings from which it picks."""
-    return [one for group in _groups(work, cluster) for one in (group if group[0].exact else [_chosen(group, work)])]
+    groups = _groups(work, cluster)
+    found = [one for group in groups for one in (group if group[0].exact else [_chosen(group, work)])]
+    return list({one.name: one for one in found}.values())
 
 
 def bucket_sizes(work: Work) -> list[float]:
@@ -135,7 +141,11 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     average = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.averages.items()}
     sizes = bucket_sizes(work)
     yield [_ddp_in(work, cluster, size) for size in sizes]
-    yield [_dear(work, cluster, size, topology) for topology in (None, *tori(world_size)) for size in sizes]
+    dear = [_dear(work, cluster, size, topology) for topology in (None, *tori(world_size)) for size in sizes]
+    yield dear
+    best = min(dear, key=lambda one: one.seconds).settings["bucket_mb"]
+    if larger := [one for one in dear if one.settings["bucket_mb"] >= LARGER * best]:
+        yield larger
     late = "one step late, at predicted weights"
     yield [
         Prediction(

@@ -17,19 +17,20 @@ from lightning_pipesync.plan.candidates import candidate_of
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import Prediction
 
-#: How many exact methods are run, besides DDP, and how many others.
+#: How many exact predictions are run, besides DDP, and how many other methods.
 PROVEN = 2
 
 
 def to_prove(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Returns DDP, and the best of the exact and of the other methods, each at its best."""
-    best: dict[str, Prediction] = {}
-    for one in sorted(predictions, key=lambda one: one.seconds):
-        best.setdefault(one.method, one)
-    ddp, of_kind = best.pop("ddp"), {True: list[Prediction](), False: list[Prediction]()}
-    for one in best.values():
-        of_kind[one.exact].append(one)
-    return [ddp, *of_kind[True][:PROVEN], *of_kind[False][:PROVEN]]
+    """Returns DDP, the best of the exact predictions, and the best of the other methods, each at its best."""
+    in_order = sorted(predictions, key=lambda one: one.seconds)
+    exact = [one for one in in_order if one.exact and one.method != "ddp"]
+    others: dict[str, Prediction] = {}
+    for one in in_order:
+        if not one.exact:
+            others.setdefault(one.method, one)
+    ddp = next(one for one in predictions if one.method == "ddp")
+    return [ddp, *exact[:PROVEN], *list(others.values())[:PROVEN]]
 
 
 def resident_bytes() -> int:
