@@ -105,6 +105,7 @@ def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
     panel.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
     figure.savefig(path, dpi=150)

@@ -18,6 +18,9 @@ from lightning_pipesync.plan.work import Work
 #: The most buckets of DDP and DeAR that are tried, and DDP's default size, in MiB.
 MOST_BUCKETS, DEFAULT_MB = 40, 25.0
 
+#: A bucket size of DDP that is slower by this share of a step at most is as fast.
+AS_FAST = 0.01
+
 #: DeAR is also predicted, and run, with buckets that are so many times as large as the best: where messages cost more
 #: than was measured, as on busy processors, fewer are better.
 LARGER = 4
@@ -125,12 +128,16 @@ def bucket_sizes(work: Work) -> list[float]:
 
 
 def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
-    """Returns the fastest of an exact method; of another the first that hardly waits, or else the fastest."""
-    if not group[0].exact:
-        for one in group:
-            if one.seconds * (1 - LITTLE) <= work.seconds_with(one.method):
-                return one
-    return min(group, key=lambda one: one.seconds)
+    """Returns the fastest of an exact method; of another the first that hardly waits, or else the fastest.
+
+    Of DDP's buckets that are as fast it is the largest, which needs fewer messages; larger ones of DeAR are run anyway.
+    """
+    fastest = min(group, key=lambda one: one.seconds)
+    if fastest.method == "ddp":
+        as_fast = (one for one in group if one.seconds * (1 - AS_FAST) <= fastest.seconds)
+        return max(as_fast, key=lambda one: one.settings["bucket_mb"])
+    hardly_wait = (one for one in group if one.seconds * (1 - LITTLE) <= work.seconds_with(one.method))
+    return fastest if fastest.exact else next(hardly_wait, fastest)
 
 
 def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
@@ -143,7 +150,7 @@ def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     yield [_ddp_in(work, cluster, size) for size in sizes]
     dear = [_dear(work, cluster, size, topology) for topology in (None, *tori(world_size)) for size in sizes]
     yield dear
-    best = min(dear, key=lambda one: one.seconds).settings["bucket_mb"]
+    best = _chosen(dear, work).settings["bucket_mb"]
     if larger := [one for one in dear if one.settings["bucket_mb"] >= LARGER * best]:
         yield larger
     late = "one step late, at predicted weights"
