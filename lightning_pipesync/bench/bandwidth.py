@@ -15,7 +15,6 @@ from lightning_pipesync.core.buckets import MIB
 #: Seconds that a rank waits for another before it counts as lost.
 TIMEOUT_S = 120.0
 
-
 #: A transfer has from so many to so many bytes, and takes about so many seconds.
 LEAST_BYTES, MOST_BYTES, TRANSFER_S = MIB // 4, 8 * MIB, 0.3
 

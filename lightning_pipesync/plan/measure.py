@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import cycle, pairwise
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.own_work import measure_own_work
 from lightning_pipesync.plan.predictions import predict, tori
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
+from lightning_pipesync.plan.ranks import gathered
 from lightning_pipesync.plan.saved import of_result
 from lightning_pipesync.plan.work import Work, measure_work, slow_ranks, slowest
 
@@ -43,8 +44,6 @@ CODECS = ("none", "bf16", "int8", "int4")
 
 #: Bytes of a buffer that codecs encode and decode, and how often.
 CODED, CODINGS = 2**24, 5
-
-T = TypeVar("T")
 
 
 def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def plan_for(
         ``work`` of the slowest rank; ``codecs``: bytes per second, on rank 0; ``changes``: none; ``predictions``; and
         ``measured``: by name of the :class:`Prediction` seconds of a step in each round, or an error; there are none.
     """
-    facts, everyones = _gathered(own_facts(dist.get_rank())), _gathered(work)
+    facts, everyones = gathered(own_facts(dist.get_rank())), gathered(work)
     names, device = [one.name for one in facts], device_of(module)
     cluster = measure_cluster(device, max(sum(tensor.num_bytes for tensor in one.profile.tensors) for one in everyones))
     progress("the network")
@@ -126,7 +125,7 @@ def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
     averages = {codec: measure_averages(codec, sizes, device) for codec in CODECS if codec != "bf16"}
     servers = measure_servers(sizes, device)
     own = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, averages, servers, torus)
-    return _gathered(own)[0]  # the same predictions on all ranks
+    return gathered(own)[0]  # the same predictions on all ranks
 
 
 def _idle_gpu(device: torch.device | str) -> list[str]:
@@ -135,20 +134,10 @@ def _idle_gpu(device: torch.device | str) -> list[str]:
     return ["There is a GPU, and this plan is for processors: add --device cuda for a plan over NCCL."]
 
 
-def _gathered(own: T) -> list[T]:
-    """Returns what each rank has; a collective call."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    return everyones
-
-
 def codec_speed(name: str, device: torch.device | str) -> float:
     """Returns the bytes of fp32 values per second that this rank's device encodes and decodes with a codec."""
-    codec, clock, values = (
-        get_codec(name),
-        Clock(torch.device(device)),
-        torch.linspace(-1, 1, CODED // 4, device=device),
-    )
+    codec, clock = get_codec(name), Clock(torch.device(device))
+    values = torch.linspace(-1, 1, CODED // 4, device=device)
     wire = torch.empty(codec.wire_bytes(len(values), values.dtype), dtype=torch.uint8, device=device)
     decoded = torch.empty_like(values)
     moments = [clock.now()]

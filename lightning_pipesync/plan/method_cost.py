@@ -20,6 +20,7 @@ from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.plan.candidates import TIMEOUT_S
 from lightning_pipesync.plan.measured_cost import MeasuredCost
 from lightning_pipesync.plan.predictions import OUTER
+from lightning_pipesync.plan.ranks import gathered
 
 #: Steps of a measurement, measurements of each size, and how many of the largest sizes.
 STEPS, ROUNDS, NUM_SIZES = 3, 3, 3
@@ -53,9 +54,9 @@ def _measure(method: Callable[..., SyncMethod], sizes: Sequence[int], device: to
         optimizer, sync = sgd([alone]), method(nn.ParameterList([weights]), sgd([weights]), timeout_s=TIMEOUT_S)
         for _ in range(ROUNDS):
             update = _seconds(optimizer.step, alone)
-            _mean_of_ranks(update)  # all ranks begin together
+            dist.barrier()
             took = _seconds(sync.step, weights)
-            points.append((size, max(0.1 * took, _mean_of_ranks(took - update)) / STEPS))
+            points.append((size, max(0.1 * took, fmean(gathered(took - update))) / STEPS))
         sync.flush()
         sync.detach()
     num_bytes, seconds = zip(*points, strict=True)
@@ -78,9 +79,3 @@ def _seconds(step: Callable[[], object], weights: nn.Parameter) -> float:
 def _finish(weights: nn.Parameter) -> None:
     if weights.is_cuda:
         torch.cuda.synchronize(weights.device)
-
-
-def _mean_of_ranks(seconds: float) -> float:
-    everyones: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyones, seconds)
-    return fmean(everyones)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.bench.candidate import Candidate
@@ -16,6 +15,7 @@ from lightning_pipesync.bench.round_robin import time_round_robin
 from lightning_pipesync.plan.candidates import candidate_of
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import Prediction
+from lightning_pipesync.plan.ranks import gathered
 
 #: How many exact predictions are run, besides DDP, and how many other methods.
 PROVEN = 2
@@ -57,9 +57,7 @@ def run_in_turns(
         torch.manual_seed(0)
         before = resident_bytes()
         candidate, error = _try(one, settings)
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)  # all ranks go on with the same ones
-        failed = next(filter(None, errors), None)
+        failed = next(filter(None, gathered(error)), None)  # all ranks go on with the same ones
         if candidate is not None and failed is None:
             candidates[one.name] = candidate
             outcomes[one.name] = {"resident_bytes": resident_bytes() - before}
