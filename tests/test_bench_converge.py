@@ -289,7 +289,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--methods", "ddp", "ddp"], ["different"]),
         (["--labels_per_worker", "11"], ["labels_per_worker=11", "from 1 to 10"]),
         (["--task", "topics", "--labels_per_worker", "5"], ["labels_per_worker=5", "'topics' have no labels"]),
-        (["--methods", "selsync:injection=0.5"], ["selsync:injection=0.5"]),
+        (["--methods", "selsync:injection=0.5"], ["injection must be a pair (alpha, beta), got 0.5"]),
         (["--methods", "selsync:injection=0.5:2"], ["injection's beta"]),
         (["--evaluations", "0"], ["evaluations"]),
         (["--epochs", "0"], ["epochs"]),

@@ -334,7 +334,7 @@ def test_refusals_say_what_to_do() -> None:
     assert said is not None
     assert "Change the model, or make it" in said[1]
     for split in (("a", 2.5), (2.5,)):
-        with pytest.raises(ValueError, match="must list indices or names"):
+        with pytest.raises(ValueError, match="the indices of the stages' first layers or"):
             EAPipeConfig(split=split)
 
 

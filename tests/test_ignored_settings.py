@@ -1,4 +1,4 @@
-"""A setting that others make ineffective is named once, on rank 0; defaults never are."""
+"""What has no effect is named once, on rank 0: a setting that others make ineffective, a method in one process."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_what_has_no_effect_is_known(method: str, settings: dict[str, Any], igno
     assert changed(method, settings) == ignored
 
 
-def warned(attach: Any) -> list[str]:
+def warned(attach: Any, words: str = "has no effect") -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attach().detach(timeout_s=0.1)
-    return [str(one.message) for one in caught if "has no effect" in str(one.message)]
+    return [str(one.message) for one in caught if words in str(one.message)]
 
 
 def attach_all() -> list[list[str]]:
@@ -90,3 +90,24 @@ def test_rank_0_says_so_once_when_a_method_is_attached() -> None:
     ]
     assert of_rank_0 == [*([one] for one in named), [], [], [], []]
     assert of_rank_1 == [[]] * 8
+
+
+def attach_alone() -> dict[str, list[str]]:
+    model = seeded_mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    pipeline = partial(EAPipe, model, nn.functional.cross_entropy, partial(SGD, lr=0.1), split="parameters")
+    methods = {
+        name: pipeline if method is EAPipe else partial(method, model, optimizer) for name, method in METHODS.items()
+    }
+    methods["virtual stages"] = partial(pipeline, virtual_stages=2)
+    return {name: warned(attach, "nothing is synchronized") for name, attach in methods.items()}
+
+
+def test_one_process_alone_is_told_so() -> None:
+    [said] = launch(attach_alone, 1)
+    assert said.pop("virtual stages") == []
+    assert len(said) >= 6
+    for name, messages in said.items():
+        assert len(messages) == 1, name
+        assert messages[0].startswith(f"{METHODS[name].__name__} is attached in one process alone")
+    assert not any(launch(attach_alone, 2)[0].values())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.methods.local_sgd.algorithm import Rounds, in_fragments, number_of_participants, participants
+from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.period import epochs_of, steps_of
 
 
@@ -43,7 +44,7 @@ def test_a_period_in_epochs(period: int | str, epochs: float | None) -> None:
 @pytest.mark.parametrize("period", [0, -3, 2.5, True, "0 epochs", "epoch", "4", "4 steps", "nan epoch", "-1 epoch", ""])
 def test_what_is_no_period(period: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"got {period!r}")):
-        epochs_of(period)
+        LocalSGDConfig(period=period)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.core.transport import Transport
+
+#: Of the differences between two ranks, how many a message names.
+NAMED_DIFFERENCES = 5
 
 
 def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None:
@@ -26,7 +30,7 @@ def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None
 
 
 def collect_consistent_parameters(
-    transport: Transport, settings: object, module: nn.Module, optimizers: Sequence[Optimizer]
+    transport: Transport, settings: Any, module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[NamedParameter]:
     """Returns :func:`collect_parameters`, after checking that it is the same on all ranks; a collective call.
 
@@ -47,19 +51,20 @@ def collect_consistent_parameters(
 
 
 def check_consistency(
-    transport: Transport, settings: object, parameters: Sequence[NamedParameter], module: nn.Module
+    transport: Transport, settings: Any, parameters: Sequence[NamedParameter], module: nn.Module
 ) -> None:
     """Compares the settings and the model's tensors over the ranks; a collective call.
 
     Raises:
-        ValueError: on every rank; the message names the first difference, and its value on two ranks.
+        ValueError: on every rank; the message names what differs, and its value on two ranks.
     """
     check_same(transport, describe(settings, parameters, module))
 
 
-def describe(settings: object, parameters: Sequence[NamedParameter], module: nn.Module) -> list[tuple[str, str]]:
-    """Returns the settings and the model's tensors as pairs of a name and a description."""
-    described = [("settings", repr(settings))]
+def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Module) -> list[tuple[str, str]]:
+    """Returns the settings, a dataclass, and the model's tensors as pairs of a name and a description."""
+    described = [("settings", type(settings).__name__)]
+    described += [(name, repr(value)) for name, value in vars(settings).items()]
     for parameter in parameters:
         tensor = parameter.tensor
         text = f"{tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad} group={parameter.group}"
@@ -84,15 +89,19 @@ def raise_if_different(first: Sequence[tuple[str, str]], other: Sequence[tuple[s
     """Compares the pairs of rank 0 with those of another rank.
 
     Raises:
-        ValueError: they differ; the message names the first difference, and both values.
+        ValueError: they differ; the message names what differs, and both values.
     """
     if other == first:
         return
     ours, theirs = dict(first), dict(other)
-    for what in [*ours, *theirs]:
-        if ours.get(what) != theirs.get(what):
-            raise ValueError(
-                f"The ranks differ in {what}: rank 0 has {ours.get(what, 'none')}, "
-                f"rank {rank} has {theirs.get(what, 'none')}."
-            )
-    raise ValueError(f"Rank {rank} registers the parameters in another order than rank 0.")
+    differences = [
+        f"{what}: rank 0 has {ours.get(what, 'none')}, rank {rank} has {theirs.get(what, 'none')}"
+        for what in dict.fromkeys([*ours, *theirs])
+        if ours.get(what) != theirs.get(what)
+    ]
+    if not differences:
+        raise ValueError(f"Rank {rank} registers the parameters in another order than rank 0.")
+    named, more = differences[:NAMED_DIFFERENCES], len(differences) - NAMED_DIFFERENCES
+    if more > 0:
+        named.append(f"and {more} more")
+    raise ValueError(f"The ranks differ in {'; '.join(named)}.")

@@ -8,7 +8,9 @@ import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
+
+from lightning_pipesync.methods.setting_types import checked
 
 Config = TypeVar("Config", bound="Settings")
 
@@ -17,7 +19,9 @@ Partition = Literal["seldp", "defdp"]
 
 
 class Settings:
-    """Base of the frozen dataclasses that define a method's settings: their defaults, docs and checks.
+    """Base of the frozen dataclasses that define a method's settings: their types, defaults, docs and checks.
+
+    A dataclass checks the ranges of its settings in its ``__post_init__``, after that of this class.
 
     The attributes here tell the frameworks how methods differ; a method overrides those that differ for it.
     """
@@ -38,15 +42,22 @@ class Settings:
 
     checkpoint_replicas: bool = True
 
+    def __post_init__(self) -> None:
+        """Checks that each setting is of its type.
+
+        Raises:
+            ValueError: one is not; the message names it, its type and its value.
+        """
+        annotations = get_type_hints(type(self), include_extras=True)
+        for field in fields(self):
+            value = checked(field.name, annotations[field.name], getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
     def _check_data(self) -> None:
         """Checks the settings of the training data, and raises a ValueError that names one."""
-        if self.partition not in get_args(Partition):
-            raise ValueError(f"partition must be one of {get_args(Partition)}, got {self.partition!r}.")
         if self.full_pass and self.partition != "seldp":
             raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
         if self.injection is not None:
-            if len(self.injection) != 2:
-                raise ValueError(f"injection must be a pair (alpha, beta), got {self.injection!r}.")
             for name, value in zip(("alpha", "beta"), self.injection, strict=True):
                 if not 0 <= value <= 1:
                     raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
@@ -82,11 +93,15 @@ def config_from(config_type: type[Config], config: Config | None, settings: Mapp
     """Returns a method's settings, given as a dataclass or as keywords.
 
     Raises:
-        ValueError: both are given, or a setting is out of its range.
+        ValueError: both are given, ``config`` is of another class, or a setting is out of its range.
     """
-    if config is not None and settings:
+    if config is None:
+        return config_type(**settings)
+    if not isinstance(config, config_type):
+        raise ValueError(f"config must be a {config_type.__name__}, got {config!r}.")
+    if settings:
         raise ValueError(f"Pass the settings as config or as keywords ({', '.join(settings)}), not both.")
-    return config or config_type(**settings)
+    return config
 
 
 def check_for_loop(config_type: type[Settings], settings: Mapping[str, Any]) -> None:
@@ -107,6 +122,16 @@ def warn_of_ignored(settings: Settings, rank: int) -> None:
         value = getattr(settings, name)
         if rank == 0 and value != defaults[name]:
             warnings.warn(f"{name}={value!r} has no effect {why}.", stacklevel=3)
+
+
+def warn_of_one_rank(method: str, world_size: int) -> None:
+    """Warns if a method is attached in one process alone."""
+    if world_size == 1:
+        warnings.warn(
+            f"{method} is attached in one process alone: nothing is synchronized. Start a process for each rank, with "
+            "torchrun, accelerate launch, or devices= and num_nodes= of the Trainer.",
+            stacklevel=3,
+        )
 
 
 def docs_of(config_type: type[Settings]) -> dict[str, str]:

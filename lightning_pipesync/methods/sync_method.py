@@ -22,7 +22,7 @@ from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
-from lightning_pipesync.methods.settings import config_from, warn_of_ignored
+from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import Stage, StepGuard, StepProtocol
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ class SyncMethod(Method):
             parameters = self._agreed_parameters()
             raise_on_all_ranks(self.transport, self._problem())
             warn_of_ignored(self.config, self.transport.rank)
+            warn_of_one_rank(type(self).__name__, self.transport.world_size)
             exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
             self._read_buffers = buffer_reader(module)
             self._broadcast_buffers()

@@ -29,11 +29,7 @@ def make_config(method: object, settings: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: there is no such method or setting, or one is out of its range.
     """
-    config_type = _config_type(method, settings)
-    try:
-        return config_type(**settings)
-    except TypeError as error:
-        raise ValueError(f"A setting of method={method!r} is not of its type: {error}. Given: {settings!r}.") from None
+    return _config_type(method, settings)(**settings)
 
 
 def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:

@@ -18,7 +18,7 @@ from tests.harness import raised
 WORDS = {
     "wrong setting": (),
     "unknown setting": ("no_such_setting",),
-    "different settings": ("timeout_s=70", "timeout_s=71"),
+    "different settings": ("timeout_s: rank 0 has 70.0, rank 1 has 71.0",),
     "different models": ("(10, 6)", "(11, 6)"),
     "LBFGS": ("LBFGS",),
 }

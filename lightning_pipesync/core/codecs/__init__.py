@@ -27,8 +27,12 @@ _CODECS: dict[str, type[Codec]] = {
 }
 
 
-def get_codec(codec: str | Codec) -> Codec:
+def get_codec(codec: str | Codec, setting: str = "compression") -> Codec:
     """Returns the codec of that name with its default settings; a `Codec` passes through.
+
+    Args:
+        codec: the codec, or its name.
+        setting: what has this value, for the message.
 
     Raises:
         ValueError: no codec has that name.
@@ -36,5 +40,5 @@ def get_codec(codec: str | Codec) -> Codec:
     if isinstance(codec, Codec):
         return codec
     if codec not in _CODECS:
-        raise ValueError(f"compression={codec!r} is not known: use a Codec or one of {', '.join(map(repr, _CODECS))}")
+        raise ValueError(f"{setting}={codec!r} is not known: use a Codec or one of {', '.join(map(repr, _CODECS))}")
     return _CODECS[codec]()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.bucket_update import ELEMENTWISE
+from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
 from lightning_pipesync.methods.settings import Settings
 
 Update = Literal["sharded", "replicated"]
@@ -34,7 +35,7 @@ class DeARConfig(Settings):
     Adagrad, NAdam, RAdam, Adamax, ASGD). None: ``sharded`` for these where gradients are not gathered under backward,
     with ``overlap="paper"``, compression or several optimizers; otherwise ``replicated``."""
 
-    elementwise: tuple[type[Optimizer], ...] = ()
+    elementwise: OptimizerClasses = ()
     """Classes of further element-wise optimizers, which step on whole buckets, and can be sharded."""
 
     overlap: Overlap = "eager"
@@ -47,14 +48,14 @@ class DeARConfig(Settings):
     (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: of ``num_layers`` neighboring layers (DeAR-NL);
     ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways."""
 
-    bucket_mb: float = 25.0
+    bucket_mb: MiB = 25.0
     """The most MiB of a bucket; in a search, that of the first trial."""
 
-    edge_mb: float | None = None
+    edge_mb: MiB | None = None
     """The most MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle, up to
     ``bucket_mb``. None: the same for all buckets. A search finds its own."""
 
-    search_mb: tuple[float, float] = (1.0, 100.0)
+    search_mb: MiBRange = (1.0, 100.0)
     """Smallest and largest bucket size of a search, in MiB; at most the size of the model."""
 
     trial_steps: int = 10
@@ -70,7 +71,7 @@ class DeARConfig(Settings):
     num_layers: int = 4
     """Layers of a bucket, with ``fusion="layers"``."""
 
-    compression: Codec | str = "none"
+    compression: Compression = "none"
     """Codec of both halves: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk."""
 
     error_feedback: bool = True
@@ -84,37 +85,25 @@ class DeARConfig(Settings):
     """Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with a strategy, the
     ranks of a host, if there are several."""
 
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
     def __post_init__(self) -> None:
-        if self.update is not None and self.update not in get_args(Update):
-            raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}.")
-        if self.overlap not in get_args(Overlap):
-            raise ValueError(f"overlap must be one of {get_args(Overlap)}, got {self.overlap!r}.")
-        if self.fusion not in get_args(FusionMethod):
-            raise ValueError(f"fusion must be one of {get_args(FusionMethod)}, got {self.fusion!r}.")
+        super().__post_init__()
         if not 0 < self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
         if self.edge_mb is not None and not 0 < self.edge_mb <= self.bucket_mb:
             raise ValueError(
                 f"edge_mb must be a positive number of MiB, bucket_mb={self.bucket_mb!r} at most, got {self.edge_mb!r}."
             )
-        if len(self.search_mb) != 2 or not 0 < self.search_mb[0] < self.search_mb[1] < math.inf:
+        if not 0 < self.search_mb[0] < self.search_mb[1] < math.inf:
             raise ValueError(f"search_mb must be a smaller and a larger number of MiB, got {self.search_mb!r}.")
-        if self.trial_steps < 4 or self.trial_steps != int(self.trial_steps):
-            raise ValueError(f"trial_steps must be a whole number of at least 4, got {self.trial_steps!r}.")
-        if self.max_trials < 1 or self.max_trials != int(self.max_trials):
-            raise ValueError(f"max_trials must be a whole number of at least 1, got {self.max_trials!r}.")
-        if self.num_layers < 1 or self.num_layers != int(self.num_layers):
-            raise ValueError(f"num_layers must be a whole number of at least 1, got {self.num_layers!r}.")
-        if self.topology not in get_args(Topology):
-            raise ValueError(f"topology must be one of {get_args(Topology)}, got {self.topology!r}.")
-        if self.torus_columns is not None and (
-            self.topology == "flat" or self.torus_columns != int(self.torus_columns)
-        ):
+        for name, least in (("trial_steps", 4), ("max_trials", 1), ("num_layers", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}.")
+        if self.torus_columns is not None and (self.topology == "flat" or self.torus_columns < 1):
             raise ValueError(
-                f"torus_columns={self.torus_columns!r} must be a whole number of ranks, with topology='torus2d'."
+                f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."
             )
         if self.topology == "torus2d" and not get_codec(self.compression).lossless:
             raise ValueError(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from lightning_pipesync.methods.setting_types import Seconds
 from lightning_pipesync.methods.settings import Settings
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
-Split = Literal["balanced", "parameters"] | tuple[int, ...] | tuple[str, ...]
+Split = Annotated[
+    Literal["balanced", "parameters"] | tuple[int, ...] | tuple[str, ...],
+    "'balanced', 'parameters', the indices of the stages' first layers or a tuple of names of submodules",
+]
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 #: Algorithms whose stages update before the norm of the gradient over all stages is known.
@@ -72,19 +76,17 @@ class EAPipeConfig(Settings):
     """The seed of the random numbers of layers and the loss, such as dropout, which depend only on it, the mini-batch
     and the stage."""
 
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.elastic_force < 1:
             raise ValueError(f"elastic_force must lie between 0 and 1, got {self.elastic_force!r}.")
         for name in ("sync_period", "replicas", "micro_batches"):
             value = getattr(self, name)
-            if value is not None and (value < 1 or value != int(value)):
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        for name, known in (("algorithm", Algorithm), ("compression", Wire)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f"{name} must be one of {get_args(known)}, got {getattr(self, name)!r}.")
         self._check_split()
         if self.prediction_smoothing is not None and not 0 <= self.prediction_smoothing < 1:
             raise ValueError(
@@ -108,18 +110,10 @@ class EAPipeConfig(Settings):
 
     def _check_split(self) -> None:
         if isinstance(self.split, str):
-            if self.split not in ("balanced", "parameters"):
-                raise ValueError(
-                    "split must be 'balanced', 'parameters', the indices of the stages' first layers or a tuple of "
-                    f"names of submodules, got {self.split!r}."
-                )
             return
-        object.__setattr__(self, "split", tuple(self.split))
+        if self.split_names is not None and len(set(self.split_names)) < len(self.split_names):
+            raise ValueError(f"split must list names of submodules, each once, got {self.split!r}.")
         indices = [one for one in self.split if isinstance(one, int)]
-        if len(indices) + len(self.split_names or ()) < len(self.split):
-            raise ValueError(f"split must list indices or names of submodules, got {self.split!r}.")
-        if self.split_names is not None and (indices or len(set(self.split_names)) < len(self.split_names)):
-            raise ValueError(f"split must list names of submodules alone, each once, got {self.split!r}.")
         if indices != sorted(set(indices)) or min(indices, default=1) < 1:
             raise ValueError(
                 f"split must list the indices of the first layers of the later stages, growing and from 1 on, got "

@@ -27,7 +27,7 @@ from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
 from lightning_pipesync.methods.method import PIECE_MB, PipelineMethod, device_of
-from lightning_pipesync.methods.settings import config_from, warn_of_ignored
+from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 
 T = TypeVar("T")
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -116,6 +116,8 @@ class EAPipe(PipelineMethod):
             self.detach()
             raise
         warn_of_ignored(self.config, 0 if self.transport is None else self.transport.rank)
+        if self.transport is not None:
+            warn_of_one_rank(type(self).__name__, self.transport.world_size)
 
     def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
         """Runs the next passes of the pipeline for a mini-batch, or a part of one, and the updates that are due.

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 from torch.optim import SGD, Adam
 
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.methods.local_sgd.period import BY_GRADIENT, epochs_of
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.methods.local_sgd.period import BY_GRADIENT, Period, epochs_of
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
 from lightning_pipesync.methods.selsync.algorithm import check_trigger_settings, trigger_settings_without_effect
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, Settings
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
@@ -35,7 +36,7 @@ class LocalSGDConfig(Settings):
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
-    period: int | str = 16
+    period: Period = 16
     """H: each fragment is averaged every so many steps. 1: after every step. ``"0.25 epoch"``: that share of an epoch's
     steps (E of FedAvg). ``"selsync"``: when the gradient has changed enough on some rank (SelSync, Algorithm 1); then
     ``delta``, ``lssr``, ``window`` and ``smoothing`` apply, and the next fragment in turn is averaged."""
@@ -101,7 +102,7 @@ class LocalSGDConfig(Settings):
     average_optimizer_states: bool = False
     """Whether the optimizers' states are averaged at the end of each period, too. Otherwise each rank keeps its own."""
 
-    compression: Codec | str = "none"
+    compression: Compression = "none"
     """Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes
     the difference to the agreed weights."""
 
@@ -115,13 +116,13 @@ class LocalSGDConfig(Settings):
     full_pass: bool = False
     """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
 
-    injection: tuple[float, float] | None = None
+    injection: Injection | None = None
     """Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E."""
 
-    bucket_mb: float = 25.0
+    bucket_mb: MiB = 25.0
     """The most MiB of a bucket, which is exchanged in one collective."""
 
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
     on_lost_rank: OnLostRank = "raise"
@@ -134,12 +135,12 @@ class LocalSGDConfig(Settings):
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
         check_trigger_settings(self)
         for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0), ("replicas_per_group", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or value != int(value) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}.")
         if in_steps and self.overlap_steps > int(self.period):
             raise ValueError(
                 f"overlap_steps={self.overlap_steps!r} is longer than period={self.period!r}: a fragment's average "
@@ -147,19 +148,15 @@ class LocalSGDConfig(Settings):
             )
         if not 0 < self.participation <= 1:
             raise ValueError(f"participation must be in (0, 1], got {self.participation!r}.")
-        if self.outer_optimizer not in get_args(OuterOptimizer):
-            raise ValueError(
-                f"outer_optimizer must be one of {get_args(OuterOptimizer)}, got {self.outer_optimizer!r}."
-            )
-        if self.outer_lr != "auto" and (isinstance(self.outer_lr, str) or not 0 < self.outer_lr < math.inf):
+        if self.outer_lr != "auto" and not 0 < self.outer_lr < math.inf:
             raise ValueError(f"outer_lr must be 'auto' or a positive number, got {self.outer_lr!r}.")
-        if self.lr_scale != "auto" and (isinstance(self.lr_scale, str) or not 0 < self.lr_scale < math.inf):
+        if self.lr_scale != "auto" and not 0 < self.lr_scale < math.inf:
             raise ValueError(f"lr_scale must be 'auto' or a positive number, got {self.lr_scale!r}.")
-        if self.outer_momentum != "auto" and (isinstance(self.outer_momentum, str) or not 0 <= self.outer_momentum < 1):
+        if self.outer_momentum != "auto" and not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
-        if self.elastic_force != "auto" and (isinstance(self.elastic_force, str) or not 0 < self.elastic_force < 1):
+        if self.elastic_force != "auto" and not 0 < self.elastic_force < 1:
             raise ValueError(f"elastic_force must be 'auto' or in (0, 1), got {self.elastic_force!r}.")
-        if self.own_share != "progress" and (isinstance(self.own_share, str) or not 0 <= self.own_share <= 1):
+        if self.own_share != "progress" and not 0 <= self.own_share <= 1:
             raise ValueError(f"own_share must be 'progress' or in [0, 1], got {self.own_share!r}.")
         if self.outer_optimizer == "elastic" and self.participation < 1:
             raise ValueError(
@@ -178,8 +175,6 @@ class LocalSGDConfig(Settings):
         Fusion(bucket_mb=self.bucket_mb)
 
     def _check_on_lost_rank(self) -> None:
-        if self.on_lost_rank not in get_args(OnLostRank):
-            raise ValueError(f"on_lost_rank must be one of {get_args(OnLostRank)}, got {self.on_lost_rank!r}.")
         if self.on_lost_rank == "raise":
             return
         if self.period == BY_GRADIENT:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 #: ``period`` that leaves it to SelSync's trigger.
 BY_GRADIENT = "selsync"
+
+_WORDS = f"a whole number of steps of at least 1, a share of an epoch such as '0.25 epoch', or {BY_GRADIENT!r}"
+Period = Annotated[int | str, _WORDS]
 
 _EPOCHS = re.compile(r"(\d+|\d*\.\d+) ?epochs?")
 
@@ -25,12 +29,9 @@ def epochs_of(period: int | str) -> float | None:
         match = _EPOCHS.fullmatch(period)
         if match and float(match[1]) > 0:
             return float(match[1])
-    elif not isinstance(period, bool) and period == int(period) and period >= 1:
+    elif period >= 1:
         return None
-    raise ValueError(
-        "period must be a whole number of steps of at least 1, a share of an epoch such as '0.25 epoch', or "
-        f"{BY_GRADIENT!r}, got {period!r}."
-    )
+    raise ValueError(f"period must be {_WORDS}, got {period!r}.")
 
 
 def steps_of(period: int | str, steps_per_epoch: int | None) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.bucket_update import ELEMENTWISE
 from lightning_pipesync.methods.parameter_server.algorithm import Policy
+from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
 from lightning_pipesync.methods.settings import Settings
 
 PolicyName = Literal[
@@ -104,16 +105,16 @@ class ParameterServerConfig(Settings):
     dc_lambda: float = 0.04
     """lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian."""
 
-    elementwise: tuple[type[Optimizer], ...] = ()
+    elementwise: OptimizerClasses = ()
     """Classes of further element-wise optimizers, which can be divided among several servers."""
 
-    compression: Codec | str = "none"
+    compression: Compression = "none"
     """Codec of the gradients: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
-    fetch_compression: Codec | str = "none"
+    fetch_compression: Compression = "none"
     """Codec of the weights that learners fetch, as differences to those that they have; the servers keep these for each
     learner. After a flush all ranks have the same weights nevertheless."""
 
@@ -130,23 +131,13 @@ class ParameterServerConfig(Settings):
     go on without it, unless it serves weights; in plain loops, where not all ranks serve. ``auto``: they go on where
     they can, if the policy is asynchronous: not with ``sync``, ``k_sync``, ``k_batch_sync`` and ``ssp``."""
 
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """Seconds after which a rank that is not heard of counts as lost."""
 
     def __post_init__(self) -> None:
-        if self.policy not in get_args(PolicyName):
-            raise ValueError(f"policy must be one of {get_args(PolicyName)}, got {self.policy!r}.")
-        if self.partition not in ("defdp", "handed_out"):
-            raise ValueError(f"partition must be 'defdp' or 'handed_out', got {self.partition!r}.")
-        if self.staleness_lr not in get_args(StalenessLR):
-            raise ValueError(f"staleness_lr must be one of {get_args(StalenessLR)}, got {self.staleness_lr!r}.")
-        if self.on_lost_rank not in get_args(OnLostRank):
-            raise ValueError(f"on_lost_rank must be one of {get_args(OnLostRank)}, got {self.on_lost_rank!r}.")
+        super().__post_init__()
         if self.dedicated_servers and self.servers is None:
             raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
-        if self.delay_compensation not in get_args(DelayCompensation):
-            names = get_args(DelayCompensation)
-            raise ValueError(f"delay_compensation must be one of {names}, got {self.delay_compensation!r}.")
         if self.delay_compensation != "none" and self.policy in ("downpour", "easgd"):
             raise ValueError(
                 f"delay_compensation={self.delay_compensation!r} is for gradients at weights of the servers, and with "
@@ -157,7 +148,7 @@ class ParameterServerConfig(Settings):
                 f"staleness_lr='distance' is for gradients at weights of the servers, and with policy={self.policy!r} "
                 "learners compute them at their own: set another staleness_lr."
             )
-        if not get_codec(self.fetch_compression).lossless and self.policy in ("downpour", "easgd"):
+        if not get_codec(self.fetch_compression, "fetch_compression").lossless and self.policy in ("downpour", "easgd"):
             raise ValueError(
                 f"fetch_compression={self.fetch_compression!r} is for weights that learners keep until the next ones, "
                 f"and with policy={self.policy!r} theirs move away: set fetch_compression='none'."
@@ -170,13 +161,13 @@ class ParameterServerConfig(Settings):
                 "set compression='none'."
             )
         force = self.elastic_force
-        if force != "auto" and not (isinstance(force, (int, float)) and 0 < force < 1):
+        if force != "auto" and not 0 < force < 1:
             raise ValueError(f"elastic_force must be 'auto' or more than 0 and less than 1, got {force!r}.")
         if not 0 <= self.dc_lambda < math.inf:
             raise ValueError(f"dc_lambda must be at least 0, got {self.dc_lambda!r}.")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value != int(value) or value < least):
+            if value is not None and value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")

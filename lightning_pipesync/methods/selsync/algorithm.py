@@ -55,14 +55,11 @@ class TriggerSettings(Protocol):
 
 def check_trigger_settings(settings: TriggerSettings) -> None:
     """Raises a ValueError that names a setting that is out of its range, and its value."""
-    if isinstance(settings.delta, str):
-        if settings.delta != "auto":
-            raise ValueError(f"delta must be a number of at least 0, or 'auto', got {settings.delta!r}.")
-    elif math.isnan(settings.delta) or settings.delta < 0:
+    if settings.delta != "auto" and settings.delta < 0:
         raise ValueError(f"delta must be at least 0, got {settings.delta!r}.")
     if not 0 <= settings.lssr < 1:
         raise ValueError(f"lssr must be in [0, 1), got {settings.lssr!r}.")
-    if settings.window < 1 or settings.window != int(settings.window):
+    if settings.window < 1:
         raise ValueError(f"window must be a whole number of at least 1, got {settings.window!r}.")
     if not 0 < settings.smoothing <= 1:
         raise ValueError(f"smoothing must be in (0, 1], got {settings.smoothing!r}.")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
 from lightning_pipesync.methods.selsync.algorithm import check_trigger_settings, trigger_settings_without_effect
+from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, Settings
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
@@ -68,21 +69,21 @@ class SelSyncConfig(Settings):
     full_pass: bool = False
     """With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data."""
 
-    injection: tuple[float, float] | None = None
+    injection: Injection | None = None
     """Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the ranks sends
     a share beta of its batch to all ranks. Eq. 3 reduces the batch size, so that the cumulative one stays."""
 
-    compression: Codec | str = "none"
+    compression: Compression = "none"
     """Codec of a synchronized step: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. With parameter
     aggregation it encodes the difference to the parameters of the last synchronized step."""
 
     error_feedback: bool = True
     """Whether the error of a lossy codec is added to the next values that it encodes."""
 
-    bucket_mb: float = 25.0
+    bucket_mb: MiB = 25.0
     """The most MiB of a bucket, which is exchanged in one collective, and awaited as a whole."""
 
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     """Seconds after which a rank that does not answer counts as lost."""
 
     checkpoint_replicas: bool = True
@@ -90,15 +91,12 @@ class SelSyncConfig(Settings):
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_trigger_settings(self)
-        if self.aggregation not in get_args(Aggregation):
-            raise ValueError(f"aggregation must be one of {get_args(Aggregation)}, got {self.aggregation!r}.")
         self._check_data()
-        if self.overlap not in get_args(Overlap):
-            raise ValueError(f"overlap must be one of {get_args(Overlap)}, got {self.overlap!r}.")
         if not 0 < self.outer_lr < math.inf:
             raise ValueError(f"outer_lr must be a positive number, got {self.outer_lr!r}.")
-        if self.outer_momentum != "auto" and (isinstance(self.outer_momentum, str) or not 0 <= self.outer_momentum < 1):
+        if self.outer_momentum != "auto" and not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")

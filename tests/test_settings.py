@@ -1,0 +1,100 @@
+"""A setting that is not of its type, or out of its range, is refused by name; what means the same is the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import SGD, Adadelta
+
+from lightning_pipesync.methods.dear import DeAR, DeARConfig
+from lightning_pipesync.methods.ea_pipe import EAPipe
+from lightning_pipesync.training.registry import METHODS, make_config, parse_config
+from tests.harness import raised
+from tests.models import seeded_mlp
+
+ODD = [
+    *(None, True, np.True_, math.nan, math.inf, -math.inf, -1, 0, 0.5, 1.5, 2, 10**9, np.float32(0.5), np.float64(-3)),
+    *("", "10", "ten", "None", b"none", [], (), (1,), (2.0, 1.0), ("a", 1), [math.nan, 1], {}, {"a": 1}),
+    *(object(), SGD, [SGD], (int,), torch.tensor(0.5), torch.ones(2), np.ones(2), lambda: 1),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_value_is_taken_or_refused_by_name(method: str) -> None:
+    config_type = METHODS[method].config_type
+    for field in fields(config_type):
+        assert (raised(lambda f=field: config_type(**{f.name: object()})) or ("",))[0] == "ValueError", field.name
+        for value in ODD:
+            outcome = raised(lambda f=field, v=value: config_type(**{f.name: v}))
+            if outcome is not None:
+                assert outcome[0] == "ValueError", (field.name, value, outcome)
+                assert field.name in outcome[1], (value, outcome)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("selsync", {"injection": 0.5}, "injection must be a pair (alpha, beta), got 0.5."),
+        ("selsync", {"injection": (0.5,)}, "injection must be a pair (alpha, beta), got (0.5,)."),
+        ("selsync", {"delta": "10"}, "delta must be a number or 'auto', got '10'."),
+        ("selsync", {"full_pass": "no"}, "full_pass must be True or False, got 'no'."),
+        ("selsync", {"aggregation": True}, "aggregation must be one of ('parameters', 'gradients'), got True."),
+        ("selsync", {"window": 2.5}, "window must be a whole number, got 2.5."),
+        ("selsync", {"lssr": math.nan}, "lssr must be a number, got nan."),
+        ("dear", {"bucket_mb": "10"}, "bucket_mb must be a number of MiB, got '10'."),
+        ("dear", {"timeout_s": True}, "timeout_s must be a number of seconds, got True."),
+        ("dear", {"search_mb": 5}, "search_mb must be a pair of numbers of MiB, got 5."),
+        ("dear", {"elementwise": Adadelta}, f"elementwise must be a tuple of optimizer classes, got {Adadelta!r}."),
+        ("dear", {"compression": 8}, "compression must be the name of a codec or a Codec, got 8."),
+        ("dear", {"update": "half"}, "update must be one of ('sharded', 'replicated'), got 'half'."),
+        ("pipe_sgd", {"pipeline_level": True}, "pipeline_level must be one of (1, 2), got True."),
+        ("pipe_sgd", {"bucket_mb": -1}, "bucket_mb must be a positive number of MiB, got -1."),
+        ("parameter_server", {"fetch_compression": "zip"}, "fetch_compression='zip' is not known: use a Codec or one"),
+        ("local_sgd", {"period": None}, "period must be a whole number of steps of at least 1, a share of an epoch"),
+        ("ea_pipe", {"split": 3}, "split must be 'balanced', 'parameters', the indices of the stages' first layers"),
+        ("ea_pipe", {"module": 3}, "module must be a text, got 3."),
+    ],
+)
+def test_what_a_message_says(method: str, settings: dict[str, Any], message: str) -> None:
+    kind, text = raised(lambda: make_config(method, settings)) or ("", "")
+    assert kind == "ValueError"
+    assert text.startswith(message)
+
+
+@pytest.mark.parametrize("method", ["dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync"])
+def test_none_means_no_compression(method: str) -> None:
+    for config in (make_config(method, {"compression": None}), parse_config(method, {"compression": None})):
+        assert config == METHODS[method].config_type(compression="none")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "same"),
+    [
+        ("selsync", {"delta": np.float64(0.5), "window": np.int64(7)}, {"delta": 0.5, "window": 7}),
+        ("selsync", {"injection": [0.5, np.float32(0.25)]}, {"injection": (0.5, 0.25)}),
+        ("dear", {"trial_steps": 5.0, "error_feedback": np.False_}, {"trial_steps": 5, "error_feedback": False}),
+        ("dear", {"elementwise": [Adadelta]}, {"elementwise": (Adadelta,)}),
+        ("ea_pipe", {"split": [1, np.int64(2)]}, {"split": (1, 2)}),
+        ("local_sgd", {"outer_optimizer": None}, {"outer_optimizer": "none"}),
+        ("parameter_server", {"fetch_compression": None}, {"fetch_compression": "none"}),
+    ],
+)
+def test_what_means_the_same_is_the_same(method: str, settings: dict[str, Any], same: dict[str, Any]) -> None:
+    """Also in ``repr``, by which the ranks compare their settings."""
+    assert repr(make_config(method, settings)) == repr(make_config(method, same))
+
+
+def test_a_config_of_another_class_is_refused() -> None:
+    model = seeded_mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for config in (0.5, METHODS["selsync"].config_type(), DeARConfig, False):
+        kind, text = raised(lambda given=config: DeAR(model, optimizer, given)) or ("", "")
+        assert kind == "ValueError"
+        assert text == f"config must be a DeARConfig, got {config!r}."
+    kind, text = raised(lambda: EAPipe(model, None, SGD, 0.5)) or ("", "")  # type: ignore[arg-type]
+    assert (kind, text) == ("ValueError", "config must be a EAPipeConfig, got 0.5.")
