@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.core.transport import Transport
 
@@ -34,6 +35,8 @@ def collect_consistent_parameters(
 ) -> list[NamedParameter]:
     """Returns :func:`collect_parameters`, after checking that it is the same on all ranks; a collective call.
 
+    So must be the settings, the model's tensors, and the classes and hyper-parameters of the optimizers.
+
     Raises:
         ValueError: on every rank: a parameter cannot be trained, there is none, or the ranks differ.
     """
@@ -47,6 +50,7 @@ def collect_consistent_parameters(
         problem = error
     raise_on_all_ranks(transport, problem)
     check_consistency(transport, settings, parameters, module)
+    check_optimizers(transport, optimizers)
     return parameters
 
 
@@ -74,19 +78,64 @@ def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Mod
     return described
 
 
-def check_same(transport: Transport, described: Sequence[tuple[str, str]]) -> None:
+def check_optimizers(transport: Transport, optimizers: Sequence[Optimizer]) -> None:
+    """Compares the classes and hyper-parameters of the optimizers over the ranks; a collective call.
+
+    Raises:
+        ValueError: on every rank: they differ; the message names what differs.
+    """
+    classes, hyperparameters = [], []
+    for index, optimizer in enumerate(optimizers):
+        cls, of_several = type(optimizer), f" {index}" if len(optimizers) > 1 else ""
+        classes.append((f"the class of the optimizer{of_several}", f"{cls.__module__}.{cls.__qualname__}"))
+        for number, group in enumerate(optimizer.param_groups):
+            for field in sorted(group.keys() - {"params", "param_names"}):  # whose names are the parameters'
+                what = f"{field} of group {number} of {_name(optimizers, index)}"
+                hyperparameters.append((what, _described(group[field])))
+    check_same(transport, classes)
+    check_same(transport, hyperparameters)
+
+
+def check_same_values(
+    transport: Transport, parameters: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer], weights: bool
+) -> None:
+    """Compares the states of the optimizers, and with ``weights`` the weights, over the ranks; a collective call.
+
+    Raises:
+        ValueError: on every rank: they differ; the message names what differs.
+    """
+    described = [(name, f"digest {digest(tensor)}") for name, tensor in parameters if weights]
+    for index, optimizer in enumerate(optimizers):
+        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        for name, tensor in parameters:
+            if id(tensor) in own:
+                state = optimizer.state.get(tensor)
+                text = f"digest {digest(state)}" if state else "none"
+                described.append((f"{_name(optimizers, index)}'s state of {name}", text))
+    if len(set(transport.gather_objects(digest(described)))) > 1:  # large models have many parameters
+        check_same(transport, described, "Load the same on all ranks.")
+
+
+def check_same(transport: Transport, described: Sequence[tuple[str, str]], remedy: str = "") -> None:
     """Compares pairs of a name and a description, and their order, over the ranks; a collective call.
+
+    Args:
+        transport: communicates with the other ranks.
+        described: the pairs.
+        remedy: the last sentence of the message.
 
     Raises:
         ValueError: as :func:`check_consistency`.
     """
     everyone = transport.gather_objects(described)
     for rank, other in enumerate(everyone):
-        raise_if_different(everyone[0], other, rank)
+        raise_if_different(everyone[0], other, rank, remedy)
 
 
-def raise_if_different(first: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int) -> None:
-    """Compares the pairs of rank 0 with those of another rank.
+def raise_if_different(
+    first: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int, remedy: str = ""
+) -> None:
+    """Compares the pairs of rank 0 with those of another rank; ``remedy`` is the last sentence of the message.
 
     Raises:
         ValueError: they differ; the message names what differs, and both values.
@@ -104,4 +153,21 @@ def raise_if_different(first: Sequence[tuple[str, str]], other: Sequence[tuple[s
     named, more = differences[:NAMED_DIFFERENCES], len(differences) - NAMED_DIFFERENCES
     if more > 0:
         named.append(f"and {more} more")
-    raise ValueError(f"The ranks differ in {'; '.join(named)}.")
+    raise ValueError(f"The ranks differ in {'; '.join(named)}. {remedy}".rstrip())
+
+
+def _name(optimizers: Sequence[Optimizer], index: int) -> str:
+    """Returns the name of an optimizer in a message: its class, with its index if there are several."""
+    name = type(optimizers[index]).__name__
+    return f"{name} (optimizer {index})" if len(optimizers) > 1 else name
+
+
+def _described(value: Any) -> str:
+    """Returns the text of a hyper-parameter, the same on all ranks that have the same; an object's is its class."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.tolist()}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_described, value))})"
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
+        return repr(value)
+    return f"a {type(value).__qualname__}"  # whose text may be an address in memory

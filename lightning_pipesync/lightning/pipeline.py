@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipesync.core.consistency import check_optimizers
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.pipelined import (
@@ -89,6 +90,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
             backend=self._traffic_backend,
         )
         assert self.method.transport is not None
+        if self._fitting:
+            check_optimizers(self.method.transport, self.optimizers)
         self._check_checkpoint(self.method.transport)
 
     def _config_for(self, trainer: Trainer) -> EAPipeConfig:

@@ -14,13 +14,18 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
-from lightning_pipesync.core.consistency import collect_consistent_parameters, raise_on_all_ranks
+from lightning_pipesync.core.consistency import (
+    check_same_values,
+    collect_consistent_parameters,
+    raise_on_all_ranks,
+)
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
+from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import Stage, StepGuard, StepProtocol
@@ -45,17 +50,21 @@ class SyncMethod(Method):
         config: the settings.
         applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, after :meth:`after_backward`.
         reduces_together: whether the gradients of all optimizers are reduced at the same time.
+        same_weights: whether all ranks have the same weights and optimizer states at every step. What is loaded into
+            them is then compared at the first step and at each :meth:`flush`, and refused if it differs.
         optimizers: the user's own optimizers.
         syncing: whether gradients are synchronized: False within :meth:`no_sync`.
         data: applies the settings of the training data.
 
     Raises:
-        ValueError: the ranks differ in settings or model, or the method does not support the model or an optimizer.
+        ValueError: the ranks differ in settings, model, optimizers or their states, or the method does not support the
+            model or an optimizer.
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
     applies_grad: ClassVar[bool] = True
     reduces_together: ClassVar[bool] = False
+    same_weights: ClassVar[bool] = False
 
     transport: Transport
     syncing = True
@@ -76,10 +85,15 @@ class SyncMethod(Method):
         self._protocol = StepProtocol(len(self.optimizers), self.reduces_together)
         self._guards: list[StepGuard] = []
         self._gradient_hooks: dict[int, RemovableHandle] = {}
+        self._loads: Loads | None = None
+        self._began = False
         self.transport = self._make_transport(device_of(module), backend)
         try:
             parameters = self._agreed_parameters()
             raise_on_all_ranks(self.transport, self._problem())
+            named = [(parameter.name, parameter.tensor) for parameter in parameters]
+            if self.same_optimizer_states:
+                check_same_values(self.transport, named, self.optimizers, weights=False)
             warn_of_ignored(self.config, self.transport.rank)
             warn_of_one_rank(type(self).__name__, self.transport.world_size)
             exchange_fused([parameter.tensor for parameter in parameters], PIECE_MB, self.transport.broadcast)
@@ -87,6 +101,7 @@ class SyncMethod(Method):
             self._broadcast_buffers()
             self.data = TrainingData(self.config, self.transport)
             self._guards = [StepGuard(optimizer, type(self).__name__) for optimizer in self.optimizers]
+            self._loads = Loads(module, self.optimizers) if self.same_weights else None
             self._attach(parameters)
         except BaseException:
             SyncMethod.detach(self, timeout_s=1.0)
@@ -118,6 +133,9 @@ class SyncMethod(Method):
         self._skip_if_outdated(index)
         if self._protocol.stage(index) < Stage.REDUCED:
             self.data.check_followed()
+            if not self._began:
+                self._began = True
+                self._compare_loaded()
             self._reduce(index, loss_scale)
             self._protocol.reduced(index)
 
@@ -260,8 +278,19 @@ class SyncMethod(Method):
         """Whether the weights may be this rank's own."""
         return False
 
+    @property
+    def same_optimizer_states(self) -> bool:
+        """Whether all ranks begin with the same optimizer states, so that different ones are refused."""
+        return True
+
     def synchronize(self) -> None:
         """Waits for the last step's update of this rank's weights; not a collective call."""
+
+    @contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """Within it the parameters hold the weights after the last update; not a collective call."""
+        self.synchronize()
+        yield
 
     @abstractmethod
     def resume(self) -> None:
@@ -297,6 +326,8 @@ class SyncMethod(Method):
             hook.remove()
         for guard in self._guards:
             guard.release()
+        if self._loads is not None:
+            self._loads.remove()
         self.transport.close(timeout_s)
 
     def return_optimizer_states(self) -> None:
@@ -338,6 +369,17 @@ class SyncMethod(Method):
                 hook = self._protocol.gradient_hook(parameter.group[0])
                 self._gradient_hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, hook)
         return parameters
+
+    def _compare_loaded(self) -> None:
+        """Compares weights and optimizer states if some rank has loaded any since the last call; a collective call.
+
+        Raises:
+            ValueError: on every rank: they differ; the message names the first difference.
+        """
+        if self._loads is None or not any(self.transport.exchange_flags(self._loads.take()).wait()):
+            return
+        with self.true_weights():
+            check_same_values(self.transport, list(self._module.named_parameters()), self.optimizers, weights=True)
 
     def _broadcast_buffers(self) -> None:
         """Broadcasts rank 0's buffers; a collective call."""

@@ -20,10 +20,19 @@ WORDS = {
     "unknown setting": ("no_such_setting",),
     "different settings": ("timeout_s: rank 0 has 70.0, rank 1 has 71.0",),
     "different models": ("(10, 6)", "(11, 6)"),
+    "different optimizers": ("class of the optimizer", "SGD", "AdamW"),
+    "different learning rates": ("lr of group 0 of SGD", "0.05", "0.1"),
     "LBFGS": ("LBFGS",),
 }
 
+#: Those that each rank of a pipeline may choose for its own stage, where it makes the optimizer of that alone.
+OF_OPTIMIZERS = ("different optimizers", "different learning rates")
+
 Outcome = tuple[str, str] | None
+
+
+def makes_optimizers_of_stages(framework: str, name: str) -> bool:
+    return METHODS[name].pipeline and framework != "lightning"
 
 
 def refuse_all(framework: str, name: str) -> dict[str, Outcome]:
@@ -34,8 +43,12 @@ def refuse_all(framework: str, name: str) -> dict[str, Outcome]:
         "unknown setting": ({**settings, "no_such_setting": 1}, Options()),
         "different settings": ({**settings, "timeout_s": 70.0 + rank}, Options()),
         "different models": (settings, Options(hidden=10 + rank)),
+        "different optimizers": (settings, Options("adamw" if rank else "sgd")),
+        "different learning rates": (settings, Options(lr_factor=1.0 + rank)),
         "LBFGS": (settings, Options("lbfgs")),
     }
+    if makes_optimizers_of_stages(framework, name):
+        wrong = {kind: one for kind, one in wrong.items() if kind not in OF_OPTIMIZERS}
     return {
         kind: raised(lambda given=given, options=options: train(framework, method, given, options))
         for kind, (given, options) in wrong.items()
@@ -46,8 +59,15 @@ def test_every_registered_method_is_in_the_table() -> None:
     assert set(registry.METHODS) == set(METHODS)
 
 
-@pytest.mark.parametrize("kind", WORDS)
-@pytest.mark.parametrize(("framework", "name"), PAIRS)
+@pytest.mark.parametrize(
+    ("framework", "name", "kind"),
+    [
+        (*pair, kind)
+        for pair in PAIRS
+        for kind in WORDS
+        if not (makes_optimizers_of_stages(*pair) and kind in OF_OPTIMIZERS)
+    ],
+)
 def test_is_refused_by_name(framework: str, name: str, kind: str) -> None:
     setting, value = METHODS[name].wrong
     words = WORDS[kind] or (setting, repr(value))

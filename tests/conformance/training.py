@@ -32,6 +32,7 @@ class Options:
 
     Args:
         optimizer: its name in :data:`OPTIMIZERS`.
+        lr_factor: of its learning rate.
         several: whether there are two optimizers, for a layer each, which are stepped in turns.
         accumulate: batches whose gradients make one step.
         clip_norm: to which the gradient's L2 norm is clipped.
@@ -46,6 +47,7 @@ class Options:
     """
 
     optimizer: str = "sgd"
+    lr_factor: float = 1.0
     several: bool = False
     accumulate: int = 1
     clip_norm: float | None = None
@@ -114,7 +116,10 @@ def network(options: Options, seed: int = 0) -> nn.Sequential:
 
 def optimizers_of(model: nn.Sequential, options: Options) -> list[Optimizer]:
     parts = [model[0], model[3]] if options.several else [model]
-    return [OPTIMIZERS[options.optimizer](part.parameters()) for part in parts]
+    optimizers = [OPTIMIZERS[options.optimizer](part.parameters()) for part in parts]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] *= options.lr_factor
+    return optimizers
 
 
 def scheduler_of(optimizer: Optimizer) -> StepLR:

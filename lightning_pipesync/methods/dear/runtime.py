@@ -61,6 +61,7 @@ class DeAR(SyncMethod):
     config_type = DeARConfig
     applies_grad = False
     reduces_together = True
+    same_weights = True
     shards_optimizer_state = True
 
     config: DeARConfig
@@ -117,6 +118,7 @@ class DeAR(SyncMethod):
         if self._fused.buckets and (self._loaded or self._members != group_members(self.optimizers)):
             self._backpipe.restart()
             self.return_optimizer_states()
+            self._compare_loaded()
             self._set_parameters(self._agreed_parameters())
         if not self._fused.buckets:
             self._fused.plan(self._tuner.fusion)
@@ -189,6 +191,7 @@ class DeAR(SyncMethod):
     def flush(self) -> None:
         """Waits for the weights of synchronous training, and broadcasts the buffers of rank 0; a collective call."""
         self.synchronize()
+        self._compare_loaded()
         self._broadcast_buffers()
         self.flushed = True
 

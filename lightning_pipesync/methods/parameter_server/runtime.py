@@ -245,6 +245,10 @@ class ParameterServer(SyncMethod):
     def in_lockstep(self) -> bool:
         return self._policy.together
 
+    @property
+    def same_optimizer_states(self) -> bool:
+        return self.config.policy != "easgd"
+
     def flush(self) -> None:
         """Waits until all gradients are applied, and makes the weights the servers' newest; a collective call.
 

@@ -52,6 +52,7 @@ class PipeSGD(SyncMethod):
 
     name = "pipe_sgd"
     config_type = PipeSGDConfig
+    same_weights = True
 
     config: PipeSGDConfig
 
@@ -120,6 +121,10 @@ class PipeSGD(SyncMethod):
             self._hook_gradients(parameters)
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
+    def _compare_loaded(self) -> None:
+        self._queue.wait_all()
+        super()._compare_loaded()
+
     def _skip(self, index: int) -> None:
         self._pipes[index].end_step()
 
@@ -152,7 +157,7 @@ class PipeSGD(SyncMethod):
     def flush(self) -> None:
         """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""
         self._flushed_pipes += self._restore_true_weights()
-        self._queue.wait_all()  # broadcasts and all-reduces have one order on all ranks
+        self._compare_loaded()  # and waits: broadcasts and all-reduces have one order on all ranks
         self._broadcast_buffers()
         self.flushed = True
 

@@ -92,6 +92,10 @@ class ReplicaMethod(SyncMethod):
         self._load_hooks = [child.register_load_state_dict_post_hook(loaded) for child in children]
 
     @property
+    def same_optimizer_states(self) -> bool:
+        return False
+
+    @property
     def diverged(self) -> bool:
         """Whether this rank's weights may differ from those of other ranks."""
         return not self.flushed and any(replicas.diverged for replicas in self._replicas)

@@ -21,6 +21,7 @@ class Averaging(SyncMethod):
 
     name = "averaging"
     config_type = AveragingConfig
+    same_weights = True
 
     config: AveragingConfig
 
@@ -46,6 +47,7 @@ class Averaging(SyncMethod):
 
     def flush(self) -> None:
         """Gives all ranks the buffers of rank 0; the weights are the same already. A collective call."""
+        self._compare_loaded()
         self._broadcast_buffers()
         self.flushed = True
 
