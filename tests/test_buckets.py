@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipesync.core.buckets import ALIGNMENT, MIB, Bucket, Fusion, buffer_reader, plan_buckets
+from lightning_pipesync.core.buckets import (
+    ALIGNMENT,
+    MIB,
+    Bucket,
+    Fusion,
+    buffer_reader,
+    flattened,
+    plan_buckets,
+    shaped,
+)
 from lightning_pipesync.core.parameters import collect_parameters
 
 
@@ -92,11 +101,24 @@ def test_pack_and_unpack() -> None:
     bucket = Bucket(tensors)
     bucket.pack(tensors)
     for place, tensor in zip(bucket.places, tensors, strict=True):
-        assert torch.equal(bucket.flat[place], tensor.flatten())
+        assert torch.equal(bucket.flat[place], flattened(tensor, like=tensor))
+    assert [view.stride() for view in bucket.views] == [tensor.stride() for tensor in tensors]
     bucket.flat.mul_(2)
     doubled = [tensor * 2 for tensor in tensors]
     bucket.unpack(tensors)
     assert all(torch.equal(tensor, twice) for tensor, twice in zip(tensors, doubled, strict=True))
+
+
+@pytest.mark.parametrize(
+    "like", [torch.randn(4, 3).t(), torch.randn(2, 3, 4, 5)[:, 1:].transpose(1, 3), torch.randn(())]
+)
+def test_flattened_values_lie_as_those_of_the_other_tensor(like: torch.Tensor) -> None:
+    """Whatever the order of their own in memory; ``shaped`` undoes it."""
+    values = torch.arange(like.numel(), dtype=torch.float32).view(like.shape)
+    flat = flattened(values, like)
+    assert torch.equal(shaped(flat, like), values)
+    assert shaped(flat, like).stride() == torch.empty_like(like).stride()
+    assert flattened(shaped(flat, like), like).data_ptr() == flat.data_ptr(), "a view"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])

@@ -113,6 +113,24 @@ def buffer_reader(module: nn.Module) -> Callable[[], list[Tensor]]:
     return lambda: [getattr(owner, name) for owner, name in places.values()]
 
 
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Returns the strides of a tensor without gaps in the shape and memory format of ``tensor``."""
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Returns a view of ``flat``, 1-D, in the shape and memory format of ``like``."""
+    return flat.as_strided(like.shape, dense_strides(like))
+
+
+def flattened(values: Tensor, like: Tensor) -> Tensor:
+    """Returns ``values``, of the shape of ``like``, in the order of ``like`` in memory: 1-D, a view if possible."""
+    strides = dense_strides(like)
+    if values.stride() != strides:
+        values = torch.empty_strided(values.shape, strides, dtype=values.dtype, device=values.device).copy_(values)
+    return values.as_strided((values.numel(),), (1,))
+
+
 class Bucket:
     """A flat buffer for tensors of one dtype on one device.
 
@@ -121,25 +139,21 @@ class Bucket:
 
     Args:
         tensors: the tensors that the buffer holds.
-        strided: whether the views also have the tensors' memory formats, such as channels_last.
 
     Attributes:
         flat: the buffer, 1-D.
         places: the slice of ``flat`` of each tensor.
-        views: views of these slices in the tensors' shapes.
+        views: views of these slices in the tensors' shapes and memory formats, such as channels_last.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], strided: bool = False) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.places, end = _places(tensors)
         with torch.inference_mode(False):  # a validation may be the first to need the buffer
             self.flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
-        self.views = [self.flat[place].view(t.shape) for place, t in zip(self.places, tensors, strict=True)]
+        self.views = [shaped(self.flat[place], like=t) for place, t in zip(self.places, tensors, strict=True)]
         ends = [place.start for place in self.places[1:]] + [end]
         gaps = [self.flat[place.stop : next_start] for place, next_start in zip(self.places, ends, strict=True)]
         self._gaps = [gap for gap in gaps if gap.numel()]
-        if strided:
-            strides = [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]
-            self.views = [view.as_strided(view.shape, s) for view, s in zip(self.views, strides, strict=True)]
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.buckets import dense_strides
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.core.transport import Transport
@@ -71,11 +72,17 @@ def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Mod
     described += [(name, repr(value)) for name, value in vars(settings).items()]
     for parameter in parameters:
         tensor = parameter.tensor
-        text = f"{tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad} group={parameter.group}"
+        text = f"{_layout(tensor)} requires_grad={tensor.requires_grad} group={parameter.group}"
         described.append((f"parameter {parameter.name}", text))
     for name, buffer in module.named_buffers():
-        described.append((f"buffer {name}", f"{tuple(buffer.shape)} {buffer.dtype}"))
+        described.append((f"buffer {name}", _layout(buffer)))
     return described
+
+
+def _layout(tensor: Tensor) -> str:
+    """Returns a description of how the values of a tensor lie in memory, which is the same on all ranks."""
+    strides = "" if tensor.is_contiguous() else f" strides={dense_strides(tensor)}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{strides}"
 
 
 def check_optimizers(transport: Transport, optimizers: Sequence[Optimizer]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from lightning_pipesync.core.buckets import flattened, shaped
 from lightning_pipesync.core.torch_private import twin_optimizer
 
 #: Element-wise optimizers, which can update a shard without the rest.
@@ -33,7 +34,7 @@ class Piece:
         parameter: the user's own.
         values: of this part.
         gradient: of this part.
-        place: the slice of the flattened parameter; None: the whole parameter, in its shape.
+        place: the slice of the parameter, flattened in its order in memory; None: the whole parameter, in its shape.
     """
 
     index: int
@@ -43,11 +44,23 @@ class Piece:
     gradient: Tensor
     place: slice | None
 
+    @classmethod
+    def in_shard(
+        cls, index: int, name: str, parameter: Tensor, values: Tensor, gradient: Tensor, place: slice
+    ) -> Piece:
+        """Returns the part of a parameter in this rank's shard: ``values`` and ``gradient`` are 1-D."""
+        if parameter.dim() == 0:  # it is in one shard as a whole, and so is its state, of which each value is 0-dim
+            return cls(index, name, parameter, values.view(()), gradient.view(()), None)
+        return cls(index, name, parameter, values, gradient, place)
+
     def cut(self, state: Any) -> Any:
-        """Returns a copy of a value of the optimizer's state of the parameter, cut to this part."""
+        """Returns a copy of a value of the optimizer's state of the parameter, cut to this part and in its format."""
         if not isinstance(state, Tensor):
             return state
-        return state.clone() if self.place is None or state.dim() == 0 else state.reshape(-1)[self.place].clone()
+        if state.dim() == 0 or state.shape != self.parameter.shape:  # a number of steps, or statistics of rows
+            return state.clone()
+        flat = flattened(state, self.parameter)
+        return shaped(flat.clone(), self.parameter) if self.place is None else flat[self.place].clone()
 
 
 class BucketUpdate:
@@ -103,6 +116,15 @@ class BucketUpdate:
         """Returns the optimizer state of each piece, by the parameter's name."""
         states = self._states()
         return {piece.name: dict(states[piece.values]) for piece in self._pieces if piece.values in states}
+
+    def flat_states(self) -> dict[str, dict[str, Any]]:
+        """Returns :meth:`states`, whose values for each of a piece's are 1-D, in the order of the piece in memory."""
+        states = self.states()
+        for piece in self._pieces:
+            for kind, value in states.get(piece.name, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == piece.values.shape:
+                    states[piece.name][kind] = flattened(value, piece.values)
+        return states
 
     def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets the optimizer state of the pieces to what :meth:`states` returned for the same pieces."""
@@ -209,7 +231,7 @@ class BucketUpdate:
                     return None
                 joined[kind] = torch.zeros_like(self._values, dtype=first.dtype)
                 for piece, value in zip(self._pieces, values, strict=True):
-                    self._part(joined[kind], piece).copy_(value.reshape(-1))
+                    self._part(joined[kind], piece).copy_(flattened(value, piece.values))
             elif all(type(value) is type(first) and bool(value == first) for value in values):
                 joined[kind] = first
             else:
@@ -232,7 +254,7 @@ class BucketUpdate:
         """Returns what a value of the buffer's state is for a piece."""
         if not isinstance(value, Tensor):
             return value
-        return self._part(value, piece).view(piece.values.shape) if value.dim() else value.clone()
+        return shaped(self._part(value, piece), piece.values) if value.dim() else value.clone()
 
     def _part(self, whole: Tensor, piece: Piece) -> Tensor:
         """Returns the values of a piece, 1-D, of a tensor like the buffer: a view."""

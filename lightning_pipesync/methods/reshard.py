@@ -26,7 +26,9 @@ def slices_in_shard(shard: slice, places: Mapping[str, slice]) -> dict[str, slic
     slices = {}
     for name, place in places.items():
         start, stop = max(place.start, shard.start), min(place.stop, shard.stop)
-        if start < stop:
+        if place.start == place.stop and shard.start == 0:  # an empty parameter is in the first shard
+            slices[name] = slice(0, 0)
+        elif start < stop:
             slices[name] = slice(start - place.start, stop - place.start)
     return slices
 
@@ -39,8 +41,9 @@ def reshard(
     Where several ranks have the same values, these are the same before and after. A collective call.
 
     Args:
-        states: for each of this rank's old slices, by the parameter's name, its state, by kind: tensors of the slice's
-            shape, and other values, which are the same on all ranks that have a slice of the parameter.
+        states: for each of this rank's old slices, by the parameter's name, its state, by kind: 1-D tensors with a
+            value for each of the slice's, and others, which are the same on all ranks that have a slice of the
+            parameter.
         old: for each rank, its old slices.
         new: for each rank, its new slices.
         transport: the way to the other ranks.
@@ -52,7 +55,8 @@ def reshard(
         return {name: dict(state) for name, state in states.items()}
     rank = transport.rank
     merged: dict[str, dict[str, Any]] = {}
-    for of_rank in transport.gather_objects({name: _described(state) for name, state in states.items()}):
+    described = {name: _described(state, old[rank][name]) for name, state in states.items()}
+    for of_rank in transport.gather_objects(described):
         for name, description in of_rank.items():
             merged.setdefault(name, description)
     changed = [
@@ -103,7 +107,7 @@ def _common(values: Mapping[str, Tensor], own: Slices, other: Slices) -> list[Te
         begin = own[name].start
         start, stop = max(begin, other[name].start), min(own[name].stop, other[name].stop)
         if start < stop:
-            common.append(values[name].reshape(-1)[start - begin : stop - begin])
+            common.append(values[name][start - begin : stop - begin])
     return common
 
 
@@ -115,23 +119,28 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(value, torch.dtype)
 
 
-def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+def _described(state: Mapping[str, Any], place: slice) -> dict[str, Any]:
     """Returns the dtypes of tensors with a value for each of the slice's, and other values as they are."""
-    return {
-        kind: (v.dtype if v.dim() else _Scalar(v.cpu(), v.is_cuda)) if isinstance(v, Tensor) else v
-        for kind, v in state.items()
-    }
+    described: dict[str, Any] = {}
+    for kind, value in state.items():
+        if not isinstance(value, Tensor):
+            described[kind] = value
+        elif value.shape == (place.stop - place.start,):
+            described[kind] = value.dtype
+        else:
+            described[kind] = _Undivided(value.cpu(), value.is_cuda)
+    return described
 
 
 @dataclass(frozen=True)
-class _Scalar:
-    """A 0-dim tensor for another rank, whose device has another name."""
+class _Undivided:
+    """A tensor of which each rank gets all, such as a number of steps; the device has another name there."""
 
     tensor: Tensor
     on_device: bool
 
 
 def _placed(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, _Scalar):
+    if not isinstance(value, _Undivided):
         return value
     return value.tensor.to(device) if value.on_device else value.tensor

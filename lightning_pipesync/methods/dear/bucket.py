@@ -203,7 +203,7 @@ class FusedBucket:
         slices = self.shard_slices(self._transport.rank)
         values, gradients = self._in_shard(self._updated), self._in_shard(self.own_gradient)
         return [
-            Piece(i, name, tensor, values[name], gradients[name], slices[name])
+            Piece.in_shard(i, name, tensor, values[name], gradients[name], slices[name])
             for i, (name, tensor) in enumerate(zip(names, tensors, strict=True))
             if name in slices
         ]
@@ -241,7 +241,7 @@ class FusedBucket:
 
     @property
     def _all_early(self) -> bool:
-        return self._num_early == self._largest_shard
+        return not self.sharded and self._num_early == self._largest_shard
 
     def _already_gathered(self) -> Handle[Tensor]:
         return Handle(lambda: self.gradients.flat)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Fusion, plan_buckets
+from lightning_pipesync.core.buckets import Fusion, plan_buckets, shaped
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.bucket import FusedBucket
@@ -182,4 +182,4 @@ def _copied(value: Any, parameter: Tensor, flat: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     copy = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
-    return copy.view(parameter.shape) if flat and copy.dim() else copy
+    return shaped(copy, parameter) if flat and copy.dim() else copy

@@ -34,7 +34,7 @@ class Versions:
             views: list[Tensor] = [tensor.data for tensor in self._tensors]
             flats = []
             for members in by_dtype.values():
-                bucket = Bucket([views[i] for i in members], strided=True)
+                bucket = Bucket([views[i] for i in members])
                 bucket.pack([views[i] for i in members])
                 flats.append(bucket.flat)
                 for i, view in zip(members, bucket.views, strict=True):

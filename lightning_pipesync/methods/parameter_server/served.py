@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.buckets import shaped
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
@@ -97,7 +98,7 @@ class ServedOptimizers:
     def _own(self, index: int) -> dict[str, dict[str, Any]]:
         """Returns this server's part of an optimizer's state."""
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
-        return {name: state for shard in shards for name, state in shard.update.states().items()}
+        return {name: state for shard in shards for name, state in shard.update.flat_states().items()}
 
     def _of_all_servers(
         self, own: Mapping[str, dict[str, Any]], buckets: Sequence[SharedBucket]
@@ -131,7 +132,8 @@ def _one_after(before: Any, value: Any) -> Any:
 
 
 def _shaped(value: Any, parameter: Tensor) -> Any:
-    """Returns a copy of a value of a whole parameter's state, in its shape and on its device."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value.clone() if isinstance(value, Tensor) else value
-    return value.to(parameter.device, copy=True).view(parameter.shape)
+    """Returns a copy of a value of a whole parameter's state, in its shape and format if it has as many values."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.to(value.device if value.dim() == 0 else parameter.device, copy=True)
+    return shaped(copy, parameter) if copy.dim() == 1 and copy.numel() == parameter.numel() else copy

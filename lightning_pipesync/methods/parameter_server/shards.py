@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Bucket, of_one_kind, shard_of, shard_slice
+from lightning_pipesync.core.buckets import Bucket, flattened, of_one_kind, shard_of, shard_slice
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.feedback import encode_with_feedback
@@ -143,7 +143,7 @@ class ServedShard:
                     part, begin = slices[member.name], bucket.places[member.name].start - shard.start
                     place = slice(begin + part.start, begin + part.stop)
                     values, grad = self.values[place], self._gradient[place]
-                    pieces.append(Piece(i, member.name, member.tensor, values, grad, part))
+                    pieces.append(Piece.in_shard(i, member.name, member.tensor, values, grad, part))
         self._pieces = pieces
         whole = (self.values, self._gradient) if config.is_elementwise(optimizer) else (None, None)
         self.update = BucketUpdate(optimizer, bucket.group[1], pieces, *whole)
@@ -159,8 +159,8 @@ class ServedShard:
         """Copies the weights of the user's own parameters."""
         self._present = None
         for piece in self._pieces:
-            own = piece.parameter if piece.place is None else piece.parameter.reshape(-1)[piece.place]
-            piece.values.copy_(own)
+            own = piece.parameter.detach()
+            piece.values.copy_(own if piece.place is None else flattened(own, own)[piece.place])
 
     @torch.no_grad()
     def squared_distance(self, others: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class GradientPlan:
         self._free.append(buffers)
 
     def _new_buffers(self) -> list[Bucket]:
-        return [Bucket([member.tensor for member in members], strided=True) for members in self.buckets]
+        return [Bucket([member.tensor for member in members]) for members in self.buckets]
 
 
 def _segments(parameters: Sequence[NamedParameter], number: int) -> list[list[NamedParameter]]:

@@ -142,7 +142,7 @@ class PredictedWeights:
         missing = sorted((p for p in self._moved if id(p) not in self._views), key=_kind)
         for _, members in groupby(missing, key=_kind):
             parameters = list(members)
-            views = Bucket(parameters, strided=True).views
+            views = Bucket(parameters).views
             self._views |= {id(p): (p, view) for p, view in zip(parameters, views, strict=True)}
 
     def _blocks(self) -> Iterable[dict[int, list[Tensor]]]:
