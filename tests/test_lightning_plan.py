@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync import DeARStrategy, PlanCallback, StepReport
+from lightning_pipesync.bench.candidates import in_ddp
+from lightning_pipesync.plan.model import PlanSettings
+from lightning_pipesync.plan.predictions import Prediction
+from lightning_pipesync.plan.proof import run_in_turns
 from lightning_pipesync.plan.report import as_markdown
 from lightning_pipesync.plan.saved import read_plan
 from tests.harness import launch, raised
@@ -100,6 +107,84 @@ def test_where_no_plan_is_made(tmp_path: Path) -> None:
         told.append(any("no plan was made" in text for text in said))
     assert told == [True, False]
     assert not (tmp_path / "plan.json").exists()
+
+
+# --- a plan of a LightningModule --------------------------------------------------------------------------------------
+
+
+class Scaled(LightningModule):
+    """Has a parameter of its own, and its training step, a dictionary for a loss, calls the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = self(batch[0]).square().mean()
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+class Alone(Scaled):
+    def training_step(self, batch: tuple[Tensor]) -> Tensor:  # type: ignore[override]
+        return self(batch[0]).square().mean()
+
+
+def scaled() -> Any:
+    return Scaled(), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
+
+
+def alone() -> Any:
+    return Alone(), scaled()[1]
+
+
+def by_hand() -> Any:
+    module = Scaled()
+    module.automatic_optimization = False
+    return module, scaled()[1]
+
+
+def run_all(name: str) -> dict[str, dict[str, Any]]:
+    chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"})]
+    chosen += [Prediction(method) for method in ("pipe_sgd", "selsync", "local_sgd", "parameter_server")]
+    return run_in_turns(chosen, PlanSettings(f"tests.test_lightning_plan:{name}", 1, 1, 1, 1), lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["scaled", "alone"])
+def test_all_methods_run_a_lightning_module(name: str) -> None:
+    for measured in launch(run_all, 2, name):
+        assert all("seconds" in outcome for outcome in measured.values()), measured
+        assert len(measured) == 6
+
+
+def gradients_in_ddp() -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of a batch that differs between ranks, by DDP and averaged by hand."""
+    model = PlanSettings("tests.test_lightning_plan:scaled", 1, 1, 1, 1).build()
+    batch = [torch.full((4, 4), 1.0 + dist.get_rank())]
+    model.loss(model.module, batch).backward()
+    expected = [parameter.grad.clone() for parameter in model.module.parameters() if parameter.grad is not None]
+    for gradient in expected:
+        dist.all_reduce(gradient)
+    module = in_ddp(model.module, 1.0)
+    for _ in range(2):  # a training step within the forward pass leaves no trace
+        module.zero_grad()
+        model.loss(module, batch).backward()
+    return [gradient / 2 for gradient in expected], [p.grad for p in model.module.parameters() if p.grad is not None]
+
+
+def test_a_training_step_in_ddp_reduces_gradients() -> None:
+    for expected, found in launch(gradients_in_ddp, 2):
+        assert len(found) == 3
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_module_with_manual_optimization_has_no_loss() -> None:
+    with pytest.raises(ValueError, match=r"Scaled has automatic_optimization=False.*return \(module, batch, loss\)"):
+        PlanSettings("tests.test_lightning_plan:by_hand", 1, 1, 1, 1).build()
 
 
 # --- a report ---------------------------------------------------------------------------------------------------------

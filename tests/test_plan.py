@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from lightning_pipesync.bench.candidate import Candidate
-from lightning_pipesync.bench.models import BenchModel
+from lightning_pipesync.bench.models import BenchModel, stand_in
 from lightning_pipesync.bench.profile import Profile, StepRecorder
 from lightning_pipesync.bench.step import predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.plan import proof
+from lightning_pipesync.plan.candidates import candidate_of
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.layers import LayerWork, measure_layers
 from lightning_pipesync.plan.model import PlanSettings
@@ -32,8 +33,10 @@ from lightning_pipesync.plan.predictions import (
     predict,
 )
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
-from lightning_pipesync.plan.report import as_markdown, best_exact
+from lightning_pipesync.plan.report import as_markdown
+from lightning_pipesync.plan.rules import with_refusals
 from lightning_pipesync.plan.saved import of_result, read_plan
+from lightning_pipesync.plan.verdict import verdict_of
 from lightning_pipesync.plan.work import Work
 from lightning_pipesync.training.registry import METHODS
 from tests.harness import launch
@@ -147,7 +150,9 @@ def test_a_fast_network_leaves_nothing_to_gain() -> None:
     found = by_method(predict(WORK, cluster(1e11)))
     for one in found.values():
         assert one.seconds == pytest.approx(0.1, rel=0.06), one.name
-    assert best_exact(list(found.values())).method == "ddp"
+    verdict = verdict_of(list(found.values()), {}, WORK.seconds)
+    assert verdict.exact is found["ddp"]
+    assert verdict.other is None
 
 
 def test_errors_of_the_costs_are_carried_along() -> None:
@@ -177,24 +182,7 @@ def test_from_where_on_ddp_is_enough() -> None:
     batches = enough_accumulation(WORK, at)
     assert batches == 64  # 190 ms bare in 64 * 90
     assert enough_accumulation(WORK, cluster(1e11)) == 1
-    assert enough_accumulation(WORK, cluster(1e5)) is None
-
-
-def test_what_was_measured_counts() -> None:
-    """A method that is slower than predicted is not recommended, nor one that cannot train the model."""
-    at = cluster(1e8)
-    found = sorted(predict(WORK, at), key=lambda one: one.seconds)
-    text = as_markdown(WORK, at, {"findings": ["a finding"], "codecs": {}, "changes": ["a change"], "measured": {}})
-    assert "- a finding" in text
-    assert "Exact: `Trainer(strategy=DeARStrategy(" in text
-    assert f"`Trainer(strategy={'LocalSGD' if found[0].method == 'local_sgd' else 'PipeSGD'}Strategy(" in text
-    measured: dict[str, Any] = {one.name: {"seconds": [1.0 if one.method == "ddp" else 2.0]} for one in found[1:-1]}
-    measured[found[0].name] = {"error": "ValueError: no"}
-    assert any(one.method == "ddp" for one in found[1:-1]), "and the last one has not run"
-    text = as_markdown(WORK, at, {"findings": [], "codecs": {}, "changes": [], "measured": measured})
-    assert "Exact: stay with DDP, `Trainer(strategy=DDPStrategy(bucket_cap_mb=" in text
-    assert "Fastest" not in text
-    assert "ValueError: no" in text
+    assert enough_accumulation(WORK, cluster(4e7)) is None, "a batch that is 128 times as large is no way out"
 
 
 def test_a_wait_after_the_last_gradient_is_no_computation() -> None:
@@ -228,6 +216,28 @@ def no_model() -> Any:
     return nn.Linear(1, 1)
 
 
+def broken_model() -> Any:
+    return nn.Linear(8, 8), torch.ones(4, 7), lambda module, batch: module(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("broken_model", "rank 0: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x7 and 8x8)"),
+        ("no_model", "returned Linear: return (module, batch, loss)"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_has_no_plan(
+    model: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says why, and nothing is written."""
+    assert main(["plan", "--model", f"tests.test_plan:{model}", "--output", str(tmp_path / "plan")]) == 2
+    (line,) = (one for one in capsys.readouterr().err.splitlines() if one.startswith("pipesync: error: "))
+    assert "cannot be measured, so that there is no plan." in line
+    assert said in line
+    assert not (tmp_path / "plan").exists()
+
+
 class Failing(Candidate):
     """Fails in its first step, on all ranks."""
 
@@ -258,10 +268,47 @@ def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
 
 def test_dear_is_also_proven_with_larger_buckets() -> None:
     """And each method that is not exact once."""
-    chosen = to_prove(predict(WORK, cluster(1e7)))
+    chosen = to_prove(predict(WORK, cluster(1e7)), lambda one: True)
     assert [one.method for one in chosen] == ["ddp", "dear", "dear", "local_sgd", "selsync"]
     assert chosen[2].settings["bucket_mb"] >= 4 * chosen[1].settings["bucket_mb"]
     assert chosen[3].seconds <= chosen[4].seconds
+
+
+def test_the_next_best_is_run_where_one_cannot() -> None:
+    """Of exact methods and of the others; DDP has no next."""
+    predictions = predict(WORK, cluster(1e7))
+    first = to_prove(predictions, lambda one: True)
+    second = to_prove(predictions, lambda one: one not in (first[1], first[3]))
+    assert [one.method for one in second] == ["ddp", "dear", "local_sgd", "selsync"]
+    assert second[1] is first[2]
+    assert second[2].seconds >= first[3].seconds
+    without = to_prove(predictions, lambda one: one.method not in ("ddp", "local_sgd"))
+    assert [one.method for one in without] == ["dear", "dear", "selsync", "pipe_sgd"]
+
+
+def refused_by(num_layers: int) -> tuple[dict[str, str], list[str]]:
+    """What methods refuse for a model of so many layers; and what is predicted and cannot be attached."""
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+    at = replace(cluster(1e7, 2), averages={codec: LinkCost(1e-3, 1e-7) for codec in ("none", "int8", "int4")})
+    work = with_refusals(WORK, at, module)
+    failed = []
+    for one in predict(work, at):
+        try:
+            candidate_of(one, stand_in(module)).close()
+        except ValueError as error:
+            failed.append(str(error))
+    return dict(work.refused), failed
+
+
+@pytest.mark.parametrize(("num_layers", "refuses"), [(2, True), (4, False)])
+def test_what_a_method_refuses_is_not_planned(num_layers: int, refuses: bool) -> None:
+    """Two layers cannot be averaged in four fragments, whatever the period."""
+    for refused, failed in launch(refused_by, 2, num_layers):
+        assert failed == []
+        assert bool(refused) == refuses
+        for name, reason in refused.items():
+            assert "fragments=4" in name
+            assert "fragments=4 is more than the 2 layers" in reason
 
 
 def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +325,10 @@ def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFi
     run = {name.partition(":")[0] for name, measured in result["measured"].items() if "seconds" in measured}
     assert {"ddp", "dear"} < run, result["measured"]
     assert main(["plan", "--from", str(tmp_path / "plan.json"), "--hosts", "64", "--rate", "25gbit"]) == 0
-    assert "64 hosts, 25 Gbit/s" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(predicted; nothing was run)" in said[:120]
+    assert "on 64 hosts with 25 Gbit/s each" in said
+    assert "Extrapolated from 2 hosts" in said
 
 
 @pytest.mark.parametrize(
@@ -288,7 +338,6 @@ def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFi
         (["--from", "README.md"], "README.md is not the plan.json"),
         (["--model", "resnet51"], "neither MODULE:FUNCTION nor one of"),
         (["--model", "tests.test_plan:nothing"], "has no attribute 'nothing'"),
-        (["--model", "tests.test_plan:no_model"], "return (module, batch, loss)"),
         (["--hosts", "1"], "needs at least 2"),
         (["--rate", "fast"], "'fast' is not a rate"),
         (["--compute_ms", "0"], "compute_ms must be positive"),

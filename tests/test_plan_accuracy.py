@@ -62,6 +62,7 @@ def test_the_tables() -> None:
 def test_costs_of_few_hosts_are_used_for_more() -> None:
     """Of links with that rate only; among 4 ranks an all-reduce takes 1.5 times as long as among 2."""
     costs = asdict(cluster(1e8, 2))
+    costs["backend"]["ring_up_to"] = 4
     few = result(world_size=2, cluster=costs, work=asdict(WORK))
     more = result(world_size=4, cluster=asdict(cluster(5e7, 4)), work=asdict(WORK))
     names = [one.name for one in considered(WORK, cluster(1e8, 4)) if one.method in ("ddp", "pipe_sgd")]

@@ -68,6 +68,16 @@ class LinkCost:
         """Returns the seconds of an all-reduce (Eq. 5)."""
         return self.reduce_scatter(num_bytes, world_size) + self.all_gather(num_bytes, world_size)
 
+    def halving_doubling(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of an all-reduce by recursive halving and doubling, on many ranks far less than a ring's.
+
+        2 log2(P) messages follow each other, and as many bytes as in a ring are sent (Gloo, docs/algorithms.md,
+        "allreduce_halving_doubling"). NCCL's double binary trees take about as long: 2 log2(P) messages and 2 N bytes
+        (S. Jeaugey, "Massively Scale Your Deep Learning Training with NCCL 2.4", 2019).
+        """
+        messages, share = math.ceil(math.log2(world_size)), (world_size - 1) / world_size
+        return 2 * (messages * self.alpha + share * num_bytes * self.beta)
+
     def torus_half(self, num_bytes: float, columns: int, rows: int) -> float:
         """Returns the seconds of a reduce-scatter, or of an all-gather, on a 2-D torus: along rows, then columns."""
         return self.reduce_scatter(num_bytes, columns) + self.reduce_scatter(num_bytes / columns, rows)

@@ -14,8 +14,8 @@ from lightning_pipesync.plan.measure import plan_for
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.predictions import considered, predict
 from lightning_pipesync.plan.proof import run_in_turns, to_prove
-from lightning_pipesync.plan.report import recommended
 from lightning_pipesync.plan.saved import of_result
+from lightning_pipesync.plan.verdict import verdict_of
 from lightning_pipesync.plan.work import measure_work
 
 #: What a plan considers, at most: with some models there are fewer bucket sizes and methods.
@@ -72,7 +72,7 @@ def measure_accuracy(settings: AccuracySettings, progress: Callable[[str], objec
     shown, all_ = predict(work, cluster), considered(work, cluster)
     names = {one.name for one in shown}
     measured = run_in_turns(all_, planned, progress)
-    proven = {one.name: measured[one.name] for one in to_prove(shown)}
+    run = to_prove(shown, lambda one: "seconds" in measured[one.name])
     return {
         **result,
         "measured": measured,
@@ -80,5 +80,5 @@ def measure_accuracy(settings: AccuracySettings, progress: Callable[[str], objec
             one.name: {"method": one.method, "seconds": one.seconds, "exact": one.exact, "shown": one.name in names}
             for one in all_
         },
-        "recommended": recommended(shown, proven).name,
+        "recommended": (verdict_of(run, measured).exact or run[0]).name,
     }

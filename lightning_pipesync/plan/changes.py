@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_pipesync.plan.links import mbit
+from lightning_pipesync.plan.units import rate
 
 #: Less than this share of a value, or than what it varied by between two rounds, is no change.
 NO_CHANGE = 0.05
@@ -31,7 +31,7 @@ def changes_since(path: Path, now: Mapping[str, Any]) -> list[str]:
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     rates = [result["cluster"]["bandwidth"] for result in (before, now)]
-    yield f"network {mbit(rates[0])}, now {mbit(rates[1])}: {_verdict(1 / rates[0], 1 / rates[1])}"
+    yield f"network {rate(rates[0])}, now {rate(rates[1])}: {_verdict(1 / rates[0], 1 / rates[1])}"
     works = [
         sum(result["work"]["profile"][part] for part in ("forward", "backward", "update")) for result in (before, now)
     ]

@@ -11,7 +11,7 @@ import torch
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.plan.measured_cost import MeasuredCost
+from lightning_pipesync.plan.measured_cost import BackendCost, MeasuredCost
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Cluster:
         all_reduces, averages = (
             {codec: MeasuredCost(**link) for codec, link in saved[name].items()} for name in ("all_reduces", "averages")
         )
-        backend, halves, servers = (MeasuredCost(**saved[name]) for name in ("backend", "halves", "servers"))
+        backend = BackendCost(**saved["backend"])
+        halves, servers = (MeasuredCost(**saved[name]) for name in ("halves", "servers"))
         torus = None if saved["torus"] is None else MeasuredCost(**saved["torus"])
         return cls(saved["world_size"], saved["bandwidth"], backend, halves, all_reduces, averages, servers, torus)
 

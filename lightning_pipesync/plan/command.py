@@ -64,17 +64,19 @@ def plan(
         results = sweep.run(measure_plan, settings, emulated, num_measurements)
         if not results:
             return  # another rank has them
+        if "error" in results[0]:
+            raise ValueError(f"model={model!r} cannot be measured, so that there is no plan. {results[0]['error']}")
         output = output or Path("outputs/plan")
         work, cluster, result = of_result(results[0])
         result["changes"] = changes_since(output / "plan.json", result)
     text, saved = as_markdown(work, cluster, result), {"kind": "plan", "results": [result]}
     if output is not None:
         write_results(output, "plan", saved, text)
-        draw(work, cluster, output / "plan.png")
+        draw(work, cluster, result, output / "plan.png")
     if json:
         print(dumps(saved))
     else:
-        sweep.show(text + (f"\nIn {output}: plan.json, plan.md, plan.png.\n" if output else ""))
+        print(text + (f"\nIn {output}: plan.json, plan.md, plan.png." if output else ""))
 
 
 def accuracy(

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.bench import sweep
 from lightning_pipesync.bench.profile import StepRecorder
 from lightning_pipesync.bench.results import write_results
 from lightning_pipesync.core.private_names import Overriding
@@ -112,5 +111,5 @@ class PlanCallbackMixin(Overriding, _Base):
         result["changes"] = changes_since(folder / "plan.json", result)
         text = as_markdown(work, cluster, result)
         write_results(folder, "plan", {"kind": "plan", "results": [result]}, text)
-        draw(work, cluster, folder / "plan.png")
-        sweep.show(f"{text}\nIn {folder}: plan.json, plan.md, plan.png.\n")
+        draw(work, cluster, result, folder / "plan.png")
+        print(f"{text}\nIn {folder}: plan.json, plan.md, plan.png.")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.bench.bandwidth import TIMEOUT_S, measure_bandwidth, own_address
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.plan.units import rate
 
 #: A link is slow with less than this share of the usual bandwidth.
 SLOW = 0.7
@@ -105,7 +106,7 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
     for rank in alone if len(alone) < len(names) else ():
         value = median(speed[rank, other] for other in ranks if other != rank and other not in alone)
         found.append(
-            f"{names[rank]}: {mbit(value)} to and from the others, which have {mbit(best)}. Check its cable, its "
+            f"{names[rank]}: {rate(value)} to and from the others, which have {rate(best)}. Check its cable, its "
             "switch port, and what else runs there."
         )
     rest = [rack for rack in racks if len(rack) > 1]
@@ -113,11 +114,12 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
         value = median(speed[a, b] for a in rest[0] for b in rest[1])
         listed = "; ".join(", ".join(map(str, rack)) for rack in rest)
         found.append(
-            f"The ranks are in {len(rest)} racks ({listed}): {mbit(value)} between them, {mbit(best)} within. Consider "
-            f"LocalSGDStrategy(replicas_per_group={len(rest[0])}), or DeARStrategy(topology='torus2d')."
+            f"The ranks are in {len(rest)} racks ({listed}): {rate(value)} between them, {rate(best)} within. Made for "
+            f"that, and not run here: LocalSGDStrategy(replicas_per_group={len(rest[0])}), "
+            "DeARStrategy(topology='torus2d')."
         )
     pairs = sorted((a, b) for a, b in slow if a < b and any(a in rack and b in rack for rack in rest))
-    found += [f"{names[a]} and {names[b]}: {mbit(speed[a, b])}, where others have {mbit(best)}." for a, b in pairs]
+    found += [f"{names[a]} and {names[b]}: {rate(speed[a, b])}, where others have {rate(best)}." for a, b in pairs]
     return found
 
 
@@ -131,15 +133,9 @@ def several_connections(bandwidth: float) -> list[str]:
     if several < WORTH * bandwidth:
         return []
     return [
-        f"One TCP connection carries {mbit(bandwidth)}, {CONNECTIONS} carry {mbit(several)}: let Gloo open several, "
+        f"One TCP connection carries {rate(bandwidth)}, {CONNECTIONS} carry {rate(several)}: let Gloo open several, "
         "as docs/launching.md says, GLOO_SOCKET_IFNAME=eth0,eth0 with your interface."
     ]
-
-
-def mbit(bytes_per_second: float) -> str:
-    """Returns a rate in Mbit/s or Gbit/s."""
-    bits = 8 * bytes_per_second
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
 def _components(pairs: Sequence[tuple[int, int]], number: int) -> list[list[int]]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from itertools import cycle, pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,13 @@ from lightning_pipesync.plan.method_cost import measure_averages, measure_server
 from lightning_pipesync.plan.model import PlanSettings
 from lightning_pipesync.plan.own_work import measure_own_work
 from lightning_pipesync.plan.predictions import predict, tori
-from lightning_pipesync.plan.proof import run_in_turns, to_prove
+from lightning_pipesync.plan.proof import run_best
 from lightning_pipesync.plan.ranks import gathered
+from lightning_pipesync.plan.rules import with_refusals
 from lightning_pipesync.plan.saved import of_result
 from lightning_pipesync.plan.work import Work, measure_work, slow_ranks, slowest
+
+T = TypeVar("T")
 
 #: The codecs whose all-reduce is measured, and whose averages are, except bf16, which local SGD is not planned with.
 CODECS = ("none", "bf16", "int8", "int4")
@@ -50,16 +54,31 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
     """Measures hosts, network and model, and how long steps with the best methods take; a collective call.
 
     Returns:
-        What :func:`plan_for` does, with ``measured``.
+        What :func:`plan_for` does, with ``measured``; or, if the model cannot be trained, the ``error`` alone.
     """
-    model = settings.build()
-    work = measure_work(model)
+    model, error = _outcome_of(settings.build)
+    work, error = _outcome_of(partial(measure_work, model)) if model is not None else (None, error)
+    if model is None or work is None:
+        return {"error": error}
     progress("the model")
     result = plan_for(work, model.module, asdict(settings), progress)
     del model
     work, cluster, _ = of_result(result)
-    chosen = to_prove(predict(work, cluster)) if settings.rounds else []
-    return {**result, "measured": run_in_turns(chosen, settings, progress)}
+    return {**result, "measured": run_best(predict(work, cluster), settings, progress) if settings.rounds else {}}
+
+
+def _outcome_of(action: Callable[[], T]) -> tuple[T | None, str]:
+    """Runs what depends on the user's model; returns what it returns on all ranks, or None and what has failed on one.
+
+    A collective call.
+    """
+    outcome, error = None, ""
+    try:
+        outcome = action()
+    except Exception as raised:  # whatever the user's model raises, perhaps on this rank alone
+        error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
+    errors = [f"rank {rank}: {one}" for rank, one in enumerate(gathered(error)) if one]
+    return (None, " ".join(errors[0].split())) if errors else (outcome, "")
 
 
 def plan_for(
@@ -84,6 +103,9 @@ def plan_for(
     progress("the network")
     links, work = measure_links(cluster.bandwidth), slowest(everyones)
     work = replace(work, own=measure_own_work(module, cluster, pipelines=len(work.layers) >= len(names)))
+    work = with_refusals(work, cluster, module)
+    predictions = predict(work, cluster)
+    ddp = next(one for one in predictions if one.method == "ddp")
     return {
         "made": datetime.now().isoformat(sep=" ", timespec="minutes"),
         "settings": dict(settings),
@@ -95,12 +117,12 @@ def plan_for(
             *findings(facts),
             *outliers(links, names),
             *several_connections(cluster.bandwidth),
-            *slow_ranks(everyones, names),
+            *slow_ranks(everyones, names, ddp.seconds),
             *_idle_gpu(device),
         ],
         "links": asdict(links),
         "changes": [],
-        "predictions": [asdict(one) for one in predict(work, cluster)],
+        "predictions": [asdict(one) for one in predictions],
         "measured": {},
     }
 

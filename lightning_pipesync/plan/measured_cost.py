@@ -27,6 +27,9 @@ FACTOR, NUM_SIZES = 4, 4
 #: The least and the most operations in a row, and how many times.
 LEAST, MOST, ROUNDS = 4, 32, 3
 
+#: The most ranks of Gloo among which DDP is expected to have a flat ring.
+GLOO_RING_UP_TO = 16
+
 
 class Waitable(Protocol):
     """An operation in flight."""
@@ -70,6 +73,28 @@ class MeasuredCost(LinkCost):
         return seconds * float(np.interp(math.log(max(1.0, num_bytes)), np.log(sizes), factors))
 
 
+@dataclass(frozen=True)
+class BackendCost(MeasuredCost):
+    """The cost of the backend's own all-reduce, which among other numbers of ranks takes its fastest algorithm.
+
+    NCCL chooses between rings and double binary trees. Torch's Gloo always takes a ring (gloo/allreduce.cc).
+    But nobody trains on thousands of hosts in a flat ring, and no method is to gain by a poor all-reduce of DDP: among
+    more than ``ring_up_to`` ranks the all-reduce is expected to be a logarithmic one with Gloo, too.
+
+    Attributes:
+        ring_up_to: the most ranks among which there is a ring only.
+    """
+
+    ring_up_to: int = 0
+
+    def all_reduce(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of an all-reduce: as measured, or of the faster algorithm."""
+        ring = super().all_reduce(num_bytes, world_size)
+        if world_size == self.world_size or world_size <= self.ring_up_to:
+            return ring
+        return min(ring, self.halving_doubling(num_bytes, world_size))
+
+
 def sizes_for(num_bytes: int, bandwidth: float) -> list[int]:
     """Returns the sizes to measure, in bytes, ascending.
 
@@ -109,9 +134,10 @@ def measure_in_a_row(
     return MeasuredCost.measured(num_bytes, seconds, dist.get_world_size(), halves)
 
 
-def measure_backend(sizes: Sequence[int], device: torch.device | str) -> MeasuredCost:
+def measure_backend(sizes: Sequence[int], device: torch.device | str) -> BackendCost:
     """Measures the backend's all-reduce, which DDP uses; a collective call."""
-    return measure_in_a_row(partial(dist.all_reduce, async_op=True), sizes, device, halves=2)
+    cost = measure_in_a_row(partial(dist.all_reduce, async_op=True), sizes, device, halves=2)
+    return BackendCost(**asdict(cost), ring_up_to=GLOO_RING_UP_TO if torch.device(device).type == "cpu" else 0)
 
 
 def measure_one_by_one(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from inspect import signature
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipesync.bench.models import MODEL_NAMES, BenchModel, build_model
 
@@ -82,6 +84,11 @@ def _users_own(name: str) -> BenchModel:
         case (nn.Module() as module, batch, loss) if callable(loss):
             return BenchModel(name, module, [], lambda rank: batch, loss)
         case (nn.Module(training_step=_) as module, loader):
+            if not getattr(module, "automatic_optimization", True):
+                raise ValueError(
+                    f"model={name!r}: {type(module).__name__} has automatic_optimization=False, so that its training "
+                    "step has no loss: return (module, batch, loss) instead."
+                )
             batch = next(iter(loader))
             return BenchModel(name, module, [], lambda rank: batch, _loss_of_training_step)
     raise ValueError(
@@ -91,6 +98,23 @@ def _users_own(name: str) -> BenchModel:
 
 
 def _loss_of_training_step(module: Any, batch: Any) -> Any:
-    """Returns the loss of a LightningModule, which is not in a Trainer."""
-    step = module.training_step(batch, 0)
-    return step["loss"] if isinstance(step, dict) else step
+    """Returns the loss of a LightningModule, which is in no Trainer, or of one in DDP.
+
+    DDP prepares its reductions in its forward pass, so that the training step has to run within that.
+    """
+    own: Any = module.module if isinstance(module, DistributedDataParallel) else module
+    arguments = (batch, 0) if len(signature(own.training_step).parameters) > 1 else (batch,)
+    if own is module:
+        result = own.training_step(*arguments)
+    else:
+
+        def training_step(*arguments: Any) -> Any:
+            del own.forward  # the training step may call the module
+            return own.training_step(*arguments)
+
+        own.forward = training_step
+        result = module(*arguments)
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(f"{type(own).__name__}.training_step returned {type(loss).__name__} as its loss.")
+    return loss

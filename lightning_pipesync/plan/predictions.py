@@ -28,9 +28,6 @@ LARGER = 4
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
 OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}
 
-#: Settings that are the same wherever they are tried.
-UNSHOWN = ("fusion", *OUTER)
-
 #: Local SGD with and without codecs and averages under computation, each with the shortest period that hardly waits.
 LOCAL_SGD: tuple[dict[str, Any], ...] = (
     OUTER,
@@ -44,6 +41,9 @@ PERIODS = (4, 8, 16, 32, 64)
 
 #: The shares of local steps of SelSync that are tried.
 LSSR = (0.5, 0.75, 0.9)
+
+#: The most batches to accumulate: a batch that is larger by more than that is no way out.
+MOST_ACCUMULATED = 64
 
 #: A method hardly waits that waits for the network for this share of a step at most.
 LITTLE = 0.05
@@ -76,14 +76,12 @@ class Prediction:
         return f"{self.method}:{settings}" if settings else self.method
 
     @property
-    def label(self) -> str:
-        """Method and the settings that distinguish it, for a table."""
-        shown = [
+    def shown_settings(self) -> str:
+        """The settings, for a table."""
+        return ", ".join(
             f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in self.settings.items()
-            if name not in UNSHOWN
-        ]
-        return " ".join([self.method, *shown])
+        )
 
 
 def predict(work: Work, cluster: Cluster) -> list[Prediction]:
@@ -141,7 +139,16 @@ def _chosen(group: Sequence[Prediction], work: Work) -> Prediction:
 
 
 def _groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-    """Yields settings of a method of which one is to be chosen; of what is not exact, those that train best first."""
+    """Yields settings of a method of which one is to be chosen; of what is not exact, those that train best first.
+
+    Those that the method refuses for this model are left out.
+    """
+    for group in _all_groups(work, cluster):
+        if allowed := [one for one in group if one.name not in work.refused]:
+            yield allowed
+
+
+def _all_groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     compute, world_size = work.seconds, cluster.world_size
     total = sum(tensor.num_bytes for tensor in work.profile.tensors)
     all_reduce = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.all_reduces.items()}
@@ -245,11 +252,11 @@ def enough_bandwidth(work: Work, cluster: Cluster, share: float = LITTLE) -> flo
 def enough_accumulation(work: Work, cluster: Cluster, share: float = LITTLE) -> int | None:
     """Returns the batches to accumulate with which DDP waits for the network for ``share`` of a step at most.
 
-    A power of 2, at most 1024; None: that is not enough.
+    A power of 2, at most :data:`MOST_ACCUMULATED`; None: that is not enough.
     """
     compute = work.profile.forward + work.profile.backward
     ddp = _ddp(work, cluster.backend, cluster.world_size)
-    for batches in (2**exponent for exponent in range(11)):
+    for batches in (2**exponent for exponent in range(MOST_ACCUMULATED.bit_length())):
         whole = (batches - 1) * compute
         if (whole + ddp) * (1 - share) <= whole + work.seconds_with("ddp"):
             return batches

@@ -1,160 +1,161 @@
-"""The plan as a table, with lines to copy."""
+"""The plan as text, which is Markdown: a verdict, what was measured and predicted, and lines to copy."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lightning_pipesync.bench.results import table
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.plan.cluster import Cluster
-from lightning_pipesync.plan.links import mbit
+from lightning_pipesync.plan.lines import INDENT, Row, code, paragraph, table
+from lightning_pipesync.plan.measured_cost import GLOO_RING_UP_TO
 from lightning_pipesync.plan.predictions import (
+    DEFAULT_MB,
     Prediction,
     enough_accumulation,
     enough_bandwidth,
     predict,
 )
+from lightning_pipesync.plan.units import milliseconds, number_of_ms, rate, round_rate
+from lightning_pipesync.plan.verdict import Verdict, rounds_of, verdict_of
 from lightning_pipesync.plan.work import Work
 from lightning_pipesync.training.registry import METHODS
-
-#: An exact method that gains less than this share of a step over DDP is not worth a change.
-WORTH = 0.02
 
 #: The two lists.
 KINDS = ((True, "exact"), (False, "not exact"))
 
+MEASURED = ["measured, in turns", "ms a step", "times DDP", "predicted", "off", "peak MiB"]
+PREDICTED = ["predicted, not run", "ms a step", "times DDP"]
+
 
 def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
-    """Returns the plan: what was measured, the methods by predicted time, and lines to copy.
+    """Returns the plan: the verdict in its first line, what was measured and predicted, and lines to copy.
+
+    No line is longer than 80 columns, and nothing is left out where there are fewer.
 
     Args:
         work: a step without communication.
-        cluster: the costs of communication.
-        result: of :func:`measure_plan`: ``findings``, ``codecs``, and ``measured`` steps, of which there may be none;
-            and the ``changes`` since an earlier plan.
+        cluster: the costs of communication, perhaps of another cluster than the measured one.
+        result: of :func:`measure_plan`: ``settings``; ``findings``, ``codecs``, and ``measured`` steps, of which there
+            may be none; and the ``changes`` since an earlier plan.
     """
     predictions = sorted(predict(work, cluster), key=lambda one: one.seconds)
-    ddp = _ddp(predictions)
     measured: Mapping[str, Mapping[str, Any]] = result["measured"]
+    verdict = verdict_of(predictions, measured, work.seconds_with("ddp"))
+    blocks = [
+        paragraph("\n".join(verdict.sentences)),
+        paragraph(_what_is_planned(work, cluster, result)),
+        "".join(paragraph(one, bullet=True) for one in (*result["findings"], *result["changes"])),
+        *_tables(predictions, work, measured),
+        paragraph(_enough(work, cluster)),
+        paragraph(_assumptions(cluster, result)),
+        paragraph(_codecs(result["codecs"])),
+        *_to_copy(verdict, bool(measured)),
+    ]
+    return "\n".join(block for block in blocks if block)
+
+
+def _what_is_planned(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     size = sum(tensor.num_bytes for tensor in work.profile.tensors) / MIB
-    lines = [
-        f"{cluster.world_size} hosts, {mbit(cluster.bandwidth)}; a step without communication "
-        f"{1e3 * work.seconds:.0f} ms, gradients {size:.1f} MiB\n\n",
-        *(f"- {finding}\n" for finding in result["findings"]),
-        *(f"- {change}\n" for change in result["changes"]),
-        _codecs(result["codecs"]),
-        *(
-            _table(title, [one for one in predictions if one.exact == exact], ddp, work, measured)
-            for exact, title in KINDS
-        ),
-        "\n",
-        _enough(work, cluster),
-        "\n\n",
-        _to_copy(as_known(predictions, measured)),
-    ]
-    return "".join(lines)
+    return (
+        f"{result['settings']['model']} on {cluster.world_size} hosts with {rate(cluster.bandwidth)} each: a step "
+        f"without communication {milliseconds(work.seconds)}, gradients {size:.3g} MiB."
+    )
 
 
-def best_exact(predictions: Sequence[Prediction]) -> Prediction:
-    """Returns the fastest exact method, and DDP if that gains too little."""
-    ddp = _ddp(predictions)
-    best = min((one for one in predictions if one.exact), key=lambda one: one.seconds)
-    return best if best.seconds < (1 - WORTH) * ddp.seconds else ddp
+def extrapolated(cluster: Cluster, result: Mapping[str, Any]) -> bool:
+    """Returns whether a plan is for another cluster than the one that was measured."""
+    at = (result["world_size"], result["cluster"]["bandwidth"])
+    return (cluster.world_size, cluster.bandwidth) != at
 
 
-def _ddp(predictions: Sequence[Prediction]) -> Prediction:
-    return next(one for one in predictions if one.method == "ddp")
+def _assumptions(cluster: Cluster, result: Mapping[str, Any]) -> str:
+    """Returns what is assumed of a cluster that was not measured."""
+    if not extrapolated(cluster, result):
+        return ""
+    return (
+        f"Extrapolated from {result['world_size']} hosts with {rate(result['cluster']['bandwidth'])} each. Assumed: "
+        "all hosts are like those, behind switches that are not too narrow; a message has the latency, and a byte the "
+        "work of processors, that were measured; DDP's all-reduce is the faster of a ring and of halving and doubling, "
+        f"about what NCCL's trees take (with Gloo on {GLOO_RING_UP_TO} hosts or fewer, a ring, as torch has it)."
+    )
 
 
-def recommended(predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]) -> Prediction:
-    """Returns the exact method that the plan recommends.
+def _tables(predictions: Sequence[Prediction], work: Work, measured: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields what was run, what was not, and what cannot be; measured and predicted steps are never in one ranking."""
+    ddp = next(one for one in predictions if one.method == "ddp")
+    rounds = rounds_of(predictions, measured) if measured else {}
+    usual = {name: median(seconds) for name, seconds in rounds.items()}
+    run = sorted((one for one in predictions if one.name in usual), key=lambda one: usual[one.name])
+    failed = {one.name for one in predictions if "error" in measured.get(one.name, {})}
+    rest = [one for one in predictions if one.name not in usual and one.name not in failed]
 
-    Args:
-        predictions: of all methods.
-        measured: the outcomes of those that were run, by name; if there are none, predictions count.
-    """
-    return best_exact(as_known(predictions, measured))
+    def measured_row(one: Prediction) -> Row:
+        times = f"{usual[ddp.name] / usual[one.name]:.2f}" if ddp.name in usual else ""
+        peak = (measured[one.name]["resident_bytes"] + work.activation_bytes) / MIB
+        off = f"{one.seconds / usual[one.name] - 1:+.0%}"
+        cells = [one.method, number_of_ms(usual[one.name]), times, _predicted(one), off, f"{peak:.0f}"]
+        return Row(cells, [one.shown_settings, one.why])
 
+    def predicted_row(one: Prediction) -> Row:
+        return Row([one.method, _predicted(one), f"{ddp.seconds / one.seconds:.2f}"], [one.shown_settings, one.why])
 
-def as_known(predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]) -> list[Prediction]:
-    """Returns the predictions with the seconds that were measured, if any were."""
-    return [replace(one, seconds=_known(one, measured)) for one in predictions]
-
-
-def _known(one: Prediction, measured: Mapping[str, Mapping[str, Any]]) -> float:
-    """Returns the seconds of a step as measured, infinite if they were not; or as predicted, if none were measured."""
-    if not measured:
-        return one.seconds
-    outcome = measured.get(one.name, {})
-    return median(outcome["seconds"]) if "seconds" in outcome else math.inf
-
-
-def _table(
-    title: str,
-    predictions: Sequence[Prediction],
-    ddp: Prediction,
-    work: Work,
-    measured: Mapping[str, Mapping[str, Any]],
-) -> str:
-    headings = [title, "ms a step", "measured", "error", "times DDP", "peak MiB", "why"]
-    return "\n" + table(headings, [_row(one, ddp, work, measured.get(one.name, {})) for one in predictions])
+    for headings, found, make in ((MEASURED, run, measured_row), (PREDICTED, rest, predicted_row)):
+        listed: list[str | Row] = []
+        for exact, title in KINDS:
+            if some := [make(one) for one in found if one.exact == exact]:
+                listed += [title, *some]
+        yield table(headings, listed)
+    refused = {**work.refused, **{name: measured[name]["error"] for name in failed}}
+    yield "".join(paragraph(f"{name} cannot be used: {reason}", bullet=True) for name, reason in refused.items())
 
 
-def _row(one: Prediction, ddp: Prediction, work: Work, measured: Mapping[str, Any]) -> list[str]:
-    seconds = median(measured["seconds"]) if "seconds" in measured else None
-    return [
-        one.label,
-        f"{1e3 * one.seconds:.0f} ± {1e3 * one.error:.0f}",
-        measured.get("error", "") if seconds is None else f"{1e3 * seconds:.0f}",
-        "" if seconds is None else f"{one.seconds / seconds - 1:+.0%}",
-        f"{ddp.seconds / one.seconds:.2f}",
-        f"{(measured['resident_bytes'] + work.activation_bytes) / MIB:.0f}" if "resident_bytes" in measured else "",
-        one.why,
-    ]
+def _predicted(one: Prediction) -> str:
+    seconds = number_of_ms(one.seconds)
+    return f"{seconds} ± {1e3 * one.error:.{len(seconds.partition('.')[2])}f}"
 
 
 def _codecs(speeds: Mapping[str, float]) -> str:
     """Returns how fast the codecs are, beside which a faster network is not worth a codec."""
     listed = ", ".join(f"{codec} {speed / 1e9:.2g}" for codec, speed in speeds.items())
-    return f"\nCodecs encode and decode so many GB/s of fp32 values: {listed}.\n" if speeds else ""
+    return f"Codecs encode and decode so many GB/s of fp32 values: {listed}." if speeds else ""
 
 
 def _enough(work: Work, cluster: Cluster) -> str:
-    """Returns from where on DDP waits for 5 % of a step at most."""
+    """Returns from where on DDP waits for 5 % of a step at most, by prediction."""
     bandwidth, batches = enough_bandwidth(work, cluster), enough_accumulation(work, cluster)
-    ways = [f"from {mbit(bandwidth)}"] if bandwidth is not None else []
-    ways += [f"with accumulate_grad_batches={batches}"] if batches not in (None, 1) else []
     if batches == 1:
-        return "DDP is enough: it waits for the network for 5 % of a step at most."
-    return f"DDP is enough {', or '.join(ways)}." if ways else "DDP waits for more than 5 % of a step at any bandwidth."
+        return "Predicted: DDP waits for the network for 5 % of a step at most here."
+    ways = [f"from about {round_rate(bandwidth)}"] if bandwidth is not None else []
+    ways += [f"with {batches} accumulated batches"] if batches is not None else []
+    if not ways:
+        return "Predicted: DDP waits for more than 5 % of a step at any bandwidth."
+    return f"Predicted: DDP is enough {', or '.join(ways)}; it then waits for 5 % of a step at most."
 
 
-def _to_copy(predictions: Sequence[Prediction]) -> str:
-    """Returns lines of Python and YAML for the fastest exact method and for the fastest of all."""
-    exact = best_exact(predictions)
-    fastest = min(predictions, key=lambda one: one.seconds)
-    if exact.method == "ddp":
-        text = f"Exact: stay with DDP, `Trainer(strategy={_in_python(exact)})`.\n"
-    else:
-        text = f"Exact: `Trainer(strategy={_in_python(exact)})`\n"
-    if fastest.exact or fastest.seconds > (1 - WORTH) * exact.seconds:
-        return text
-    return text + (
-        f"\nFastest, if its quality suffices, see its page: `Trainer(strategy={_in_python(fastest)})`\n\n"
-        f"For `pipesync launch`:\n\n```yaml\n{_in_yaml(fastest)}```\n"
-    )
+def _to_copy(verdict: Verdict, run: bool) -> Iterator[str]:
+    """Yields lines of Python, and YAML, for what is advised."""
+    for one, why in ((verdict.exact, ""), (verdict.other, ", if its quality suffices (docs/results.md)")):
+        if one is not None:
+            yield paragraph(f"{'To use' if run else 'To try'} {one.method}{why}:")
+            yield _in_python(one)
+            yield _in_yaml(one)
 
 
 def _in_python(one: Prediction) -> str:
-    if one.method == "ddp":
-        return f"DDPStrategy(bucket_cap_mb={one.settings['bucket_mb']:g})"
-    settings = ", ".join(f"{name}={value!r}" for name, value in one.settings.items())
-    return f"{METHODS[one.method].__name__}Strategy({settings})"
+    if one.method != "ddp":
+        strategy, settings = f"{METHODS[one.method].__name__}Strategy", one.settings
+    elif one.settings["bucket_mb"] == DEFAULT_MB:
+        return code("Trainer(strategy=", '"ddp"', ")")
+    else:
+        strategy, settings = "DDPStrategy", {"bucket_cap_mb": one.settings["bucket_mb"]}
+    return code(f"Trainer(strategy={strategy}(", ", ".join(f"{k}={v!r}" for k, v in settings.items()), "))")
 
 
 def _in_yaml(one: Prediction) -> str:
-    return "".join(["pipesync:\n", f"  method: {one.method}\n", *(f"  {k}: {v}\n" for k, v in one.settings.items())])
+    """Returns the section for `pipesync launch`, of a method of this package."""
+    if one.method == "ddp":
+        return ""
+    lines = ["pipesync:", f"  method: {one.method}", *(f"  {name}: {value}" for name, value in one.settings.items())]
+    return paragraph("Or for `pipesync launch`:") + "\n" + "".join(f"{INDENT}{line}\n" for line in lines)

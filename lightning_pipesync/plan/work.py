@@ -24,9 +24,11 @@ from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.method import device_of
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 from lightning_pipesync.plan.layers import LayerWork, measure_layers
+from lightning_pipesync.plan.units import milliseconds
 
-#: A rank is slow whose computation takes so many times as long as a median rank's.
-SLOW_HOST = 1.15
+#: A rank is slow whose computation takes longer than a median rank's by more than this share of it, than this share of
+#: a step of DDP, and than these seconds, which are noise.
+SLOW_SHARE, SHARE_OF_STEP, NOISE_S = 0.15, 0.05, 0.005
 
 #: How often the prediction of weights is measured.
 PREDICTIONS = 5
@@ -43,6 +45,7 @@ class Work:
         layers: of a model that a pipeline splits by layers.
         own: by method, seconds that it adds to a step's computation, see :func:`measure_own_work`.
         activation_bytes: what a forward pass keeps for the backward pass, but for weights and the batch; 0 if unknown.
+        refused: by name of a :class:`Prediction` why its method, by its own rules, cannot train this model.
     """
 
     profile: Profile
@@ -51,6 +54,7 @@ class Work:
     layers: Sequence[LayerWork] = ()
     own: Mapping[str, float] = field(default_factory=dict)
     activation_bytes: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Work:
@@ -79,8 +83,8 @@ class Work:
 
 def measure_work(model: BenchModel) -> Work:
     """Measures what a step takes on this rank; a collective call, as all ranks are to compute at the same time."""
-    candidate = without_communication(model)
     dist.barrier()
+    candidate = without_communication(model)
     profile = profile_step(candidate)
     prediction = seconds_of_prediction(candidate.module, candidate.optimizer)
     activations = activation_bytes(model, candidate.batch)
@@ -95,20 +99,21 @@ def slowest(everyones: Sequence[Work]) -> Work:
     return replace(longest, prediction=prediction, own_pace=together / longest.seconds)
 
 
-def slow_ranks(everyones: Sequence[Work], names: Sequence[str]) -> list[str]:
+def slow_ranks(everyones: Sequence[Work], names: Sequence[str], step: float) -> list[str]:
     """Returns who is slow, a sentence each.
 
     Args:
         everyones: work, by rank.
         names: of the ranks.
+        step: seconds of a step of DDP, in which a wait of a few milliseconds may not matter.
     """
     seconds = [work.seconds for work in everyones]
     usual = sorted(seconds)[(len(seconds) - 1) // 2]
     return [
-        f"{name}: its computation takes {1e3 * own:.0f} ms, and that of most {1e3 * usual:.0f} ms: all others wait for "
-        "it. Look for other processes there, too many threads, or a slower processor."
+        f"{name}: its computation takes {milliseconds(own)}, and that of most {milliseconds(usual)}: all others wait "
+        "for it. Look for other processes there, too many threads, or a slower processor."
         for name, own in zip(names, seconds, strict=True)
-        if own > SLOW_HOST * usual
+        if own - usual > max(SLOW_SHARE * usual, SHARE_OF_STEP * step, NOISE_S)
     ]
 
 

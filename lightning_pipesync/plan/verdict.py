@@ -1,0 +1,99 @@
+"""What a plan advises: nothing that is not ahead of DDP, by steps of both in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from lightning_pipesync.plan.predictions import LITTLE, Prediction
+from lightning_pipesync.plan.units import milliseconds
+
+#: A method that gains less than this share of a step over DDP is not worth a change.
+WORTH = 0.02
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a plan advises.
+
+    Attributes:
+        sentences: the advice, and a second sentence about methods that are not exact, if one of them is faster.
+        exact: the fastest exact method that is ahead of DDP; DDP, if none is; None: there is no advice.
+        other: the fastest method of those that are not exact, if it is ahead of ``exact``.
+    """
+
+    sentences: Sequence[str]
+    exact: Prediction | None
+    other: Prediction | None = None
+
+
+def verdict_of(
+    predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]], computation: float = 0.0
+) -> Verdict:
+    """Returns what is advised.
+
+    Args:
+        predictions: of all methods.
+        measured: the outcomes of those that were run, by name. If there are none, predictions are compared with each
+            other, never with measured steps.
+        computation: seconds of a step of DDP without communication, to say what it waits for.
+    """
+    ddp = next(one for one in predictions if one.method == "ddp")
+    rounds = rounds_of(predictions, measured)
+    if ddp.name not in rounds:
+        error = measured.get(ddp.name, {}).get("error", "it was not run")
+        return Verdict([f"No advice: DDP could not be run, so that nothing is known to be ahead of it. {error}"], None)
+    exact = _fastest_ahead([one for one in predictions if one.exact], ddp, rounds) or ddp
+    other = _fastest_ahead([one for one in predictions if not one.exact], exact, rounds)
+    how = "measured" if measured else "predicted; nothing was run"
+    times = {one.name: median(rounds[one.name]) for one in (ddp, exact, other) if one is not None}
+
+    def with_gain(one: Prediction) -> str:
+        return f"{milliseconds(times[one.name])} a step, {times[ddp.name] / times[one.name]:.3g} times as fast as DDP"
+
+    if exact is not ddp:
+        advice = "Use" if measured else "Try"
+        sentences = [f"{advice} {exact.method}: {with_gain(exact)} ({how})."]
+    elif other is not None:
+        sentences = [f"Of exact methods none is ahead of DDP: {milliseconds(times[ddp.name])} a step ({how})."]
+    else:
+        sentences = [f"DDP is enough: {milliseconds(times[ddp.name])} a step ({how}). {_why(ddp, rounds, computation)}"]
+    if other is not None:
+        sentences.append(f"Not exact, and faster: {other.method}, {with_gain(other)}.")
+    return Verdict(sentences, exact, other)
+
+
+def rounds_of(
+    predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Sequence[float]]:
+    """Returns by name the seconds of a step in each round of those that were run; if none was, what is predicted."""
+    if not measured:
+        return {one.name: [one.seconds] for one in predictions}
+    return {name: outcome["seconds"] for name, outcome in measured.items() if "seconds" in outcome}
+
+
+def _fastest_ahead(
+    found: Sequence[Prediction], than: Prediction, rounds: Mapping[str, Sequence[float]]
+) -> Prediction | None:
+    """Returns the fastest of those that are ahead of another one by more than noise: in all rounds, and by 2 %."""
+    other = rounds[than.name]
+    ahead = [
+        one
+        for one in found
+        if one.name in rounds
+        and all(a < b for a, b in zip(rounds[one.name], other, strict=True))
+        and median(rounds[one.name]) < (1 - WORTH) * median(other)
+    ]
+    return min(ahead, key=lambda one: median(rounds[one.name]), default=None)
+
+
+def _why(ddp: Prediction, rounds: Mapping[str, Sequence[float]], computation: float) -> str:
+    waits = 1 - computation / median(rounds[ddp.name])
+    if waits <= LITTLE:
+        return f"It waits for the network for {max(0.0, waits):.0%} of that."
+    best = min((median(seconds) for name, seconds in rounds.items() if name != ddp.name), default=None)
+    if best is None:
+        return "Nothing else could be run."
+    return f"The best other method takes {milliseconds(best)}: not ahead in all rounds, or by less than {WORTH:.0%}."
