@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -57,6 +58,12 @@ def check_uneven_batches(trainer: Trainer) -> None:
                 "them: count in epochs (max_epochs, check_val_every_n_epoch, every_n_epochs), or set "
                 "partition='defdp'."
             )
+
+
+def writes_average_within_training(trainer: Trainer) -> bool:
+    """Returns whether StochasticWeightAveraging will write its average in the midst of a training, for BatchNorm."""
+    averages = any(_is_lightnings(one, "StochasticWeightAveraging") for one in vars(trainer)["callbacks"])
+    return averages and any(isinstance(child, _BatchNorm) for child in trainer.lightning_module.modules())
 
 
 def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:

@@ -17,6 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
+from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
@@ -25,10 +27,11 @@ from lightning_pipesync.lightning.private import (
     check_uneven_batches,
     no_broadcast_of_signals,
     run_hooks_before_step,
+    writes_average_within_training,
 )
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.uneven import UnevenBatches
-from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.method import PIECE_MB, parameters_of
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
@@ -73,12 +76,33 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
             self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
             self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
         self._check_checkpoint(self.method.transport)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            for value in vars(callback).values():
-                if isinstance(value, AveragedModel):  # WeightAveraging and similar callbacks
-                    self.method.follow(value)
+        self._follow_averages(trainer)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
         self._replace_clipping(clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
+
+    def _follow_averages(self, trainer: Trainer) -> None:
+        """Makes the running averages of callbacks, such as WeightAveraging, the same on all ranks when they are read.
+
+        Raises:
+            ValueError: on every rank: the ranks have different ones; or the method would overwrite an average.
+        """
+        assert self.method is not None
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        problem = None
+        if not self.method.trains_written_weights and writes_average_within_training(trainer):
+            problem = ValueError(
+                f"StochasticWeightAveraging writes the average before its pass for BatchNorm's statistics, and "
+                f"strategy={self.name!r} would change it after that: use EMAWeightAveraging or WeightAveraging, or "
+                "strategy='dear'."
+            )
+        raise_on_all_ranks(self.method.transport, problem)
+        found = [(one, value) for one in callbacks for value in vars(one).values() if isinstance(value, AveragedModel)]
+        names = ", ".join(type(callback).__name__ for callback, _ in found) or "none"
+        check_same(self.method.transport, [("the callbacks that average weights", names)])
+        for _, averaged in found:
+            tensors = [*averaged.parameters(), *averaged.buffers()]  # copied before all ranks had rank 0's weights
+            exchange_fused(tensors, PIECE_MB, self.method.transport.broadcast)
+            self.method.follow(averaged)
 
     @override
     def on_train_end(self) -> None:

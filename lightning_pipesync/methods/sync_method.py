@@ -87,6 +87,7 @@ class SyncMethod(Method):
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         self._loads: Loads | None = None
         self._began = False
+        self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
         try:
             parameters = self._agreed_parameters()
@@ -279,6 +280,14 @@ class SyncMethod(Method):
         return False
 
     @property
+    def trains_written_weights(self) -> bool:
+        """Whether what a callback writes to the weights after :meth:`flush` stays, and is what training continues from.
+
+        False if an update that is in flight, or the weights of a server, come on top.
+        """
+        return True
+
+    @property
     def same_optimizer_states(self) -> bool:
         """Whether all ranks begin with the same optimizer states, so that different ones are refused."""
         return True
@@ -300,7 +309,11 @@ class SyncMethod(Method):
         """
 
     def follow(self, module: nn.Module) -> None:
-        """Makes :meth:`flush` also consolidate ``module``, a running average of this rank's weights."""
+        """Makes :meth:`flush` also consolidate ``module``, a running average of this rank's weights.
+
+        Its buffers become rank 0's. Its parameters are the same on all ranks if the weights are.
+        """
+        self._followed.append(buffer_reader(module))
 
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         """Called by a framework after the last step of a training; a collective call.
@@ -383,7 +396,11 @@ class SyncMethod(Method):
 
     def _broadcast_buffers(self) -> None:
         """Broadcasts rank 0's buffers; a collective call."""
-        exchange_fused(self._read_buffers(), PIECE_MB, self.transport.broadcast)
+        exchange_fused(self._shared_tensors(), PIECE_MB, self.transport.broadcast)
+
+    def _shared_tensors(self) -> list[Tensor]:
+        """Returns the buffers, and what :meth:`flush` makes one rank's of the modules that :meth:`follow` was given."""
+        return [*self._read_buffers(), *(tensor for read in self._followed for tensor in read())]
 
     def _skip_if_outdated(self, index: int) -> None:
         if self._protocol.is_outdated(index):

@@ -181,7 +181,11 @@ class DeAR(SyncMethod):
         return result
 
     def follow(self, module: nn.Module) -> None:
-        """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass."""
+        """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass.
+
+        Its buffers become rank 0's with :meth:`flush`.
+        """
+        super().follow(module)
         self._waits = True
 
     def synchronize(self) -> None:

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
@@ -246,8 +247,20 @@ class ParameterServer(SyncMethod):
         return self._policy.together
 
     @property
+    def trains_written_weights(self) -> bool:
+        return False  # the servers have the weights
+
+    @property
     def same_optimizer_states(self) -> bool:
         return self.config.policy != "easgd"
+
+    def follow(self, module: nn.Module) -> None:
+        """Makes ``module``, a running average of the weights that this rank gets, the first learner's at a flush.
+
+        Other ranks get other weights, or at other steps, unless ``policy="sync"``.
+        """
+        read_buffers = buffer_reader(module)
+        self._followed.append(lambda: [*module.parameters(), *read_buffers()])
 
     def flush(self) -> None:
         """Waits until all gradients are applied, and makes the weights the servers' newest; a collective call.
@@ -260,7 +273,7 @@ class ParameterServer(SyncMethod):
             self._settle()
         if self._elastic is not None and not self.flushed:
             self._elastic.keep()
-        buffers = self._read_buffers()
+        buffers = self._shared_tensors()
         if self._goes_on:
             self._retire_with(buffers)
         else:

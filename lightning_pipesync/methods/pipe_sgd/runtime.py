@@ -71,6 +71,10 @@ class PipeSGD(SyncMethod):
         if self.config.predicts:
             self._prediction = PredictionHooks(self._module, self._pipes, lambda: self.flushed)
 
+    @property
+    def trains_written_weights(self) -> bool:
+        return self.config.staleness == 0  # otherwise gradients in flight are of the weights before
+
     def use_predicted_weights(self) -> None:
         """Swaps in the weights after the updates in flight, as this rank predicts them.
 

@@ -186,9 +186,8 @@ class ReplicaMethod(SyncMethod):
         for replicas in self._replicas:
             replicas.swap_in_average()
         self._non_trainable.swap_in_average()
-        if self._followers_diverged:
-            for follower in self._followers:
-                follower.average(self._can_undo)
+        for follower in self._followers:
+            follower.average(self._can_undo, with_parameters=self._followers_diverged)
         self._followers_diverged = False
         self.flushed = True
 

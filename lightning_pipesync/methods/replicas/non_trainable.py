@@ -59,13 +59,14 @@ class NonTrainableTensors:
             tensor.copy_(value)
         self.agree()
 
-    def average(self, keep_own: bool = False) -> None:
+    def average(self, keep_own: bool = False, with_parameters: bool = True) -> None:
         """Averages the tensors that some rank has changed; a collective call.
 
         Args:
             keep_own: whether to keep this rank's own values for :meth:`undo_average`, until :meth:`keep_average`.
+            with_parameters: whether to average the parameters, too; False: all ranks have changed them alike.
         """
-        changed = self._changed_anywhere()
+        changed = [index for index in self._changed_anywhere() if with_parameters or self._is_buffer(index)]
         if keep_own:
             self._own = {index: tensor.detach().clone() for index, tensor in self._pick(changed).items()}
         self._average_tensors(changed)

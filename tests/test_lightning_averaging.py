@@ -1,0 +1,184 @@
+"""Running averages of the weights in a Trainer (EMA, SWA), with BatchNorm: the same on all ranks when they are read."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+
+import lightning_pipesync  # noqa: F401  # registers the strategies
+from tests.harness import launch, raised
+from tests.lightning_models import Classifier, train_loader, trainer, val_loader
+
+#: Methods, and settings, with which the weights are the same as DDP's.
+EXACT: dict[str, dict[str, Any]] = {
+    "dear": {},
+    "pipe_sgd": {"staleness": 0},
+    "local_sgd": {"warmup_steps": 1000},
+    "parameter_server": {"policy": "sync"},
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *EXACT.items(),
+    ("pipe_sgd", {}),
+    ("local_sgd", {"period": 3, "warmup_steps": 5}),
+    ("selsync", {"delta": 1e9}),
+    ("parameter_server", {}),
+    ("parameter_server", {"policy": "downpour"}),
+    ("parameter_server", {"policy": "easgd", "sync_period": 2}),
+]
+#: What a Trainer's training has at each validation, and, last, after it: parameters and buffers.
+Found = list[tuple[Tensor, Tensor]]
+
+
+class Network(Classifier):
+    """Each rank begins with weights of its own, as without a common seed."""
+
+    def __init__(self, batch_norm: bool = True) -> None:
+        super().__init__(batch_norm=batch_norm)
+        torch.manual_seed(int(os.environ["RANK"]))
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += torch.randn_like(parameter) / 10
+
+    def parameters_and_buffers(self) -> tuple[Tensor, Tensor]:
+        buffers = torch.cat([torch.zeros(0), *(buffer.float().flatten() for buffer in self.buffers())])
+        return nn.utils.parameters_to_vector(self.parameters()).clone(), buffers
+
+
+class Watch(pl.Callback):
+    """What other callbacks, and the user, find while validating."""
+
+    def __init__(self) -> None:
+        self.found: Found = []
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Network, *args: Any) -> None:
+        self.found.append(pl_module.parameters_and_buffers())
+
+
+def average(
+    directory: Path, strategy: str, settings: dict[str, Any], callback: Any, epochs: int = 2, batch_norm: bool = True
+) -> Found:
+    model, watch = Network(batch_norm), Watch()
+    chosen: Any = strategy
+    if strategy != "ddp":
+        chosen = StrategyRegistry[strategy]["strategy"](**settings)
+    callbacks = [callback(), watch]
+    trainer(chosen, 2, directory, callbacks=callbacks, max_epochs=epochs).fit(model, train_loader(), val_loader())
+    return [*watch.found, model.parameters_and_buffers()]
+
+
+def ema() -> WeightAveraging:
+    return EMAWeightAveraging(decay=0.8)
+
+
+def late_ema() -> WeightAveraging:
+    return EMAWeightAveraging(decay=0.8, update_starting_at_step=9)
+
+
+@pytest.mark.parametrize("callback", [ema, late_ema])
+@pytest.mark.parametrize(("strategy", "settings"), CASES)
+def test_running_averages_are_the_same_on_all_ranks(
+    strategy: str, settings: dict[str, Any], callback: Any, tmp_path: Path
+) -> None:
+    first, second = launch(partial(average, tmp_path, strategy, settings, callback), 2, init=False)
+    assert len(first) > 3
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        for kind, mine, theirs in zip(("parameters", "buffers"), one, other, strict=True):
+            assert torch.equal(mine, theirs), (index, kind)
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+def test_exact_methods_have_the_running_average_of_ddp(strategy: str, tmp_path: Path) -> None:
+    """The buffers, too: those of rank 0; the average of the ranks' with local SGD, which DDP does not have."""
+    [expected, _] = launch(partial(average, tmp_path, "ddp", {}, ema), 2, init=False)
+    [actual, _] = launch(partial(average, tmp_path, strategy, EXACT[strategy], ema), 2, init=False)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one[0], other[0])
+        if strategy != "local_sgd":
+            torch.testing.assert_close(one[1], other[1])
+
+
+class Swa(StochasticWeightAveraging):
+    def __init__(self) -> None:
+        super().__init__(0.05, swa_epoch_start=1, annealing_epochs=1)
+
+
+#: Methods that keep what is written to the weights while they train.
+KEEPING = {
+    "dear": {},
+    "pipe_sgd": {"staleness": 0},
+    "local_sgd": {"warmup_steps": 1000},
+    "selsync": {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"},
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "batch_norm"),
+    [
+        *((*one, True) for one in KEEPING.items()),
+        *((*one, False) for one in {**KEEPING, "parameter_server": {"policy": "sync"}}.items()),
+    ],
+)
+def test_stochastic_weight_averaging_is_that_of_ddp(
+    strategy: str, settings: dict[str, Any], batch_norm: bool, tmp_path: Path
+) -> None:
+    fit = partial(average, tmp_path, callback=Swa, epochs=4, batch_norm=batch_norm)
+    [expected, _] = launch(partial(fit, strategy="ddp", settings={}), 2, init=False)
+    for actual in launch(partial(fit, strategy=strategy, settings=settings), 2, init=False):
+        torch.testing.assert_close(actual[-1][0], expected[-1][0])
+
+
+class KeepingSwa(Swa):
+    """Has the final weights checked against the average."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        mean = nn.utils.parameters_to_vector(self._average_model.parameters())
+        assert torch.equal(nn.utils.parameters_to_vector(pl_module.parameters()), mean)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [("pipe_sgd", {}), ("parameter_server", {}), ("local_sgd", {"period": 3}), ("selsync", {})],
+)
+def test_the_final_weights_are_the_stochastic_average(strategy: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    first, second = launch(
+        partial(average, tmp_path, strategy, settings, KeepingSwa, 4, batch_norm=False), 2, init=False
+    )
+    assert torch.equal(first[-1][0], second[-1][0])
+
+
+def refuse_swa(directory: Path, strategy: str, settings: dict[str, Any]) -> tuple[str, str] | None:
+    return raised(lambda: average(directory, strategy, settings, Swa, 4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("pipe_sgd", {}), ("parameter_server", {}), ("parameter_server", {"policy": "sync"})]
+)
+def test_an_average_that_would_be_overwritten_is_refused(
+    strategy: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    for outcome in launch(partial(refuse_swa, tmp_path, strategy, settings), 2, init=False):
+        assert outcome is not None
+        assert outcome[0] == "ValueError"
+        assert "StochasticWeightAveraging" in outcome[1]
+        assert strategy in outcome[1]
+
+
+def differ(directory: Path) -> tuple[str, str] | None:
+    callback = ema if os.environ["RANK"] == "0" else pl.Callback
+    return raised(lambda: average(directory, "dear", {}, callback))
+
+
+def test_a_running_average_on_one_rank_is_refused(tmp_path: Path) -> None:
+    for outcome in launch(partial(differ, tmp_path), 2, init=False):
+        assert outcome is not None
+        assert "rank 0 has EMAWeightAveraging, rank 1 has none" in outcome[1]
