@@ -20,7 +20,7 @@ CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/tes
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-cuda test-kernels test-core test-oldest lint clean
+.PHONY: demo test test-cuda test-kernels test-core test-oldest fuzz lint clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -58,6 +58,10 @@ test-kernels: $(READY)
 	  env $$kernels $(BIN)/python -m pytest -q -n 2 --dist loadfile -k "is_ddp or follows or uninterrupted" $(EQUIVALENCE) \
 	    || exit 1; \
 	done
+
+# Random configurations against references, for an hour: `make fuzz FUZZ_ARGS="--seconds 600 --seed 1000 --method dear"`.
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 test-core: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(CORE_TESTS)

@@ -27,6 +27,8 @@ def relative_change(squared_norms: Sequence[float], window: int, smoothing: floa
         return math.inf
     now = ewma(squared_norms, window, smoothing)
     before = ewma(squared_norms[:-1], window, smoothing)
+    if before == 0:
+        return math.inf if now else 0.0
     return abs((now - before) / before)
 
 

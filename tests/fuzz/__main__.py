@@ -1,0 +1,50 @@
+"""Runs random configurations until the time is over: ``python -m tests.fuzz --seconds 3600``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from tests.fuzz.batch import reproduction, run_batch
+from tests.fuzz.methods import METHODS
+
+#: Configurations of one launch.
+BATCH = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="how long (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (%(default)s)")
+    parser.add_argument("--method", choices=list(METHODS), action="append", help="only this method; may be repeated")
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes (%(default)s)")
+    parser.add_argument("--only", type=int, metavar="SEED", help="the configuration of this seed alone")
+    arguments = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    end, first = time.monotonic() + arguments.seconds, arguments.seed
+    while True:
+        seeds = list(range(first, first + BATCH)) if arguments.only is None else [arguments.only]
+        for method in arguments.method or METHODS:
+            for outcome in run_batch(method, seeds, arguments.ranks):
+                counts[method, outcome.kind] += 1
+                if outcome.kind == "failed":
+                    print(f"\n{reproduction(method, arguments.ranks, outcome)}", flush=True)
+        first += BATCH
+        if arguments.only is not None or time.monotonic() > end:
+            break
+    print(table(counts))
+    return int(any(kind == "failed" for _, kind in counts))
+
+
+def table(counts: Counter[tuple[str, str]]) -> str:
+    """Returns counts by method and outcome."""
+    kinds = sorted({kind for _, kind in counts})
+    methods = dict.fromkeys(method for method, _ in counts)
+    rows = [["", *kinds], *([method, *(str(counts[method, kind]) for kind in kinds)] for method in methods)]
+    return "\n".join("  ".join(cell.rjust(24) for cell in row) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

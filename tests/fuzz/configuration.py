@@ -1,0 +1,131 @@
+"""What is drawn from a seed: a model, its optimizers, a method with its settings, and what happens when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from tests.fuzz.layers import LAYERS
+from tests.fuzz.methods import METHODS, Check, Settings, shards
+from tests.fuzz.optimizers import OPTIMIZERS, SCHEDULERS, Options, draw_options
+from tests.fuzz.training import EVENTS, STEPS
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One training.
+
+    Attributes:
+        then: the method, and its settings, with which the training goes on after a "reattach".
+        num_optimizers: with two, each has every second layer.
+        pretrained_steps: steps of the optimizers on one batch for all ranks, before the method is attached.
+        no_sync: whether all passes of a step but the last are made under ``no_sync``.
+        clip: "norm", "value" or "".
+        overflow: step and rank at which the loss is infinite; with a loss scaler only.
+        events: what happens before a step, by the step.
+        double: whether the weights are float64, which tells a fault from rounding where sums are made in another order.
+    """
+
+    method: str
+    seed: int
+    world_size: int
+    settings: Settings
+    then: tuple[str, Settings] | None
+    layers: tuple[str, ...]
+    optimizer: str
+    options: Options
+    num_groups: int
+    num_optimizers: int
+    pretrained_steps: int
+    accumulate: int
+    no_sync: bool
+    clip: str
+    scaler: bool
+    overflow: tuple[int, int] | None
+    scheduler: str
+    set_to_none: bool
+    events: dict[int, str]
+    double: bool = False
+
+    @property
+    def used(self) -> list[tuple[str, Settings]]:
+        """The methods, with their settings."""
+        return [(self.method, self.settings), *([self.then] if self.then else [])]
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Words of the errors by one of which all ranks refuse it; none: it is trained."""
+        of_layers = [LAYERS[name].refused for name in self.layers]
+        of_methods = [METHODS[method].refused(self, settings) for method, settings in self.used]
+        return tuple(filter(None, (*of_layers, OPTIMIZERS[self.optimizer].refused, *of_methods)))
+
+    @property
+    def may_be_refused(self) -> tuple[str, ...]:
+        """Words of errors that depend on when something happens."""
+        return tuple(filter(None, (METHODS[method].may_refuse(self, settings) for method, settings in self.used)))
+
+    @property
+    def check(self) -> Check:
+        """What the training is compared with."""
+        return max((METHODS[method].check(settings) for method, settings in self.used), key=list(Check).index)
+
+
+def draw(method: str, seed: int, world_size: int = 2) -> Configuration:
+    """Returns the configuration of a method that belongs to a seed."""
+    random = Random(f"{method} {seed} {world_size}")
+    while is_known_to_fail(drawn := _draw(random, method, seed, world_size)):
+        continue
+    return drawn
+
+
+def is_known_to_fail(drawn: Configuration) -> bool:
+    """Returns whether a fault that is being mended would be found again."""
+    layers, fused = set(drawn.layers), bool(drawn.options.get("fused"))
+    sharded = any(shards(settings) for _, settings in drawn.used)
+    has_state = bool(
+        drawn.pretrained_steps or {"checkpoint", "reattach", "load optimizer"} & set(drawn.events.values())
+    )
+    late = {"alternating", "by_data", "thawed", "unused"} & layers
+    predicts = any(s.get("delay_compensation") in ("prediction", "momentum") for _, s in drawn.used)
+    return bool(
+        (fused and {"channels_last", "transposed", "sliced"} & layers)
+        or (fused and drawn.scaler)
+        or ("scalar" in layers and sharded and has_state)
+        or ("empty" in layers and sharded)
+        or (predicts and late and drawn.options.get("momentum"))
+    )
+
+
+def _draw(random: Random, method: str, seed: int, world_size: int) -> Configuration:
+    refusable = random.random() < 0.04  # rarely: refusals take no time and find little
+    layers = [name for name, layer in LAYERS.items() if refusable or not layer.refused]
+    optimizer = random.choice([name for name, kind in OPTIMIZERS.items() if refusable or not kind.refused])
+    drawn_layers = tuple(random.choice(layers) for _ in range(random.randint(1, 4)))
+    scaler = random.random() < 0.25
+    overflow = (random.randrange(STEPS), random.randrange(world_size))
+    events = {random.randrange(1, STEPS): random.choice(list(EVENTS)) for _ in range(random.randint(0, 3))}
+    then = random.choice([method, *METHODS])
+    drawn = Configuration(
+        method=method,
+        seed=seed,
+        world_size=world_size,
+        settings=METHODS[method].draw(random),
+        then=(then, METHODS[then].draw(random)) if "reattach" in events.values() else None,
+        layers=drawn_layers,
+        optimizer=optimizer,
+        options=draw_options(random, optimizer),
+        num_groups=random.choice([1, 1, 2]),
+        # PyTorch refuses to clip by value where there is no gradient at all.
+        num_optimizers=1 if {"frozen", "thawed"} & set(drawn_layers) else random.choice([1, 1, 1, 2]),
+        pretrained_steps=0 if OPTIMIZERS[optimizer].refused else random.choice([0, 0, 2]),
+        accumulate=random.choice([1, 1, 2]),
+        no_sync=random.random() < 0.8,
+        clip=random.choice(["", "", "norm", "value"]),
+        scaler=scaler,
+        overflow=overflow if scaler and random.random() < 0.7 else None,
+        scheduler=random.choice(["", "", *SCHEDULERS]),
+        set_to_none=random.random() < 0.8,
+        events=events,
+    )
+    rounds = any(METHODS[name].rounds(drawn, settings) for name, settings in drawn.used)
+    return replace(drawn, double=rounds or world_size > 2 or any(LAYERS[name].rounds for name in drawn.layers))

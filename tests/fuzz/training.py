@@ -1,0 +1,300 @@
+"""The training loop, the same on a rank and in the reference, and what may happen between two steps.
+
+To add an event, write a function of a worker and a step and give it a line in `EVENTS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from tests.fuzz.layers import Model, StopOnPurpose
+from tests.fuzz.optimizers import SCHEDULERS, optimizers_of
+from tests.models import batch
+
+if TYPE_CHECKING:
+    from tests.fuzz.configuration import Configuration
+
+STEPS = 8
+MAX_NORM, MAX_VALUE = 0.3, 0.01
+
+#: What is compared: tensors and plain values, by name.
+Seen = dict[str, Any]
+
+
+class Replica:
+    """What a rank's user has: model, optimizers, schedulers, and a loss scaler.
+
+    Attributes:
+        initial: the weights in the beginning, for an event that loads them again.
+    """
+
+    def __init__(self, configuration: Configuration, rank: int) -> None:
+        self.configuration, self.rank = configuration, rank
+        torch.manual_seed(configuration.seed)
+        self.model = Model(configuration.layers)
+        if configuration.double:
+            self.model.double()
+        self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.optimizers: list[Optimizer] = optimizers_of(
+            self.model,
+            list(self.model.blocks),
+            configuration.optimizer,
+            configuration.options,
+            configuration.num_groups,
+            configuration.num_optimizers,
+        )
+        name = configuration.scheduler
+        self.schedulers: list[Any] = [SCHEDULERS[name](optimizer) for optimizer in self.optimizers] if name else []
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3) if configuration.scaler else None
+
+    def pretrain(self) -> None:
+        """Takes steps on one batch for all ranks, so that the optimizers have a state."""
+        for step in range(self.configuration.pretrained_steps):
+            self.zero_grad()
+            self.loss(100 + step, 0, rank=0).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.zero_grad()
+
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        torch.manual_seed(1_000 * step + 10 * micro + rank)  # of dropout
+        x, y = batch(8 * step + micro, rank)
+        return nn.functional.cross_entropy(self.model(x, step), y)
+
+    def backward(self, step: int, micro: int) -> None:
+        configuration = self.configuration
+        loss = self.loss(step, micro, self.rank) / configuration.accumulate
+        if configuration.overflow == (step, self.rank):
+            loss = loss * float("inf")
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def clip(self, optimizer: Optimizer) -> None:
+        """Clips what the optimizer is about to apply, in PyTorch's own words."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.configuration.clip == "norm":
+            nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        elif self.configuration.clip == "value":
+            nn.utils.clip_grad_value_(parameters, MAX_VALUE)
+
+    def forget_unscaling(self) -> None:
+        """Has the scaler forget a step that is skipped; its ``update`` is for one that is taken."""
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad(self.configuration.set_to_none)
+
+    def end_step(self) -> None:
+        if self.scaler is not None:
+            self.scaler.update()
+        for scheduler in self.schedulers:
+            scheduler.step(1.0) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+
+    @torch.no_grad()
+    def output(self, step: int) -> Tensor:
+        self.model.eval()
+        output = self.model(batch(step, 7)[0], step)
+        self.model.train()
+        return output
+
+    def weights(self) -> Seen:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+class Worker(ABC):
+    """One rank, or the reference of all ranks.
+
+    Attributes:
+        seen: by rank what is compared: weights, outputs and states, by moment.
+    """
+
+    seen: dict[int, Seen]
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.configuration = configuration
+
+    @property
+    @abstractmethod
+    def replicas(self) -> list[Replica]: ...
+
+    @abstractmethod
+    def passes(self, step: int) -> None:
+        """Makes the forward and backward passes of a step."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Has the method take the gradient, of a step that is skipped then."""
+
+    @abstractmethod
+    def update(self) -> None: ...
+
+    @abstractmethod
+    def flush(self) -> None: ...
+
+    @abstractmethod
+    def resume(self) -> None: ...
+
+    @abstractmethod
+    def optimizer_states(self) -> list[list[Any]]:
+        """Returns, by replica and optimizer, the whole state."""
+
+    @abstractmethod
+    def start_anew(self) -> None:
+        """Saves all, and goes on from that with a new model, optimizer and method."""
+
+    @abstractmethod
+    def reattach(self, method: str, settings: dict[str, Any]) -> None:
+        """Consolidates, detaches and goes on with another method, or the same."""
+
+    def zero_grad(self) -> None:
+        for replica in self.replicas:
+            replica.zero_grad()
+
+    def train_step(self, step: int) -> None:
+        self.passes(step)
+        self.update()
+        self.zero_grad()
+
+    def see(self, moment: str) -> None:
+        """Notes the weights."""
+        for replica in self.replicas:
+            self.seen[replica.rank].update({f"{moment}: {name}": value for name, value in replica.weights().items()})
+
+    def see_output(self, moment: str, step: int) -> None:
+        for replica in self.replicas:
+            self.seen[replica.rank][f"{moment}: output"] = replica.output(step)
+
+    def see_states(self, moment: str) -> None:
+        for replica, states in zip(self.replicas, self.optimizer_states(), strict=True):
+            self.seen[replica.rank].update(flattened(f"{moment}: optimizer", states))
+
+    def stop_in(self, where: str, step: int) -> None:
+        """Raises in the pass of all ranks; the user catches it."""
+        for replica in self.replicas:
+            replica.model.stops = where
+        with suppress(StopOnPurpose):
+            self.passes(step)
+        for replica in self.replicas:
+            replica.model.stops = ""
+        self.zero_grad()
+
+
+def flattened(name: str, value: Any) -> Seen:
+    """The leaves of nested containers, with names."""
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list | tuple):
+        pairs = enumerate(value)
+    else:
+        return {name: value.detach().clone() if isinstance(value, Tensor) else value}
+    return {key: leaf for index, one in pairs for key, leaf in flattened(f"{name}.{index}", one).items()}
+
+
+def train(worker: Worker) -> None:
+    """Trains as the worker's configuration has it."""
+    for step in range(STEPS):
+        if event := worker.configuration.events.get(step):
+            EVENTS[event](worker, step)
+        worker.train_step(step)
+    worker.flush()
+    worker.see("end")
+    worker.see_output("end", STEPS)
+    worker.resume()
+    worker.see_states("end")
+
+
+def flush_and_resume(worker: Worker, step: int) -> None:
+    worker.flush()
+    worker.see(f"flush {step}")
+    worker.resume()
+
+
+def flush_twice(worker: Worker, step: int) -> None:
+    worker.flush()
+    worker.flush()
+    worker.see_output(f"flush {step}", step)
+    worker.resume()
+    worker.resume()
+
+
+def flush_alone(worker: Worker, step: int) -> None:
+    """The training goes on from the consolidated weights."""
+    worker.flush()
+    worker.see(f"flush {step}")
+
+
+def evaluate(worker: Worker, step: int) -> None:
+    worker.see_output(f"step {step}", step)
+
+
+def see_states(worker: Worker, step: int) -> None:
+    worker.see_states(f"step {step}")
+
+
+def skip(worker: Worker, step: int) -> None:
+    worker.passes(50 + step)
+    worker.zero_grad()
+
+
+def skip_reduced(worker: Worker, step: int) -> None:
+    worker.passes(50 + step)
+    worker.reduce()
+    worker.zero_grad()
+
+
+def flush_within_a_step(worker: Worker, step: int) -> None:
+    """Between two passes of different steps, of which the first is skipped."""
+    worker.passes(50 + step)
+    worker.zero_grad()
+    flush_and_resume(worker, step)
+
+
+def load_weights(worker: Worker, step: int) -> None:
+    worker.flush()
+    for replica in worker.replicas:
+        replica.model.load_state_dict(replica.initial)
+
+
+def load_optimizer(worker: Worker, step: int) -> None:
+    """A state is loaded that is some steps old; on each rank its own."""
+    states = worker.optimizer_states()
+    worker.train_step(60 + step)
+    for replica, of_replica in zip(worker.replicas, states, strict=True):
+        for optimizer, state in zip(replica.optimizers, of_replica, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def resume_from_checkpoint(worker: Worker, step: int) -> None:
+    worker.start_anew()
+
+
+def reattach(worker: Worker, step: int) -> None:
+    assert worker.configuration.then is not None
+    worker.reattach(*worker.configuration.then)
+
+
+#: What may happen before a step.
+EVENTS: dict[str, Callable[[Worker, int], None]] = {
+    "flush and resume": flush_and_resume,
+    "flush twice": flush_twice,
+    "flush": flush_alone,
+    "evaluate": evaluate,
+    "optimizer states": see_states,
+    "skip": skip,
+    "skip reduced": skip_reduced,
+    "flush within a step": flush_within_a_step,
+    "raise in forward": lambda worker, step: worker.stop_in("forward", 70 + step),
+    "raise in backward": lambda worker, step: worker.stop_in("backward", 70 + step),
+    "load weights": load_weights,
+    "load optimizer": load_optimizer,
+    "checkpoint": resume_from_checkpoint,
+    "reattach": reattach,
+}
