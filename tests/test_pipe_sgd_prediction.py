@@ -324,3 +324,94 @@ def test_own_gradients_may_be_left_out_of_checkpoints() -> None:
         assert small[0] == momentum[0] == [0, 0]
         assert not torch.equal(whole[1], small[1])
         assert torch.allclose(whole[1], small[1], atol=0.05), "it predicts with the averages"
+
+
+class Branches(nn.Module):
+    """Two layers of which one joins late, or both take turns."""
+
+    def __init__(self, takes_turns: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.takes_turns = nn.Linear(6, 3), nn.Linear(6, 3), takes_turns
+
+    def used(self, step: int) -> list[nn.Module]:
+        if self.takes_turns:
+            return [self.first if step % 2 else self.second]
+        return [self.first, self.second] if step >= 3 else [self.first]
+
+
+def train_branches(takes_turns: bool, staleness: int, compensation: str) -> list[Tensor]:
+    """Trains with gradients that begin late, which are the same on all ranks; returns all ranks' weights."""
+    torch.manual_seed(0)
+    model = Branches(takes_turns)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sync = PipeSGD(model, optimizer, staleness=staleness, delay_compensation=compensation)
+    for step in range(8):
+        model.zero_grad()
+        x, y = batch(step, rank=0)
+        nn.functional.cross_entropy(sum(layer(x) for layer in model.used(step)), y).backward()
+        sync.step()
+    sync.drain()
+    sync.flush()
+    of_ranks = sync.transport.gather_objects(flat(model))
+    sync.detach()
+    return of_ranks
+
+
+def train_all_branches() -> dict[tuple[bool, int, str], list[Tensor]]:
+    cases = [(turns, k, how) for turns in (False, True) for k in (1, 2) for how in ("prediction", "momentum")]
+    return {case: train_branches(*case) for case in cases}
+
+
+def synchronous_branches(takes_turns: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = Branches(takes_turns)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(8):
+        model.zero_grad()
+        x, y = batch(step, rank=0)
+        nn.functional.cross_entropy(sum(layer(x) for layer in model.used(step)), y).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def test_a_parameter_may_get_its_first_gradient_late() -> None:
+    """With SGD's momentum. As all ranks have the same gradients, predictions by these are synchronous training."""
+    for of_rank in launch(train_all_branches, 2):
+        for (takes_turns, _, how), (first, second) in of_rank.items():
+            assert torch.equal(first, second)
+            if how == "prediction":
+                torch.testing.assert_close(first, synchronous_branches(takes_turns))
+
+
+def transform() -> list[tuple[Tensor, Tensor]]:
+    """Uses torch.func over the model between steps; returns the results, and what they are by torch.autograd."""
+    model = seeded_mlp()
+    sync = PipeSGD(model, OPTIMIZERS["sgd"](model))
+    take_steps(model, sync)
+    x, y = batch(0, dist.get_rank())
+    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def loss_at(values: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(torch.func.functional_call(model, values, x), y)
+
+    with sync.true_weights():
+        within = torch.func.grad(loss_at)(parameters)
+    gradients = torch.func.grad(loss_at)(parameters)
+    jacobian = torch.func.jacrev(model)(x[0])
+    take_steps(model, sync)
+    twin = seeded_mlp()
+    twin.load_state_dict(parameters)
+    nn.functional.cross_entropy(twin(x), y).backward()
+    expected = torch.autograd.functional.jacobian(twin, x[0])
+    sync.detach()
+    pairs = [(jacobian, expected)]
+    for name, parameter in twin.named_parameters():
+        assert parameter.grad is not None
+        pairs += [(within[name], parameter.grad), (gradients[name], parameter.grad)]
+    return pairs
+
+
+def test_function_transforms_see_the_true_weights() -> None:
+    for pairs in launch(transform, 2):
+        for actual, expected in pairs:
+            torch.testing.assert_close(actual, expected)

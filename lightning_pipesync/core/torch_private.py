@@ -29,6 +29,7 @@ class Probe(torch.optim.SGD):
 
 
 require(torch, "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_norm")
+require(torch._C._functorch, "maybe_current_level")
 require(Tensor, "_version")
 require(nn.Module, "_compiled_call_impl")
 require(Probe([torch.zeros(1)]), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -79,6 +80,11 @@ def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
     if dtypes <= {torch.float32} or dtypes <= {torch.float64}:
         return list(torch._foreach_norm(tensors, 2))  # 1.5 times as fast as with a dtype
     return list(torch._foreach_norm(tensors, 2, functools.reduce(torch.promote_types, dtypes, torch.float32)))
+
+
+def in_function_transform() -> bool:
+    """Returns whether a transform of ``torch.func`` runs, within which tensors must not get other data."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def version(tensor: Tensor) -> int:

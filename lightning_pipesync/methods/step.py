@@ -15,6 +15,10 @@ from lightning_pipesync.core.torch_private import handles_unscaling
 
 T = TypeVar("T")
 
+SCALER_RECIPE = (
+    "With a loss scaler, call sync.unscale(scaler), sync.step(lambda: scaler.step(optimizer)) and scaler.update()."
+)
+
 
 class Stage(IntEnum):
     """The stage of an optimizer in its step."""
@@ -40,6 +44,7 @@ class StepProtocol:
 
     def __init__(self, num_optimizers: int, together: bool = False) -> None:
         self._stages = [Stage.ACCUMULATING] * num_optimizers
+        self._overflowed = [False] * num_optimizers
         # Gradients that a backward pass has added to since they were reduced. deque.append, the hook, is not in Python.
         self._added_to: list[deque[Tensor]] = [deque(maxlen=1) for _ in range(1 if together else num_optimizers)]
         self._together = together
@@ -79,9 +84,33 @@ class StepProtocol:
         self._added_by(index).clear()
         self._reduced_in_step = index == self._stepping
 
-    def unscaled(self, index: int) -> None:
-        """Records that the gradient is unscaled."""
-        self._stages[index] = Stage.UNSCALED
+    def unscaled(self, index: int, overflow: bool) -> None:
+        """Records that the gradient is unscaled, and whether it is not finite on some rank."""
+        self._stages[index], self._overflowed[index] = Stage.UNSCALED, overflow
+
+    def check_unscaled(self, index: int) -> None:
+        """Checks that the gradient that is about to be applied is reduced and unscaled.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if self._stages[index] < Stage.UNSCALED or self.is_outdated(index):
+            raise RuntimeError(
+                "The gradient was not reduced before the optimizer stepped: call after_backward() when it is complete, "
+                f"before or within update, and after the last backward pass. {SCALER_RECIPE}"
+            )
+
+    def check_skipped(self, index: int) -> None:
+        """Checks that an optimizer, which is about to step, need not skip the step.
+
+        Raises:
+            RuntimeError: the gradient of some rank is not finite.
+        """
+        if self._overflowed[index]:
+            raise RuntimeError(
+                "after_backward() has returned that the gradient of some rank is not finite, and this rank's loss "
+                f"scaler, which has checked its own gradient only, did not skip the step. {SCALER_RECIPE}"
+            )
 
     @contextmanager
     def stepping(self, index: int) -> Iterator[None]:
@@ -150,6 +179,12 @@ def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:
         )
 
 
+def is_skipped(optimizer: Optimizer) -> bool:
+    """Returns whether a loss scaler, which calls the step of a fused optimizer anyway, makes it skip the update."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
 @contextmanager
 def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[None]:
     """Context manager that replaces ``optimizer.step`` by ``step``, also for wrappers of the optimizer."""
@@ -177,14 +212,14 @@ def run_without_update(
         evaluate: evaluates the closure.
 
     Returns:
-        Whether ``optimizer.step`` was called, and what ``update`` returned.
+        Whether the optimizer would have made an update, and what ``update`` returned.
     """
     stepped = False
 
     def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         nonlocal stepped
         result = None if closure is None else evaluate(closure)
-        stepped = True
+        stepped = not is_skipped(optimizer)
         return result
 
     with replaced_step(optimizer, step):

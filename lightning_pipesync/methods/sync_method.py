@@ -28,7 +28,14 @@ from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
-from lightning_pipesync.methods.step import Stage, StepGuard, StepProtocol
+from lightning_pipesync.methods.step import (
+    Stage,
+    StepGuard,
+    StepProtocol,
+    is_skipped,
+    replaced_step,
+    run_without_update,
+)
 
 T = TypeVar("T")
 
@@ -38,7 +45,13 @@ class SyncMethod(Method):
 
     The constructor attaches the method: it broadcasts rank 0's weights and buffers. A plain loop calls :meth:`step` in
     place of ``optimizer.step()``. With several optimizers, each call names its optimizer. The calls of a step follow
-    the order of :class:`Stage`; a repeated call in the same step does nothing.
+    the order of :class:`Stage`; a repeated call in the same step does nothing. With a loss scaler::
+
+        scaler.scale(loss).backward()
+        sync.unscale(scaler)                        # in place of scaler.unscale_(optimizer)
+        sync.clip(1.0)
+        sync.step(lambda: scaler.step(optimizer))   # all ranks skip the step, or none
+        scaler.update()
 
     Args:
         module: the model, the same on all ranks.
@@ -147,7 +160,7 @@ class SyncMethod(Method):
         if self._protocol.stage(index) == Stage.UNSCALED:
             return False
         overflow = self._unscale(index, loss_scale)
-        self._protocol.unscaled(index)
+        self._protocol.unscaled(index, overflow and loss_scale is not None)
         return overflow
 
     def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
@@ -162,6 +175,8 @@ class SyncMethod(Method):
         """
         if self.is_unscaled(optimizer):
             return
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
         loss_scale = None if scaler is None else scaler.get_scale()
         self.before_unscaling(optimizer, loss_scale)
         trained = self.optimizers[self._index(optimizer)]
@@ -196,8 +211,8 @@ class SyncMethod(Method):
         """Takes the optimizer step, with its communication.
 
         Args:
-            update: updates the weights; None: ``optimizer.step``. If it evaluates a closure or unscales the gradient,
-                it must call :meth:`after_backward` once the gradient is complete.
+            update: updates the weights; None: ``optimizer.step``. :meth:`after_backward` or :meth:`unscale` must be
+                called before, or within it once the gradient is complete, as at the end of a closure.
             optimizer: the optimizer that steps; may be omitted if there is only one.
 
         Returns:
@@ -208,6 +223,8 @@ class SyncMethod(Method):
         """
         index = self._index(optimizer)
         self._skip_if_outdated(index)
+        if update == self.optimizers[index].step:  # bound, before it can be replaced
+            update = None
         with self._protocol.stepping(index):
             return self._step(index, update)
 
@@ -218,16 +235,77 @@ class SyncMethod(Method):
             RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass.
         """
         optimizer = self.optimizers[index]
+        optimizer_step = optimizer.step
+
+        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            def evaluate() -> Any:
+                result = None if closure is None else closure()
+                self.complete_gradient(index, by_closure=closure is not None)
+                if not is_skipped(optimizer):
+                    self._protocol.check_skipped(index)
+                return result
+
+            if closure is None:
+                evaluate()
+                return optimizer_step(**kwargs)
+            return optimizer_step(evaluate, **kwargs)
+
         if update is None:
             self.after_backward(optimizer)
-        with self._guards[index].stepping():
-            result = optimizer.step() if update is None else update()
-        if not self.is_unscaled(optimizer):
-            raise RuntimeError(
-                "Call after_backward() when the gradient is complete, before or within update, and after the last "
-                "backward pass."
-            )
+        with self._guards[index].stepping(), replaced_step(optimizer, step):
+            result = step() if update is None else update()
+        self._protocol.check_unscaled(index)
         return result
+
+    def complete_gradient(self, index: int, by_closure: bool) -> None:
+        """Called before an optimizer updates the weights: the gradient must be complete.
+
+        Args:
+            index: of the optimizer.
+            by_closure: whether a closure has computed the gradient, which is then reduced unless the closure did.
+
+        Raises:
+            RuntimeError: the gradient is not reduced, or not unscaled.
+        """
+        if by_closure:
+            self.after_backward(self.optimizers[index])
+        self._protocol.check_unscaled(index)
+
+    def run_update(
+        self,
+        index: int,
+        update: Callable[[], T] | None,
+        evaluate: Callable[[Callable[[], Any]], Any] = lambda closure: closure(),
+    ) -> tuple[bool, T | None]:
+        """Runs the user's ``update``, in which the optimizer makes no update, for a method that makes it itself.
+
+        Args:
+            index: of the optimizer.
+            update: as in :meth:`step`.
+            evaluate: evaluates a closure, after which the gradient is complete.
+
+        Returns:
+            Whether the method is to update the weights, or a loss scaler skips the step; and the result of ``update``.
+
+        Raises:
+            RuntimeError: a call is out of order.
+        """
+        optimizer = self.optimizers[index]
+
+        def evaluate_and_reduce(closure: Callable[[], Any]) -> Any:
+            result = evaluate(closure)
+            self.complete_gradient(index, by_closure=True)
+            return result
+
+        if update is None:
+            self.after_backward(optimizer)
+            stepped, result = True, None
+        else:
+            stepped, result = run_without_update(update, optimizer, evaluate_and_reduce)
+        self._protocol.check_unscaled(index)
+        if stepped:
+            self._protocol.check_skipped(index)
+        return stepped, result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -29,8 +29,7 @@ def cases_of(framework: str, method: Method | None) -> list[str]:
 
 def _has(framework: str, pipeline: bool, options: Options) -> bool:
     if options.precision == "16-mixed":
-        # A plain loop's words for a loss scaler are each method's own, and Accelerate's scaler needs a GPU.
-        return framework in ("lightning", "fabric") and not pipeline
+        return framework != "accelerate" and not pipeline  # Accelerate's scaler needs a GPU
     if options.several:
         return not pipeline  # it has an optimizer for each stage
     # Of a pipeline Accelerate knows neither the precision nor the clipping by norm, which is a setting.

@@ -106,7 +106,10 @@ def run_loop(
 
 
 def autocast(options: Options) -> Any:
-    return torch.autocast(options.device, torch.bfloat16) if options.precision == "bf16-mixed" else nullcontext()
+    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    if options.precision not in dtypes:
+        return nullcontext()
+    return torch.autocast(options.device, dtypes[options.precision])
 
 
 class PlainLoop(Loop):
@@ -123,6 +126,7 @@ class PlainLoop(Loop):
         else:
             self.sync = method.plain(self.model, self.optimizers, **settings)
         self.schedulers = [scheduler_of(optimizer) for optimizer in self.optimizers]
+        self.scaler = scaler_of(options, enabled=options.precision == "16-mixed")
 
     def train_on(self, index: int, x: Tensor, y: Tensor) -> None:
         accumulate = self.options.accumulate
@@ -132,14 +136,20 @@ class PlainLoop(Loop):
         with no_sync() if within + 1 < accumulate else nullcontext():
             with autocast(self.options):
                 output = self.called(x)
-            (loss_of(output, y) / accumulate).backward()
+            self.scaler.scale(loss_of(output, y) / accumulate).backward()
         if within + 1 < accumulate:
             return
+        if self.sync is None:
+            self.scaler.unscale_(optimizer)
+        else:
+            self.sync.unscale(self.scaler, optimizer)
         self.clip(optimizer)
         if self.sync is None:
-            optimizer.step()
+            self.scaler.step(optimizer)
         else:
-            self.sync.step(optimizer=optimizer)
+            self.sync.step(lambda: self.scaler.step(optimizer), optimizer)
+        self.scaler.update()
+        self.scale = self.scaler.get_scale()
         self.model.zero_grad()
         self.schedulers[step % len(self.optimizers)].step()
 

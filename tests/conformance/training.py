@@ -132,8 +132,8 @@ def loss_of(output: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.float(), y)
 
 
-def scaler_of(options: Options) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler(options.device, init_scale=options.loss_scale, growth_interval=3)
+def scaler_of(options: Options, enabled: bool = True) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(options.device, init_scale=options.loss_scale, growth_interval=3, enabled=enabled)
 
 
 def order(rank: int) -> list[list[int]]:

@@ -26,7 +26,6 @@ from lightning_pipesync.methods.execution_order import ExecutionOrder
 from lightning_pipesync.methods.feedpipe import FeedPipe
 from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.module_hook import ModuleHook
-from lightning_pipesync.methods.step import run_without_update
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -165,15 +164,12 @@ class DeAR(SyncMethod):
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
-        optimizer, stepped, result = self.optimizers[index], True, None
-        if update is not None:
-            stepped, result = run_without_update(update, optimizer)
-        self.after_backward(optimizer)
-        if stepped:  # otherwise a loss scaler skips the step
+        stepped, result = self.run_update(index, update)
+        if stepped:
             self._feedpipe.start(self._fused.of_optimizer(index))
         if index == 0:
             self._tuner.note_step()
-        mark_stepped(optimizer)
+        mark_stepped(self.optimizers[index])
         self.flushed = False
         self._feedpipe.end_step()
         if self._waits:

@@ -137,8 +137,6 @@ class LocalSGD(ReplicaMethod):
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and averages what is due."""
-        if update == self.optimizers[index].step:  # bound before it is replaced
-            update = None
         with self._rounds[index].in_step():
             result = self.update_own(index, update)
         if self._rounds[index].meets_next:

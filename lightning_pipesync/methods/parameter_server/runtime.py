@@ -32,7 +32,6 @@ from lightning_pipesync.methods.parameter_server.shards import (
     SharedBucket,
     shared_buckets,
 )
-from lightning_pipesync.methods.step import run_without_update
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -163,18 +162,14 @@ class ParameterServer(SyncMethod):
             self._settle()
         if self._elastic is not None:
             return self._step_of_replica(self._elastic, index, update)
-        stepped, result = True, None
-        optimizer = self.optimizers[index]
-        if update is not None:
-            stepped, result = run_without_update(update, optimizer, self._passes.evaluate)
-        self.after_backward(optimizer)
+        stepped, result = self.run_update(index, update, self._passes.evaluate)
         if stepped and self._local is not None:
             self._local.step()
-        elif stepped:  # otherwise a loss scaler skips the step
+        elif stepped:
             self._push_and_fetch(index)
         self._clipping.pop(index, None)
         self._passes.end_step()
-        mark_stepped(optimizer)
+        mark_stepped(self.optimizers[index])
         self.flushed = False
         return result
 

@@ -21,7 +21,7 @@ from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight
 from lightning_pipesync.methods.pipe_sgd.gradient_plan import GradientPlan
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
-from lightning_pipesync.methods.step import StepGuard, replaced_step
+from lightning_pipesync.methods.step import SCALER_RECIPE, StepGuard, is_skipped, replaced_step
 
 T = TypeVar("T")
 
@@ -129,12 +129,12 @@ class GradientPipe:
                 if parameter.grad is not None:
                     parameter.grad = torch.zeros_like(parameter.grad)
 
-    def run(self, update: Callable[[], T] | None, submit: Callable[[], object]) -> T | None:
+    def run(self, update: Callable[[], T] | None, complete: Callable[[bool], object]) -> T | None:
         """Runs ``update``; the ``optimizer.step()`` within it applies the gradient that is due, if there is one.
 
         Args:
             update: calls ``optimizer.step()``; None: is ``optimizer.step``.
-            submit: called before the update, after a closure was evaluated.
+            complete: called before the update: the gradient must be complete, and is submitted if the argument is True.
 
         Raises:
             RuntimeError: ``update`` did not step the optimizer, and the gradient that was due is finite: a loss scaler
@@ -145,8 +145,9 @@ class GradientPipe:
 
         def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             result = None if closure is None else closure()
-            submit()
-            self._apply(lambda: optimizer_step(**kwargs))
+            complete(update is None or closure is not None)
+            if not is_skipped(self.optimizer):
+                self._apply(lambda: optimizer_step(**kwargs))
             return result
 
         try:
@@ -154,9 +155,8 @@ class GradientPipe:
                 result = step() if update is None else update()
             if not self._submitted or (self._due is not None and self._due.is_finite()):
                 raise RuntimeError(
-                    f"{type(self.optimizer).__name__}.step() was not called within step(), as by a loss scaler that "
-                    "has looked at this rank's own gradient. Call after_backward(loss_scale=scaler.get_scale()) before "
-                    "it unscales or anything clips: then it looks at the gradient of all ranks."
+                    f"{type(self.optimizer).__name__} made no update within step(), as with a loss scaler that has "
+                    f"looked at this rank's own gradient only. {SCALER_RECIPE}"
                 )
         except BaseException:
             self._failed = True

@@ -191,9 +191,7 @@ class PredictedWeights:
         try:
             twin = self._twin(block, views, first)
             before: list[dict[str, Any]] = [{} for _ in self._optimizer.param_groups]
-            used = [step.gradients.get(id(parameter)) for step, _ in steps for parameter in parameters]
-            used += [value for parameter in parameters for value in self._optimizer.state.get(parameter, {}).values()]
-            fused = takes_fused_steps(self._optimizer, parameters, used)
+            fused = takes_fused_steps(self._optimizer, parameters, [step.gradients for step, _ in steps])
             for step, copy in steps:
                 for index, group in zip(block, twin.param_groups, strict=True):
                     if index < len(step.hyperparameters):  # otherwise the group was added since
@@ -243,17 +241,26 @@ class PredictedWeights:
         return type(self._optimizer).__module__.startswith("torch.optim.")
 
 
-def takes_fused_steps(optimizer: Optimizer, parameters: Sequence[Tensor], used: Iterable[Any]) -> bool:
+def takes_fused_steps(
+    optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Mapping[int, Tensor | None]]
+) -> bool:
     """Returns whether trial steps on a CPU are torch's fused ones: one pass over memory instead of up to six.
 
-    They round otherwise than the optimizer's own steps, which stay as the user has chosen them. They ignore strides.
+    They round otherwise than the optimizer's own steps, which stay as the user has chosen them. They ignore strides,
+    and that of SGD needs the momentum of all parameters or of none.
 
     Args:
         optimizer: the user's own.
         parameters: what is updated.
-        used: gradients and values of the state, tensors among them.
+        gradients: of each step, by the id of their parameter.
     """
+    states = [optimizer.state.get(parameter) for parameter in parameters]
+    used = [step.get(id(parameter)) for step in gradients for parameter in parameters]
+    used += [value for state in states if state for value in state.values()]
     if not all(value.is_contiguous() for value in (*parameters, *used) if isinstance(value, Tensor)):
+        return False
+    always = all(id(parameter) in step for step in gradients for parameter in parameters)
+    if not all(states) and not (always and not any(states)):  # some have begun to move, and others have not
         return False
     chosen = any(group.get(name) for group in optimizer.param_groups for name in ("differentiable", "foreach"))
     real = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in parameters)

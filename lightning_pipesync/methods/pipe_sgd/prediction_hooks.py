@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from lightning_pipesync.core.parameters import modules_with_parameters
+from lightning_pipesync.core.torch_private import in_function_transform
 from lightning_pipesync.methods.module_hook import EagerHook, ModuleHook
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 
 
 class PredictionHooks:
     """Forward passes with gradients enabled run at the predicted weights; state dicts hold the true ones.
+
+    Within a transform of ``torch.func`` the weights stay what they are.
 
     Args:
         module: the model.
@@ -61,7 +64,7 @@ class PredictionHooks:
             pipe.restore_true_weights(check=False)
 
     def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not self._is_flushed():
+        if torch.is_grad_enabled() and not self._is_flushed() and not in_function_transform():
             self.use_predicted_weights()
 
     def _before_saving(self, module: nn.Module, *_: Any) -> None:

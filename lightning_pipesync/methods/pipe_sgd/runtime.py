@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,11 +42,7 @@ class PipeSGD(SyncMethod):
         sync.detach()
 
     After :meth:`step` ``p.grad`` is what was applied. With ``pipeline_level=2`` and several backward passes before a
-    step, all but the last belong under :meth:`no_sync`. With a loss scaler::
-
-        sync.after_backward(loss_scale=scaler.get_scale())
-        sync.step(lambda: scaler.step(optimizer))
-        scaler.update()
+    step, all but the last belong under :meth:`no_sync`.
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`PipeSGDConfig`.
     """
@@ -139,8 +136,7 @@ class PipeSGD(SyncMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step."""
         self.flushed = False
-        pipe = self._pipes[index]
-        return pipe.run(update, submit=lambda: self.before_unscaling(pipe.optimizer))
+        return self._pipes[index].run(update, partial(self.complete_gradient, index))
 
     def drain(self, before_update: Callable[[Optimizer], object] = lambda _: None) -> None:
         """Applies all gradients in flight, in order; a collective call.
