@@ -251,7 +251,7 @@ def misuse() -> dict[str, tuple[str, str] | None]:
         "timeout_s": raised(lambda: DeAR(model, sgd, timeout_s=0)),
         "LBFGS": raised(lambda: DeAR(model, torch.optim.LBFGS(model.parameters()))),
         "'replicated'": raised(lambda: DeAR(model, Normalized(model.parameters()), update="sharded")),
-        "settings": raised(lambda: DeAR(model, sgd, bucket_mb=1.0 + dist.get_rank())),
+        "bucket_mb: rank 0 has 1.0, rank 1 has 2.0": raised(lambda: DeAR(model, sgd, bucket_mb=1.0 + dist.get_rank())),
     }
     sync = DeAR(model, Normalized(model.parameters()))
     outcomes["SGD is not"] = raised(lambda: sync.step(optimizer=sgd))

@@ -290,7 +290,7 @@ def misuse() -> dict[str, tuple[str, str] | None]:
         "WithoutRate has none": raised(
             lambda: PipeSGD(model, WithoutRate(model.parameters()), delay_compensation="staleness")
         ),
-        "settings": raised(lambda: PipeSGD(model, sgd, staleness=1 + dist.get_rank())),
+        "staleness: rank 0 has 1, rank 1 has 2": raised(lambda: PipeSGD(model, sgd, staleness=1 + dist.get_rank())),
     }
     sync = PipeSGD(model, sgd)
     outcomes["is not an optimizer that was passed to PipeSGD"] = raised(lambda: sync.step(optimizer=halves[0]))

@@ -14,6 +14,7 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import version
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -70,6 +71,7 @@ class FusedBucket:
         for tensor in self._tensors:
             optimizer.state.pop(tensor, None)
         self.present = [True] * len(self._tensors)
+        self._noted: list[tuple[int, int] | None] = []
         self._reduced: Queued[Tensor] | None = None
         self._gathered: Handle[Tensor] | None = None
         self._num_early = 0  # values of each rank's shard that are gathered under backward
@@ -95,8 +97,23 @@ class FusedBucket:
                 view.copy_(tensor)
                 tensor.data = view
         self.present = self.gradients.pack_gradients(self._tensors)
+        self.note_gradients()
         self._reduced = queue.submit("reduce_scatter", self._start_reduce_scatter)
         self._num_early = 0
+
+    def note_gradients(self) -> None:
+        """Notes which gradients the parameters have, and what was written to them."""
+        self._noted = _versions(self._tensors)
+
+    @property
+    def written(self) -> str | None:
+        """The name of a parameter whose gradient was written to since :meth:`note_gradients`; None if none was."""
+        now = _versions(self._tensors)
+        if now == self._noted:
+            return None
+        return next(
+            member.name for member, *pair in zip(self.members, now, self._noted, strict=True) if pair[0] != pair[1]
+        )
 
     def gather_early(self, queue: CommQueue, pieces: int) -> None:
         """Starts the all-gather of the next of ``pieces`` equal pieces of each rank's shard, after the reduce-scatter.
@@ -255,3 +272,9 @@ class FusedBucket:
             self.values.flat.add_(self._difference)
             if self._dropped is not None:
                 torch.sub(self._updated, self._own, out=self._dropped)
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Returns for each parameter which gradient it has, and how often that was written to; None without one."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [None if gradient is None else (gradient.data_ptr(), version(gradient)) for gradient in gradients]

@@ -15,7 +15,7 @@ from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.dear.backpipe import BackPipe
+from lightning_pipesync.methods.dear.backpipe import BackPipe, error_of_written
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
@@ -130,11 +130,13 @@ class DeAR(SyncMethod):
             self._tuner.restart_trial()
 
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
-        """Unscales the averaged gradient, which is not in ``p.grad``.
+        """Unscales the averaged gradient, which is not in ``p.grad``: a loss scaler has written to that.
 
         Returns:
             Whether some value of it is not finite, on any rank.
         """
+        for bucket in self._fused.of_optimizer(index):
+            bucket.note_gradients()
         if loss_scale is None:
             return False
         for flat in self._averaged_gradients(index):
@@ -165,6 +167,9 @@ class DeAR(SyncMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
         stepped, result = self.run_update(index, update)
+        for bucket in self._fused.of_optimizer(index):
+            if (written := bucket.written) is not None:
+                raise error_of_written(written)
         if stepped:
             self._feedpipe.start(self._fused.of_optimizer(index))
         if index == 0:
