@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Adafactor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync.methods.parameter_server import ParameterServer
 from lightning_pipesync.methods.parameter_server.algorithm import Update
 from tests.harness import launch
-from tests.models import OPTIMIZERS, average_gradients, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 
 STEPS = 12
@@ -216,36 +215,6 @@ def test_loaded_weights_are_those_to_go_on_from(settings: dict[str, Any]) -> Non
     for weights in launch(load_in_midst, 3, settings):
         for name, value in expected.items():
             assert torch.equal(weights[name], value), name
-
-
-def state_of_another_shape() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Adafactor keeps a value for each row and column; returns its state on a rank, and without servers."""
-    model = seeded_mlp()
-    optimizer = Adafactor(model.parameters(), lr=0.01)
-    sync = ParameterServer(model, optimizer, policy="sync", servers=1, timeout_s=60)
-    alone = seeded_mlp()
-    expected = Adafactor(alone.parameters(), lr=0.01)
-    for i in range(4):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-        if i == 1:  # what was saved is what training goes on from
-            optimizer.load_state_dict(sync.optimizer_state_dict(optimizer))
-        expected.zero_grad()
-        loss(alone, i, dist.get_rank()).backward()
-        average_gradients(alone)
-        expected.step()
-    found = sync.optimizer_state_dict(optimizer)
-    sync.detach()
-    return found["state"], expected.state_dict()["state"]
-
-
-def test_a_state_may_have_another_shape_than_its_parameter() -> None:
-    for found, expected in launch(state_of_another_shape, 2):
-        for index, state_of_parameter in expected.items():
-            assert found[index].keys() == state_of_parameter.keys()
-            for kind, value in state_of_parameter.items():
-                assert torch.equal(found[index][kind], value), kind
 
 
 def check_log(policy: str, log: list[Update], world_size: int) -> None:

@@ -66,14 +66,10 @@ def _lossless(settings: Settings) -> Check:
     return Check.REFERENCE if settings["compression"] == "none" else Check.REPETITION
 
 
-def shards(settings: Settings) -> bool:
-    """Returns whether a rank may update a part of a tensor only."""
-    return settings.get("update", "replicated") != "replicated" or settings.get("servers", 1) is None
-
-
 def _cuts(configuration: Configuration, settings: Settings) -> bool:
-    """Returns whether tensors are cut whose last values kernels round in another way."""
-    return shards(settings) and (bool(configuration.options.get("fused")) or "bfloat16" in configuration.layers)
+    """Returns whether a rank may update a part of a tensor only, the last values of which kernels round otherwise."""
+    shards = settings.get("update", "replicated") != "replicated" or settings.get("servers", 1) is None
+    return shards and (bool(configuration.options.get("fused")) or "bfloat16" in configuration.layers)
 
 
 def _no_sharding(configuration: Configuration) -> str:
