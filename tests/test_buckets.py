@@ -168,6 +168,13 @@ def test_unfit_parameters_are_named(module: nn.Module, word: str) -> None:
         collect_parameters(module, [torch.optim.SGD([nn.Parameter(torch.zeros(1))])])
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_module_without_values_is_named(affine: bool) -> None:
+    name = "Parameter 0.weight" if affine else "Buffer 0.running_mean"
+    with pytest.raises(ValueError, match=f"{name} is on the meta device"):
+        collect_parameters(nn.Sequential(nn.BatchNorm1d(2, affine=affine, device="meta")), [])
+
+
 def test_a_parameter_in_two_optimizers_is_named() -> None:
     """Its average would be taken at the steps of one of them only."""
     module = layers(2, 2)

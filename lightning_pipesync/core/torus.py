@@ -35,8 +35,9 @@ class Torus:
             columns = min(divisors, key=lambda size: (abs(math.log(size * size / world_size)), -size))
         if columns not in divisors:
             possible = f"rows of {', '.join(map(str, divisors))} are possible" if divisors else "use topology='flat'"
+            asked = "" if columns is None else f" with rows of torus_columns={columns}"
             raise ValueError(
-                f"A 2-D torus of {world_size} ranks cannot have rows of torus_columns={columns} ranks: {possible}."
+                f"topology='torus2d'{asked} cannot divide {world_size} ranks into rows and columns: {possible}."
             )
         self.columns, self.rows = columns, world_size // columns
 
