@@ -16,6 +16,7 @@ from lightning_pipesync.core.heartbeat import Beat, Fault
 SENTENCES = {
     "raised": "it raised {detail}, {ago:.0f} s ago",
     "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
+    "missing": "it has raised or died before it came, hangs, or is too slow: look at what it has printed",
     "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
     "absent": "it is alive, and has not joined, after {detail}: it computes, hangs or is too slow",
     "unconnected": "it is alive, and waits, too, after {detail}: their connection is lost, or they "
@@ -32,11 +33,15 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
         rank: the rank whose wait has timed out.
         interval: seconds between two beats.
     """
-    suspects = [(beats[peer].at + interval, "silent", peer) for peer in silent if beats[peer].blames is None]
+    missing = [peer for peer in silent if not beats[peer].number]
+    gone = [peer for peer in silent if beats[peer].number and beats[peer].blames is None]
+    suspects = [(beats[peer].at + interval, "silent", peer) for peer in gone]
     suspects += [(beat.at, "raised", peer) for peer, beat in enumerate(beats) if has_raised(beat) and peer != rank]
     if suspects:
         _, kind, peer = min(suspects)
         return _fault(kind, peer, beats[peer], beats[peer].at)
+    if missing:
+        return _fault("missing", missing[0], beats[missing[0]], 0.0) if len(missing) == 1 else None
     own_waits = beats[rank].waits
     if not own_waits:
         return None
@@ -58,6 +63,14 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
 def has_raised(beat: Beat) -> bool:
     """Returns whether a rank has ended with an exception that no other rank caused."""
     return bool(beat.left) and not beat.lost_peer and beat.blames is None
+
+
+def describe_suspects(beats: Sequence[Beat], silent: Collection[int], rank: int) -> str:
+    """Returns in words who may be at fault, if no rank is known to be."""
+    if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
+        return f" (not heard of yet: ranks {', '.join(map(str, missing))})"
+    absent = ", ".join(map(str, absent_ranks(beats, rank)))
+    return f" (alive, and waiting for nobody: ranks {absent})" if absent else ""
 
 
 def absent_ranks(beats: Sequence[Beat], rank: int) -> list[int]:

@@ -1,4 +1,10 @@
-"""The error of a lost peer: which rank is at fault, and why."""
+"""The error of a lost peer: which rank is at fault, and why.
+
+[Note: nobody waits for a rank that is lost]
+A rank that raises publishes it, and may live on, so that no connection to it breaks. Who learns of a fault, and has not
+ended itself a beat later, ends all waits of its process groups with an error. In that beat an error that all ranks
+raise, such as a setting that is refused, ends them without breaking a group that a later training could use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.diagnosis import SENTENCES, absent_ranks, chain, find_fault, has_raised
+from lightning_pipesync.core.diagnosis import SENTENCES, chain, describe_suspects, find_fault, has_raised
 from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait
 from lightning_pipesync.core.shutdown import at_shutdown, error_at_shutdown
 from lightning_pipesync.core.torch_private import address_of, store_of
@@ -30,6 +36,9 @@ PATIENCE = 3
 Waited: TypeAlias = "tuple[str, int | None, float]"
 
 UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
+
+#: Why a wait has ended that the watch has ended.
+KNOWN = "the job's store says so"
 
 #: The start of a connection error's message: a place in Gloo's source; none if the call has its own timeout or the
 #: connection has timed out before.
@@ -55,10 +64,14 @@ class PeerWatch:
     Args:
         timeout: the time after which a peer that does not answer counts as lost.
         exchanges: returns the number of operations that this rank has started.
+        end_waits: ends all waits of this rank with a connection error, see [Note: nobody waits for a rank that ...].
     """
 
-    def __init__(self, timeout: timedelta, exchanges: Callable[[], int]) -> None:
+    def __init__(
+        self, timeout: timedelta, exchanges: Callable[[], int] = int, end_waits: Callable[[], object] = lambda: None
+    ) -> None:
         self.timeout = timeout
+        self._end_waits, self._has_ended_waits = end_waits, False
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
         self._host, self._pid = socket.gethostname(), os.getpid()
@@ -74,16 +87,23 @@ class PeerWatch:
 
         Args:
             group: a group of all ranks, which must be connected.
+
+        Raises:
+            RuntimeError: the store does not answer.
         """
         self._begin = time.monotonic()
         if dist.get_world_size() > 1:
             store = store_of(group)
             self._address = address_of(store)
             world_size = dist.get_world_size()
-            # A later group of the same process finds the keys of an earlier one if an agent keeps the store.
-            store = dist.PrefixStore(f"pipesync/{(store.add('pipesync/watches', 1) - 1) // world_size}", store)
+            # A later watch of the same process, also in a later group if an agent keeps the store, has keys of its own.
+            try:
+                number = store.add(f"pipesync/watches/{self._rank}", 1)
+            except dist.DistError as error:
+                raise RuntimeError(f"{self._accuse_store()} ({error}).") from error
+            store = dist.PrefixStore(f"pipesync/{number}", store)
             interval = min(INTERVAL, self.timeout.total_seconds() * FRACTION_OF_TIMEOUT)
-            self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe)
+            self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe, self._act_on_fault)
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
 
     def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Waiting:
@@ -148,18 +168,25 @@ class PeerWatch:
         error = error or sys.exc_info()[1]
         self._left, self._error = True, None if is_normal_end(error) else error
         last = self._describe(0)
-        if has_raised(last) and self._fault is None:
+        if has_raised(last) and self.fault is None:
             self._heartbeat.tell(Fault("raised", self._rank, self._host, self._pid, last.left or "", last.at))
             if self._rank == 0:
                 self._wait_until_known({0})
         self._heartbeat.close(GOODBYE_S)
         self._at_end.cancel()
 
+    def _act_on_fault(self) -> None:
+        if not self._left:
+            self._has_ended_waits = True
+            self._end_waits()
+
     def _accusation(self, what: str, error: BaseException) -> str:
         """Returns one line that names the rank at fault for the failed wait for ``what``."""
         seconds = f"timeout_s={self.timeout.total_seconds():g}"
         # The message without the place in the backend's source and without its advice.
         cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0].strip()
+        if self._has_ended_waits:
+            cause = KNOWN
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
             if self._diagnosis is None:
                 self._diagnosis = self._diagnose()
@@ -183,8 +210,7 @@ class PeerWatch:
         told = heartbeat.fault
         fault = told or find_fault(beats, silent, self._rank, heartbeat.interval)
         if fault is None:
-            absent = ", ".join(str(peer) for peer in absent_ranks(beats, self._rank))
-            return UNKNOWN + (f" (alive, and waiting for nobody: ranks {absent})" if absent else ""), ""
+            return UNKNOWN + describe_suspects(beats, silent, self._rank), ""
         if told is None:
             heartbeat.tell(fault)
         if self._rank == 0:
@@ -202,7 +228,7 @@ class PeerWatch:
         for beats in self._later_beats():
             pairs = enumerate(zip(first, beats, strict=True))
             silent = {rank for rank, (before, now) in pairs if now.number == before.number and now.left is None}
-            if not silent or self._fault is not None:
+            if not silent or self.fault is not None:
                 break
         return beats, silent
 
@@ -230,7 +256,8 @@ class PeerWatch:
 
     def _accuse(self, fault: Fault) -> str:
         sentence = SENTENCES[fault.kind].format(detail=fault.detail, ago=max(0.0, self._now() - fault.at))
-        return f"Rank {fault.rank} (host {fault.host}, pid {fault.pid}) is at fault: {sentence}"
+        where = f" (host {fault.host}, pid {fault.pid})" if fault.pid else ""
+        return f"Rank {fault.rank}{where} is at fault: {sentence}"
 
     def _accuse_store(self) -> str:
         where = "" if self._address is None else f" at {self._address}"
@@ -249,13 +276,18 @@ class PeerWatch:
             self._pid,
             self._exchanges(),
             [Wait(*waited) for waited in list(self._waits.values())],
-            None if self._fault is None else self._fault.rank,
+            None if self.fault is None else self.fault.rank,
             left,
             lost_peer=error is not None and is_lost_peer(error),
         )
 
     @property
-    def _fault(self) -> Fault | None:
+    def is_open(self) -> bool:
+        """Whether this rank still takes part."""
+        return not self._left
+
+    @property
+    def fault(self) -> Fault | None:
         """The fault that this rank or another one has found."""
         return None if self._heartbeat is None else self._heartbeat.fault
 
@@ -296,10 +328,10 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def is_normal_end(error: BaseException | None) -> bool:
-    """Returns whether a process that ends with ``error`` has succeeded."""
+    """Returns whether a process that ends with ``error``, or with none, has succeeded."""
     if isinstance(error, SystemExit):
         return error.code in (0, None)
-    return isinstance(error, (GeneratorExit, StopIteration))
+    return error is None or isinstance(error, (GeneratorExit, StopIteration))
 
 
 def _because(beat: Beat) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -103,16 +104,25 @@ class Heartbeat:
         world_size: the number of ranks.
         interval: seconds between two beats.
         describe: returns this rank's beat, given its number.
+        on_fault: called once a fault has been known for the time of a beat.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, interval: float, describe: Callable[[int], Beat]
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        interval: float,
+        describe: Callable[[int], Beat],
+        on_fault: Callable[[], object] = lambda: None,
     ) -> None:
-        self._store, self._describe = store, describe
+        self._store, self._describe, self._on_fault = store, describe, on_fault
         self._keys = [_key_of(peer) for peer in range(world_size)]
         self._own_key = self._keys[rank]
         self.interval = interval
         self._told: Fault | None = None
+        self._known: tuple[Fault, float] | None = None  # the last fault, and when this thread learned of it
+        self._acted_on: Fault | None = None
         self._left_behind: set[int] = set()
         self._number = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -192,6 +202,7 @@ class Heartbeat:
             while True:
                 self._beat()
                 self._learn_fault()
+                self._act_on_fault()
                 with suppress(queue.Empty):
                     if (job := self._jobs.get(timeout=self.interval)) is None:
                         break
@@ -205,6 +216,16 @@ class Heartbeat:
     def _learn_fault(self) -> None:
         if self.fault is None and self._store.check([_FAULT_KEY]):
             self._told = Fault(**json.loads(self._store.get(_FAULT_KEY)))
+
+    def _act_on_fault(self) -> None:
+        fault, now = self.fault, time.monotonic()
+        if fault is None or fault == self._acted_on:
+            return
+        if self._known is None or self._known[0] != fault:
+            self._known = fault, now
+        elif now - self._known[1] >= self.interval:
+            self._acted_on = fault
+            self._on_fault()
 
     def _read(self) -> list[Beat]:
         self._learn_fault()

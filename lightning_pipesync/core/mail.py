@@ -5,6 +5,8 @@ A rank may have nothing to tell for longer than the timeout of a message, and wh
 connections of the group. So messages have no timeout. Each rank sends an empty message when it has nothing to tell, and
 a rank that is not heard of for as long as the timeout counts as lost.
 
+A rank that raises, and lives on, is one that the others need not wait for.
+
 [Note: one direction a connection]
 Who receives does not know what comes until it has the header, and posts the receives of the tensors then. In Gloo the
 notice of that queues behind what it sends itself over the same connection: two ranks that send large tensors to each
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipesync.core.failure import is_normal_end
+from lightning_pipesync.core.failure import KNOWN, is_normal_end
 from lightning_pipesync.core.handle import Worker
 from lightning_pipesync.core.messages import Messages
 from lightning_pipesync.core.shutdown import at_shutdown, error_at_shutdown, join_thread
@@ -118,11 +120,11 @@ class Mail:
         self._at_end.cancel()
         self._closing.set()
         self._own.close(timeout_s)
-        error = sys.exc_info()[1] or error_at_shutdown()
+        succeeds = is_normal_end(sys.exc_info()[1] or error_at_shutdown())
         for outbox in self._outboxes.values():
-            outbox.put(_Sign.GOODBYE if error is None or is_normal_end(error) else _Sign.STOP)
+            outbox.put(_Sign.GOODBYE if succeeds else _Sign.STOP)
         deadline = time.monotonic() + timeout_s
-        for inbox in self._inboxes:
+        for inbox in self._inboxes if succeeds else ():
             inbox.has_ended.wait(max(0.0, deadline - time.monotonic()))
             self._outboxes[inbox.peer].put(_Sign.LAST)
         threads = [outbox.thread for outbox in self._outboxes.values()] + [inbox.thread for inbox in self._inboxes]
@@ -146,6 +148,8 @@ class Mail:
             last = now
             for inbox in list(listened.values()):
                 error = inbox.error or self._outboxes[inbox.peer].error
+                if error is None and self._upwards.is_known_lost(inbox.peer):
+                    error = self._upwards.accuse(RuntimeError(KNOWN), inbox.peer)
                 if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
                     silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
                     error = self._upwards.accuse(silent, inbox.peer)

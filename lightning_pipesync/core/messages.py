@@ -12,6 +12,9 @@ from torch import Tensor
 
 from lightning_pipesync.core.failure import PeerWatch, Waiting
 
+#: The tag of no message.
+UNUSED_TAG = 2**31 - 1
+
 
 class Messages:
     """Sends to and receives from peers, by rank in the group. Messages between two ranks keep their order.
@@ -80,13 +83,26 @@ class Messages:
         """Returns the error that names the rank at fault for a message from ``peer`` that does not arrive."""
         return self._watch.accuse(self._arrivals[peer], self._ranks[peer], error)
 
+    def is_known_lost(self, peer: int) -> bool:
+        """Returns whether a rank has told that ``peer`` has raised, or has fallen silent."""
+        fault = self._watch.fault
+        return fault is not None and fault.rank == self._ranks[peer] and fault.kind in ("raised", "silent")
+
     def end_waits(self) -> None:
-        """Ends all waits of the group with an error, for good: that is what Gloo does when one of them times out."""
-        with suppress(RuntimeError):
-            self._group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, self._tag).wait(timedelta(0, 0.001))
+        """Ends all waits of the group, see :func:`end_waits`."""
+        end_waits(self._group)
 
     def _receiving(self, peer: int) -> Waiting:
         return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], self._ahead)
 
     def _sending(self, peer: int) -> Waiting:
         return Waiting(self._watch, self._deliveries[peer], self._ranks[peer], ahead=False)
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Ends all waits of a Gloo group with an error, for good: that is what Gloo does when one of them times out."""
+    if group.size() == 1:
+        return
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

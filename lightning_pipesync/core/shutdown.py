@@ -14,6 +14,9 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
+#: The most seconds that a thread is waited for after an error: peers may be gone, for whom it waits.
+AFTER_ERROR_S = 1.0
+
 #: Threads that did not end in time.
 _unfinished: list[Thread] = []
 
@@ -31,7 +34,9 @@ def at_shutdown(close: Callable[[float], object], *, first: bool = False) -> Fin
     Returns:
         A registration that can be cancelled.
     """
-    return Finalize(None, lambda: close(10.0 if error_at_shutdown() is None else 1.0), exitpriority=2 if first else 1)
+    return Finalize(
+        None, lambda: close(10.0 if error_at_shutdown() is None else AFTER_ERROR_S), exitpriority=2 if first else 1
+    )
 
 
 def destroy_process_groups_at_shutdown() -> None:

@@ -18,7 +18,8 @@ from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.gloo import NUM_TAGS, GlooExchange
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.mail import Mail
-from lightning_pipesync.core.messages import Messages
+from lightning_pipesync.core.meeting import meet
+from lightning_pipesync.core.messages import Messages, end_waits
 from lightning_pipesync.core.nccl import NcclExchange
 from lightning_pipesync.core.shutdown import destroy_process_groups_at_shutdown
 from lightning_pipesync.core.torus import Torus, TorusExchange
@@ -74,12 +75,14 @@ class Transport(Collectives):
             )
         self.backend = backend
         self._groups: list[dist.ProcessGroup] = []
+        self._mail_groups: list[dist.ProcessGroup] = []
         self._timeout = timedelta(seconds=timeout_s)
         destroy_process_groups_at_shutdown()
+        meet(self._timeout)
         # Flags, objects and single messages use Gloo on the host: reading them must not wait for the device.
         self._control = self._new_group("gloo")
         traffic = Traffic()
-        watch = PeerWatch(self._timeout, lambda: traffic.num_operations)
+        watch = PeerWatch(self._timeout, lambda: traffic.num_operations, self._end_waits)
         nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
         gloo = GlooExchange(self._control, watch)
         super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, nccl, traffic, watch)
@@ -133,6 +136,7 @@ class Transport(Collectives):
 
         def messages() -> Messages:
             group = self._new_group("gloo")
+            self._mail_groups.append(group)
             dist.barrier(group)  # its connections are made before the store is used at the same time
             return Messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
 
@@ -202,6 +206,12 @@ class Transport(Collectives):
             with suppress(Exception):  # fails if a peer has died
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+    def _end_waits(self) -> None:
+        """Ends all waits with an error, but those of mail, which loses one rank at a time, and those of NCCL."""
+        for group in [group for group in self._groups if group not in self._mail_groups]:
+            if group.name() == "gloo":
+                end_waits(group)
 
     def _series(self, number: int, *, ahead: bool = False) -> Messages:
         """Returns messages with a tag that the collectives, which use the same group, do not use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.failure import is_normal_end
+from lightning_pipesync.core.shutdown import AFTER_ERROR_S
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.settings import Settings
 
@@ -58,9 +61,21 @@ class Method(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank."""
 
-    @abstractmethod
     def detach(self, timeout_s: float = 10.0) -> None:
-        """Ends the method's threads and process groups. The weights stay as they are."""
+        """Ends the method's threads and process groups. The weights stay as they are.
+
+        Args:
+            timeout_s: the most seconds that each thread is waited for; while an exception is being handled, when what
+                is in flight may never arrive, one at most.
+        """
+        error = sys.exc_info()[1]
+        if self.transport is not None:
+            self.transport.watch.close(error)  # first: who waits for this rank, or misses it, learns of its error
+        self._detach(timeout_s if is_normal_end(error) else min(timeout_s, AFTER_ERROR_S))
+
+    @abstractmethod
+    def _detach(self, timeout_s: float) -> None:
+        """Ends what the method has, and then what its base has, see :meth:`detach`."""
 
 
 class PipelineMethod(Method):

@@ -118,7 +118,7 @@ class SyncMethod(Method):
             self._loads = Loads(module, self.optimizers) if self.same_weights else None
             self._attach(parameters)
         except BaseException:
-            SyncMethod.detach(self, timeout_s=1.0)
+            SyncMethod._detach(self, timeout_s=1.0)
             raise
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class SyncMethod(Method):
         """Returns the whole optimizer state, as ``optimizer.state_dict()`` without the method; a collective call."""
         return optimizer.state_dict()
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the method's threads and process groups. The weights stay as they are."""
         for hook in self._gradient_hooks.values():
             hook.remove()

@@ -258,7 +258,7 @@ class DeAR(SyncMethod):
             if index not in self._loaded:
                 optimizer.state.update(self._fused.optimizer_states(index))
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the thread and the process groups. The weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
@@ -267,7 +267,7 @@ class DeAR(SyncMethod):
         self._tuner.close(timeout_s)
         self._queue.close(timeout_s)
         self._fused.release()
-        super().detach(timeout_s)
+        super()._detach(timeout_s)
 
     def _before_state_dict(self, *_: Any) -> None:
         """Waits for the weights of the last step, which a state_dict holds, or is about to replace."""

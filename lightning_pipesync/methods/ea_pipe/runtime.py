@@ -283,7 +283,7 @@ class EAPipe(PipelineMethod):
         for stage, saved in zip(self._stages, state["stages"], strict=True):
             stage.load_state_dict(saved)
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the threads and process groups. The weights stay as they are."""
         for stage in self._stages:
             stage.close(timeout_s)

@@ -253,13 +253,13 @@ class LocalSGD(ReplicaMethod):
         for tensors in (self._non_trainable, *self._followers):
             tensors.undo_average()
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the method's threads and process groups. The weights stay as they are."""
         if self._recovery is not None:
             self._recovery.close()
         for rounds in getattr(self, "_rounds", ()):
             rounds.close()
-        super().detach(timeout_s)
+        super()._detach(timeout_s)
 
     def _together(self, section: Callable[[], T]) -> T:
         return section() if self._recovery is None else self._recovery.run(section)

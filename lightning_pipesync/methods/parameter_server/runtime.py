@@ -374,13 +374,13 @@ class ParameterServer(SyncMethod):
         else:
             self._loaded = True
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the threads and the process groups. The weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
         self._serving.close(timeout_s)
         self._messages.close(timeout_s)
-        super().detach(timeout_s)
+        super()._detach(timeout_s)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class PipeSGD(SyncMethod):
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the threads and the process groups. The weights stay as they are; gradients in flight are dropped."""
         if self._prediction is not None:
             self._prediction.remove()
@@ -209,7 +209,7 @@ class PipeSGD(SyncMethod):
         for hook in self._hooks.values():
             hook.remove()
         self._queue.close(timeout_s)
-        super().detach(timeout_s)
+        super()._detach(timeout_s)
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         index = self._index_of.get(id(parameter))

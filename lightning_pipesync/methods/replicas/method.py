@@ -161,11 +161,11 @@ class ReplicaMethod(SyncMethod):
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the method's threads and process groups. The weights stay as they are."""
         for hook in getattr(self, "_load_hooks", ()):
             hook.remove()
-        super().detach(timeout_s)
+        super()._detach(timeout_s)
 
     def return_optimizer_states(self) -> None:
         """Waits for the average of the last step: the optimizers have had their states all along."""

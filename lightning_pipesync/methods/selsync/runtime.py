@@ -164,11 +164,11 @@ class SelSync(ReplicaMethod):
         super().load_state_dict(state)
         self.num_local_steps, self.num_synchronized_steps = state["steps"]
 
-    def detach(self, timeout_s: float = 10.0) -> None:
+    def _detach(self, timeout_s: float) -> None:
         """Ends the threads and the process groups. The weights stay as they are."""
         if self._overlap:
             self._overlap.close(timeout_s)
-        super().detach(timeout_s)
+        super()._detach(timeout_s)
 
     def _average(self, index: int) -> None:
         """Averages the parameters of an optimizer, or starts to."""

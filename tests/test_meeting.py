@@ -1,0 +1,65 @@
+"""All ranks meet before they make process groups: one that raises, dies or hangs before is named, not waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_pipesync import DeAR
+from tests.harness import DIED, free_port, launch, raised
+from tests.models import OPTIMIZERS, seeded_mlp
+from tests.test_failures import RANKS, form_group
+
+#: Far more than the test takes, or little, where a rank hangs.
+TIMEOUT_S, HANG_TIMEOUT_S = 300, 4
+
+#: The rank that does not come, why, and the backend of the default process group: only "gloo" is asked for a barrier.
+JOBS = [
+    (0, "dies", "gloo"),
+    (1, "dies", "gloo"),
+    (2, "dies", "gloo"),
+    (1, "hangs", "gloo"),
+    (1, "hangs", "cpu:gloo"),
+    (1, "comes late", "gloo"),
+    (1, "comes late", "cpu:gloo"),
+]
+
+
+def attach_without_one(jobs: dict[tuple[int, str, str], int]) -> tuple[str, str] | None:
+    (victim, how, backend), rank = form_group(jobs)
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    dist.barrier()
+    if rank == victim and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == victim:
+        time.sleep(1 if how == "comes late" else 5 * HANG_TIMEOUT_S)
+    model = seeded_mlp()
+    timeout_s = HANG_TIMEOUT_S if how == "hangs" else TIMEOUT_S
+    return raised(lambda: DeAR(model, OPTIMIZERS["sgd"](model), timeout_s=timeout_s).detach())
+
+
+def test_who_does_not_come_is_named() -> None:
+    jobs = {job: free_port() for job in JOBS}
+    may_die = tuple(RANKS * n + victim for n, (victim, how, _) in enumerate(JOBS) if how == "dies")
+    found = launch(attach_without_one, RANKS * len(JOBS), jobs, init=False, may_die=may_die)
+    for n, (victim, how, _) in enumerate(JOBS):
+        outcomes = found[RANKS * n : RANKS * (n + 1)]
+        if how == "comes late":
+            assert outcomes == [None] * RANKS
+            continue
+        for rank, outcome in enumerate(outcomes):
+            if rank == victim:
+                assert outcome == DIED if how == "dies" else outcome is not None
+                continue
+            kind, message = outcome
+            assert kind == "RuntimeError", message
+            if victim == 0:
+                assert message.startswith(f"The store of the job at 127.0.0.1:{jobs[JOBS[n]]} does not answer"), message
+            else:
+                assert message.startswith(f"Rank {victim} is at fault: it has raised or died before it came, hangs"), (
+                    message
+                )
