@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 
+from lightning_pipesync.core.consistency import raise_on_all_ranks
+from lightning_pipesync.core.digest import digest
+from lightning_pipesync.core.files import replacing
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
-from lightning_pipesync.training.state import state_of_rank
+from lightning_pipesync.training.state import check_digest, state_of_rank
 
 
 def save_rank_states(
@@ -35,30 +37,42 @@ def save_rank_states(
         return
     states = [method.state_dict() for method in methods]
     Path(folder).mkdir(parents=True, exist_ok=True)  # rank 0 may not have created it yet
-    saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models), "states": states}
-    torch.save(saved, _file(folder, rank))
+    saved = {"method": name, "world_size": world_size, "weights": _fingerprint(models)}
+    with replacing(_file(folder, rank)) as temporary:
+        torch.save({**saved, "states": states, "digest": digest(states)}, temporary)
 
 
 def read_rank_states(
     folder: str | Path,
+    methods: Sequence[Method],
     name: str,
-    rank: int,
-    world_size: int,
     models: Sequence[nn.Module],
-    num_methods: int,
     config: Settings,
 ) -> list[Any]:
     """Returns the states that :func:`save_rank_states` has written; a collective call.
+
+    Args:
+        folder: the checkpoint's folder.
+        methods: the methods in the order of preparation, at least one.
+        name: their name.
+        models: the models that were loaded from the checkpoint.
+        config: the settings of the methods.
 
     Returns:
         One state for each method; an empty list if the checkpoint is of plain Accelerate, or of another method.
 
     Raises:
-        ValueError: on all ranks: some ranks do not find their file, or it is of other models or of another number of
-            processes.
+        ValueError: on all ranks: some ranks do not find their file, or it is damaged, or of other models or of another
+            number of processes.
     """
-    path = _file(folder, rank)
-    saved = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+    transport = methods[0].transport
+    assert transport is not None
+    path, problem, saved = _file(folder, transport.rank), None, None
+    try:
+        saved = _read(path, transport.rank)
+    except ValueError as error:
+        problem = error
+    raise_on_all_ranks(transport, problem)
     if saved is not None and saved["weights"] != _fingerprint(models):
         warnings.warn(
             f"{path} is of other weights than those that were loaded, and is not used: plain Accelerate, or another "
@@ -67,30 +81,51 @@ def read_rank_states(
         )
         saved = None
     mine = None if saved is None else (saved["method"], saved["world_size"], len(saved["states"]))
-    [method, saved_size, num_states], complete = _agreed(gather_object([mine]))
+    [method, saved_size, num_states], complete = _agreed(transport.gather_objects(mine))
     if method is None:
         return []
     state: Any = state_of_rank(
-        {"strategy": method, "world_size": saved_size, "ranks": {rank: saved and saved["states"]}},
+        {"strategy": method, "world_size": saved_size, "ranks": {transport.rank: saved and saved["states"]}},
         name,
-        rank,
-        world_size,
+        transport,
         config,
         removable=f"{_file('', 0).name} and its like",
     )
-    if method != name or saved_size != world_size:
+    if method != name or saved_size != transport.world_size:
         return []
     if not complete:
         raise ValueError(
-            f"Not all of the {world_size} processes find what they need in {folder}: on machines without a shared "
-            f"folder, each machine needs the files of its own processes, such as {path.name}."
+            f"Not all of the {transport.world_size} processes find what they need in {folder}: on machines without a "
+            f"shared folder, each machine needs the files of its own processes, such as {path.name}."
         )
-    if num_states != num_methods:
+    if num_states != len(methods):
         raise ValueError(
-            f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} are "
+            f"{folder} holds {num_states} models that were trained with their optimizers, and {len(methods)} are "
             "prepared: prepare the same models before load_state()."
         )
     return list(state)
+
+
+def _read(path: Path, rank: int) -> dict[str, Any] | None:
+    """Returns what is in the file of a rank; None if there is no file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not path.exists():
+        return None
+    removable = f"{_file('', 0).name} and its like"
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        states = saved["states"]
+    except Exception as error:  # zipfile's, pickle's and torch's own
+        raise ValueError(
+            f"The state of rank {rank} in {path} is damaged ({type(error).__name__}: {error}). Resume from another "
+            f"checkpoint, or remove {removable} to resume from the weights and optimizers alone."
+        ) from error
+    if "digest" in saved:  # older files have none
+        check_digest(states, saved["digest"], rank, f"in {path}", removable)
+    return saved
 
 
 def _agreed(found: list[tuple[str, int, int] | None]) -> tuple[tuple[str | None, int, int], bool]:

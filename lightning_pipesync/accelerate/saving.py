@@ -122,13 +122,7 @@ class SavingAccelerator(Overriding, Accelerator):
             return
         assert self.pipesync is not None
         states = checkpoint.read_rank_states(
-            folder,
-            self.pipesync.method,
-            self.process_index,
-            self.num_processes,
-            prepared_models(self),
-            len(self._sessions.methods),
-            self.pipesync.config,
+            folder, self._sessions.methods, self.pipesync.method, prepared_models(self), self.pipesync.config
         )
         for one, state in zip(self._sessions.methods, states, strict=False):
             one.load_state_dict(state)

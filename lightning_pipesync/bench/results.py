@@ -15,6 +15,8 @@ from typing import Any
 
 from scipy.stats import t
 
+from lightning_pipesync.core.files import replacing
+
 
 def environment() -> dict[str, Any]:
     """Returns the time, versions, machine and git commit."""
@@ -33,8 +35,9 @@ def environment() -> dict[str, Any]:
 def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: str) -> None:
     """Writes ``KIND.json`` and ``KIND.md`` to ``folder``, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / f"{kind}.md").write_text(markdown)
+    for name, text in ((f"{kind}.json", json.dumps(results, indent=1) + "\n"), (f"{kind}.md", markdown)):
+        with replacing(folder / name) as temporary:
+            temporary.write_text(text)
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

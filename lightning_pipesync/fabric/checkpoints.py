@@ -99,7 +99,8 @@ class FabricCheckpointMixin(Overriding, _Base):
         """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state.
 
         Raises:
-            ValueError: the checkpoint was written by this strategy with another number of ranks.
+            ValueError: on every rank: the checkpoint was written by this strategy with another number of ranks, or the
+                state of a rank is damaged.
         """
         objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
         loaded = [one for one in objects.values() if isinstance(one, SyncedModule)]
@@ -111,15 +112,16 @@ class FabricCheckpointMixin(Overriding, _Base):
             remainder = super().load_checkpoint(path, state, *args, **kwargs)
         finally:
             self._sessions.attach(self._plan)
-        if loaded and (saved := remainder.pop(CHECKPOINT_KEY, None)) is not None:
-            self._load_from(saved, objects)
+        if loaded:
+            self._load_from(remainder.pop(CHECKPOINT_KEY, None), objects)
         return remainder
 
-    def _load_from(self, saved: dict[str, Any], objects: Mapping[str, Any]) -> None:
+    def _load_from(self, saved: dict[str, Any] | None, objects: Mapping[str, Any]) -> None:
         """Resumes the methods of the models in ``objects`` from what a checkpoint holds besides a plain one's."""
-        if not self._methods_in(objects):
+        methods = list(self._methods_in(objects).values())
+        if not methods:
             return
-        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config)
+        state = state_of_rank(saved, self.name, methods[0].transport, self.config)
         if state is None:
             return
         states = state.get("methods", {})

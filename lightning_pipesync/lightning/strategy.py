@@ -224,21 +224,23 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         """Loads the states of the optimizers and of this rank.
 
         Raises:
-            ValueError: the checkpoint was written by this strategy with another number of ranks.
+            ValueError: on every rank: the checkpoint was written by this strategy with another number of ranks, or the
+                state of a rank is damaged.
         """
         super().load_optimizer_state_dict(checkpoint)
         saved = checkpoint.get(CHECKPOINT_KEY)
         self._start = self._position()
         if saved is not None and saved["world_size"] != self.world_size:  # its batches were divided differently
             self._start = (self._start[0], 0)
-        if saved is not None:
-            self._load_from(saved)
+        self._load_from(saved)
         assert self.lightning_module is not None
         # If configure_optimizers reads the number of steps, the loaders are set up before the checkpoint is loaded.
         change_train_loaders(self.lightning_module.trainer, self.begin_where_stopped)
 
-    def _load_from(self, saved: dict[str, Any]) -> None:
-        state = state_of_rank(saved, self.name, self.global_rank, self.world_size, self.config)
+    def _load_from(self, saved: dict[str, Any] | None) -> None:
+        assert self.method is not None
+        assert self.method.transport is not None
+        state = state_of_rank(saved, self.name, self.method.transport, self.config)
         if state is not None:
             self.load_rank_state_dict(state)
 

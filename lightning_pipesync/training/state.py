@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_pipesync.core.consistency import raise_on_all_ranks
+from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.rng import rng_states
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.settings import Settings
@@ -29,7 +31,9 @@ def section_of(
     """
     section: dict[str, Any] = {"strategy": name, "world_size": transport.world_size}
     if config.checkpoint_replicas:
-        section["ranks"] = dict(enumerate(transport.collect_states(state()) or []))
+        own = state()
+        section["digests"] = dict(enumerate(transport.gather_objects(digest(own))))
+        section["ranks"] = dict(enumerate(transport.collect_states(own) or []))
     return section
 
 
@@ -45,22 +49,20 @@ def rank_state(methods: dict[str, Any], precision: dict[str, Any], device: torch
 
 
 def state_of_rank(
-    saved: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
     strategy: str,
-    rank: int,
-    world_size: int,
+    transport: Transport,
     config: Settings,
     removable: str = f"the key {CHECKPOINT_KEY!r}",
 ) -> dict[str, Any] | None:
-    """Returns the state of a rank from the section under :data:`CHECKPOINT_KEY`.
+    """Returns the state of this rank from the section under :data:`CHECKPOINT_KEY`; a collective call.
 
     Rank 0 warns if the checkpoint is of another strategy, or if something is lost with this number of ranks.
 
     Args:
-        saved: the section.
+        saved: the section; None if the checkpoint has none.
         strategy: name of the strategy that resumes.
-        rank: the rank that resumes.
-        world_size: number of ranks that resume.
+        transport: communicates with the other ranks that resume.
         config: settings of the strategy that resumes.
         removable: what a user may remove from the checkpoint to resume without the states of the ranks.
 
@@ -68,8 +70,35 @@ def state_of_rank(
         The state; None if the checkpoint does not hold one, or the rank cannot use it.
 
     Raises:
-        ValueError: the checkpoint was written with another number of ranks, and can be resumed with that one only.
+        ValueError: on every rank: the state of some rank is damaged; or the checkpoint was written with another number
+            of ranks, and can be resumed with that one only.
     """
+    state, problem = None, None
+    try:
+        state = None if saved is None else _state_in(saved, strategy, transport, config, removable)
+    except ValueError as error:
+        problem = error
+    raise_on_all_ranks(transport, problem)
+    return state
+
+
+def check_digest(state: Any, expected: str, rank: int, where: str, removable: str) -> None:
+    """Compares the state of a rank with the digest that was saved with it.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    if (found := digest(state)) != expected:
+        raise ValueError(
+            f"The state of rank {rank} {where} is damaged: its digest is {found}, and {expected} was saved. Resume "
+            f"from another checkpoint, or remove {removable} to resume from the weights and optimizers alone."
+        )
+
+
+def _state_in(
+    saved: Mapping[str, Any], strategy: str, transport: Transport, config: Settings, removable: str
+) -> dict[str, Any] | None:
+    rank, world_size = transport.rank, transport.world_size
     if saved["strategy"] != strategy:
         _warn_once(
             rank,
@@ -87,10 +116,15 @@ def state_of_rank(
         if (lost := config.lost_with_other_ranks) is not None:
             _warn_once(rank, f"The checkpoint is of {saved['world_size']} ranks, and there are {world_size}: {lost}.")
         return None
-    return saved["ranks"][rank] if "ranks" in saved else None
+    if "ranks" not in saved:
+        return None
+    state: dict[str, Any] = saved["ranks"][rank]
+    if "digests" in saved:  # older checkpoints have none
+        check_digest(state, saved["digests"][rank], rank, f"under {removable}", removable)
+    return state
 
 
 def _warn_once(rank: int, message: str) -> None:
     """Warns on rank 0 only."""
     if rank == 0:
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.buckets import Fusion
+from lightning_pipesync.core.files import replacing
 
 
 class TuningFile:
@@ -45,9 +46,8 @@ class TuningFile:
         """
         self._searches[job] = state
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f"{self._path.name}.new")
-        temporary.write_text(json.dumps({"searches": self._searches}, indent=2))
-        temporary.replace(self._path)
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps({"searches": self._searches}, indent=2))
 
 
 def _check(state: dict[str, Any]) -> None:

@@ -1,0 +1,81 @@
+"""Files that a full disk interrupts: a file with its final name is whole, or not there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipesync import DeAR
+from lightning_pipesync.accelerate.checkpoint import save_rank_states
+from lightning_pipesync.bench.results import write_results
+from lightning_pipesync.core.buckets import Fusion
+from lightning_pipesync.methods.dear.tuning_file import TuningFile
+from tests.harness import launch
+from tests.models import OPTIMIZERS, seeded_mlp
+
+#: Bytes after which the disk is full.
+LIMIT = 100_000
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Context manager in which no file of this process can grow beyond some bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def write_states(folder: Path, size: int) -> None:
+    model = seeded_mlp()
+    sync = DeAR(model, OPTIMIZERS["sgd"](model))
+    sync.state_dict = lambda: {"x": torch.ones(size)}  # type: ignore[method-assign]
+    save_rank_states(folder, [sync], "dear", 0, 1, [model])
+    sync.detach()
+
+
+def write_tuning(folder: Path, size: int) -> None:
+    fusion = Fusion(1.0, 1.0)
+    trials = [[1.0, 1.0, 0.5]] * size
+    TuningFile(folder / "tuning.json").write("job", {"fusion": [fusion.bucket_mb], "finished": True, "trials": trials})
+
+
+def write_report(folder: Path, size: int) -> None:
+    write_results(folder, "report", {"values": [1.0] * size}, "x" * size)
+
+
+WRITERS: dict[str, Any] = {"states": write_states, "tuning": write_tuning, "results": write_report}
+
+
+def interrupt(name: str, folder: Path) -> tuple[dict[str, bytes], dict[str, bytes], str]:
+    """Returns the files before and after a write that a full disk interrupts, and its error."""
+    write = WRITERS[name]
+    write(folder, 3)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    error = ""
+    with full_disk():
+        try:
+            write(folder, 50_000)
+        except (OSError, RuntimeError) as raised:
+            error = str(raised)
+    return before, {path.name: path.read_bytes() for path in folder.iterdir()}, error
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the sizes of files")
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_leaves_the_file_before(name: str, tmp_path: Path) -> None:
+    [(before, after, error)] = launch(interrupt, 1, name, tmp_path)
+    assert error
+    assert before
+    assert after == before
