@@ -1,17 +1,28 @@
-"""The tables in the docs are what the dataclasses and the cost model state."""
+"""The docs say what is so: tables are what the code states, snippets import what they use, files exist."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import re
 import runpy
+import textwrap
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lightning_pipesync.methods.settings import docs_of
+from lightning_pipesync.netlab.links import burst_bytes
 from lightning_pipesync.training.registry import METHODS
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "lightning_pipesync"
+#: What the classes with a method's settings are called after it.
+KINDS = ("", "Config", "Strategy", "FabricStrategy")
+#: Arguments of those classes that are no settings.
+ARGUMENTS = {"backend", "virtual_stages", "process_group_backend", "device", "others"}
 
 
 @pytest.mark.parametrize("name", ["dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync"])
@@ -33,3 +44,70 @@ def test_the_table_of_the_cost_model_is_up_to_date() -> None:
 def test_every_setting_is_documented(name: str) -> None:
     config_type = METHODS[name].config_type
     assert set(docs_of(config_type)) == {field.name for field in fields(config_type)}
+
+
+#: What stands for the reader's own in the snippets, and what their scripts have before.
+STAND_INS = {
+    *("model", "net", "Net", "layers", "optimizer", "make_optimizer", "scheduler", "scaler", "loss_function", "loss"),
+    *("dataset", "data", "labels", "loader", "train_loader", "val_loader", "test_loader", "validate"),
+    *("epoch", "epochs", "total_steps", "num_batches", "args", "folder"),
+}
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def snippets_of(page: Path) -> Iterator[tuple[int, str]]:
+    """The line and the text of each Python snippet."""
+    text = page.read_text()
+    for match in re.finditer(r"^( *)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        yield text[: match.start(2)].count("\n") + 1, textwrap.dedent(match[2])
+
+
+def names_in(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The names that a snippet defines, and those that it uses."""
+    defined, used = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            defined |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return defined, used
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_snippet_has_all_that_it_uses(page: Path) -> None:
+    """A snippet may build on earlier ones of its page."""
+    known = STAND_INS | set(dir(builtins))
+    for line, snippet in snippets_of(page):
+        tree = ast.parse(snippet)
+        defined, used = names_in(tree)
+        known |= defined
+        assert used <= known, f"{page.name}:{line} uses {sorted(used - known)}, which nothing imports"
+        imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        exec(compile(ast.Module(imports, []), page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_settings_in_a_page_exist(page: Path) -> None:
+    """Those of the strategies and methods that snippets and the text make."""
+    types = {f"{method.__name__}{kind}": method.config_type for method in METHODS.values() for kind in KINDS}
+    for name, given in re.findall(
+        rf"(?<!Accelerate's `)\b({'|'.join(types)})\(([^()]*(?:\([^()]*\)[^()]*)*)\)", page.read_text()
+    ):
+        for setting in re.findall(r"\b(\w+)=(?!=)", re.sub(r"\([^()]*\)", "", given)):
+            assert setting in {*types[name].__dataclass_fields__, *ARGUMENTS}, f"{page.name}: {name}({given})"
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+/\w+\.py)`", (DOCS / "architecture.md").read_text())
+    assert len(named) > 30
+    for name in named:
+        assert any((folder / name).exists() for folder in (ROOT, PACKAGE, PACKAGE / "methods")), name
+
+
+def test_the_burst_of_emulated_links_is_as_the_docs_say() -> None:
+    assert f"After a pause, {burst_bytes(1) // 1024} KiB (or 2 ms of the rate" in (DOCS / "netlab.md").read_text()
+    assert burst_bytes(10**9) == 10**9 // 8 // 500

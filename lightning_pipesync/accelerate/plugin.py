@@ -25,8 +25,8 @@ class PipeSyncPlugin:
     """A method and its settings, for :class:`PipeSyncAccelerator`.
 
     Args:
-        method: ``"dear"``, ``"selsync"``, ``"pipe_sgd"`` or ``"ea_pipe"``.
-        settings: the method's settings, see DeARConfig, SelSyncConfig, PipeSGDConfig and EAPipeConfig.
+        method: the name of a method, such as ``"dear"``; those of the package are in ``training.registry.METHODS``.
+        settings: the method's settings, those of its dataclass, such as DeARConfig.
 
     Attributes:
         method: the method's name.
