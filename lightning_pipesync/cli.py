@@ -7,9 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
+from lightning_pipesync import __version__
 from lightning_pipesync.bench.commands import collectives, converge, pipeline, stages, step, timeline
+from lightning_pipesync.bench.extras import check_installed
 from lightning_pipesync.netlab.command import netlab
 from lightning_pipesync.plan.command import accuracy, plan
 
@@ -46,6 +49,17 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
 }
 
 
+#: The packages of an extra that each subcommand needs.
+NEEDS = {
+    "plan": ("matplotlib", "pyroute2", "rich"),
+    "bench": ("matplotlib", "pyroute2", "rich"),
+    "netlab": ("pyroute2",),
+}
+
+#: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
+MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
+TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals")
+
 #: Options of ``pipesync bench`` that take several values.
 LIST_OPTIONS = (
     "hosts",
@@ -65,14 +79,19 @@ LIST_OPTIONS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``pipesync ARGUMENTS`` and returns the exit status; 2 for what the user got wrong."""
+    from jsonargparse import auto_cli
+
+    from lightning_pipesync.cli_help import HelpFormatter
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        from jsonargparse import auto_cli
-    except ImportError:
-        return _fail("jsonargparse is missing: pip install 'lightning-pipesync[bench]'.")
-    words = _for_parser(list(sys.argv[1:] if arguments is None else arguments))
-    try:
-        return auto_cli(SUBCOMMANDS, args=words, as_positional=False, prog="pipesync", allow_abbrev=False) or 0
-    except (ValueError, RuntimeError) as error:
+        _check_subcommand(given)
+        if not {"-h", "--help"} & set(given):
+            check_installed(*_needs(given))
+        options: dict[str, Any] = {"formatter_class": HelpFormatter, "prog": "pipesync", "allow_abbrev": False}
+        options["version"] = __version__
+        return auto_cli(SUBCOMMANDS, args=_for_parser(given), as_positional=False, **options) or 0
+    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return 130
@@ -80,6 +99,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output is gone. Python would complain again when it flushes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _check_subcommand(words: Sequence[str]) -> None:
+    """Raises ValueError if a subcommand does not exist, with the one that is meant, if there is one like it."""
+    known: Any = SUBCOMMANDS
+    for depth, word in enumerate(words):
+        if not isinstance(known, dict) or word.startswith("-"):
+            return
+        names = [name for name in known if name != "_help"]
+        if word not in names:
+            close = get_close_matches(word, names, n=1)
+            hint = f" Did you mean {' '.join(['pipesync', *words[:depth], *close])}?" if close else ""
+            raise ValueError(f"There is no subcommand {word!r}.{hint} There are {', '.join(names)}.")
+        known = known[word]
+
+
+def _needs(words: Sequence[str]) -> list[str]:
+    """Returns the packages of an extra that a command imports, sooner or later."""
+    needs = list(NEEDS.get(words[0], ())) if words else []
+    values = {value.rpartition("=")[2] for value in words}
+    if words[:1] in (["plan"], ["bench"]) and not values.isdisjoint(MODELS_OF_TRANSFORMERS):
+        needs.append("transformers")
+    if words[:2] in (["bench", "converge"], ["bench", "pipeline"]) and values.isdisjoint(TASKS_WITHOUT_SKLEARN):
+        needs.append("sklearn")
+    return needs
 
 
 def _for_parser(words: list[str]) -> list[str]:

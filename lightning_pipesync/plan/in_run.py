@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipesync.bench.extras import check_installed
 from lightning_pipesync.bench.profile import StepRecorder
 from lightning_pipesync.bench.results import write_results
 from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.plan.changes import changes_since
 from lightning_pipesync.plan.measure import plan_for
-from lightning_pipesync.plan.picture import draw
 from lightning_pipesync.plan.report import as_markdown
 from lightning_pipesync.plan.saved import of_result
 from lightning_pipesync.plan.work import Work, seconds_of_prediction
@@ -41,11 +41,13 @@ class PlanCallbackMixin(Overriding, _Base):
 
     Raises:
         ValueError: ``num_steps`` is not positive.
+        ModuleNotFoundError: matplotlib, which draws the plan, is not installed.
     """
 
     def __init__(self, output: str | Path | None = None, num_steps: int = 20) -> None:
         if num_steps < 1:
             raise ValueError(f"num_steps must be positive, got {num_steps!r}.")
+        check_installed("matplotlib")
         self._output, self._num_steps = output, num_steps
         self._recorder: StepRecorder | None = None
 
@@ -107,6 +109,8 @@ class PlanCallbackMixin(Overriding, _Base):
             self._recorder = None
 
     def _write(self, result: dict[str, Any], folder: Path) -> None:
+        from lightning_pipesync.plan.picture import draw  # needs matplotlib
+
         work, cluster, _ = of_result(result)
         result["changes"] = changes_since(folder / "plan.json", result)
         text = as_markdown(work, cluster, result)

@@ -1,0 +1,90 @@
+"""The command: its help, subcommands that do not exist, and packages that are not installed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import lightning_pipesync
+from lightning_pipesync import PlanCallback
+from lightning_pipesync.bench import sweep
+from lightning_pipesync.cli import main
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pipesync {lightning_pipesync.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pln"], "There is no subcommand 'pln'. Did you mean pipesync plan? There are launch, plan, netlab, bench."),
+        (["bench", "stp"], "There is no subcommand 'stp'. Did you mean pipesync bench step? There are collectives, "),
+        (["bench", "xyz"], "There is no subcommand 'xyz'. There are collectives, "),
+    ],
+)
+def test_a_subcommand_that_is_meant(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert f"pipesync: error: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["plan"], ["netlab"], ["launch"], ["bench"], ["bench", "step"], ["bench", "plan"], ["bench", "stages"]],
+)
+def test_help_has_no_types_of_python(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--help"])
+    said = capsys.readouterr().out
+    assert "--config" in said
+    for word in ("ITEM", "<class", "NoneType", "type:", "null", "Sequence", "+ ["):
+        assert word not in said
+    if words == ["bench", "step"]:
+        assert "--hosts HOSTS ..." in said
+        assert "(default: 0.5 2 25)" in said
+    if words == ["netlab"]:
+        assert "(3:50%)" in said
+        assert "(required)" in said
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "said"),
+    [
+        (["rich"], ["plan"], "rich is missing"),
+        (["rich", "matplotlib"], ["bench", "step"], "matplotlib, rich are missing"),
+        (["pyroute2"], ["netlab", "--hosts", "2", "--", "true"], "pyroute2 is missing"),
+        (["pyroute2"], ["plan", "--rate", "1gbit"], "pyroute2 is missing"),
+        (["transformers"], ["plan", "--model", "bert-base"], "transformers is missing"),
+        (["transformers"], ["bench", "step", "--model=resnet50"], "transformers is missing"),
+        (["sklearn"], ["bench", "converge"], "scikit-learn is missing"),
+    ],
+)
+def test_a_package_that_is_missing_is_told_before_anything_is_measured(
+    missing: list[str],
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # as if it was not there
+
+    def run(*_: Any) -> None:
+        pytest.fail("it began to measure")
+
+    monkeypatch.setattr(sweep, "run", run)
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"pipesync: error: {said}: pip install 'lightning-pipesync[bench]'.\n"
+
+
+def test_a_plan_in_a_run_needs_matplotlib_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError, match="matplotlib is missing: pip install"):
+        PlanCallback()
