@@ -107,8 +107,20 @@ def _tables(predictions: Sequence[Prediction], work: Work, measured: Mapping[str
             if some := [make(one) for one in found if one.exact == exact]:
                 listed += [title, *some]
         yield table(headings, listed)
-    refused = {**work.refused, **{name: measured[name]["error"] for name in failed}}
-    yield "".join(paragraph(f"{name} cannot be used: {reason}", bullet=True) for name, reason in refused.items())
+    yield _cannot_be_used({**work.refused, **{name: measured[name]["error"] for name in failed}})
+
+
+def _cannot_be_used(reasons: Mapping[str, str]) -> str:
+    """Returns why methods cannot be used, by name; those with the same reason once, with the settings of all."""
+    settings: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        method, _, listed = name.partition(":")
+        known = settings.get((method, reason))
+        settings[method, reason] = [one for one in listed.split(",") if known is None or one in known]
+    return "".join(
+        paragraph(f"{method} with {', '.join(common)} cannot be used: {reason}", bullet=True)
+        for (method, reason), common in settings.items()
+    )
 
 
 def _predicted(one: Prediction) -> str:

@@ -19,7 +19,7 @@ class Verdict:
     """What a plan advises.
 
     Attributes:
-        sentences: the advice, and a second sentence about methods that are not exact, if one of them is faster.
+        sentences: the advice; why, if it is DDP; and one about methods that are not exact, if one of them is faster.
         exact: the fastest exact method that is ahead of DDP; DDP, if none is; None: there is no advice.
         other: the fastest method of those that are not exact, if it is ahead of ``exact``.
     """
@@ -56,10 +56,13 @@ def verdict_of(
     if exact is not ddp:
         advice = "Use" if measured else "Try"
         sentences = [f"{advice} {exact.method}: {with_gain(exact)} ({how})."]
-    elif other is not None:
-        sentences = [f"Of exact methods none is ahead of DDP: {milliseconds(times[ddp.name])} a step ({how})."]
     else:
-        sentences = [f"DDP is enough: {milliseconds(times[ddp.name])} a step ({how}). {_why(ddp, rounds, computation)}"]
+        enough = "DDP is enough" if other is None else "Of exact methods DDP is enough"
+        beside = [one for one in predictions if one is not ddp and (other is None or one.exact)]
+        sentences = [
+            f"{enough}: {milliseconds(times[ddp.name])} a step ({how}).",
+            _why(ddp, beside, rounds, computation),
+        ]
     if other is not None:
         sentences.append(f"Not exact, and faster: {other.method}, {with_gain(other)}.")
     return Verdict(sentences, exact, other)
@@ -89,11 +92,17 @@ def _fastest_ahead(
     return min(ahead, key=lambda one: median(rounds[one.name]), default=None)
 
 
-def _why(ddp: Prediction, rounds: Mapping[str, Sequence[float]], computation: float) -> str:
+def _why(
+    ddp: Prediction, beside: Sequence[Prediction], rounds: Mapping[str, Sequence[float]], computation: float
+) -> str:
+    """Returns why DDP is enough: it hardly waits, or none of the methods ``beside`` it is ahead."""
     waits = 1 - computation / median(rounds[ddp.name])
     if waits <= LITTLE:
         return f"It waits for the network for {max(0.0, waits):.0%} of that."
-    best = min((median(seconds) for name, seconds in rounds.items() if name != ddp.name), default=None)
-    if best is None:
+    found = [one for one in beside if one.name in rounds]
+    if not found:
         return "Nothing else could be run."
-    return f"The best other method takes {milliseconds(best)}: not ahead in all rounds, or by less than {WORTH:.0%}."
+    best = min(found, key=lambda one: median(rounds[one.name]))
+    seconds = median(rounds[best.name])
+    why = "" if seconds >= median(rounds[ddp.name]) else f": not {WORTH:.0%} less, or not in every round"
+    return f"The best beside it, {best.method}, takes {milliseconds(seconds)}{why}."

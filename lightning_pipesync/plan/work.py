@@ -108,10 +108,10 @@ def slow_ranks(everyones: Sequence[Work], names: Sequence[str], step: float) -> 
         step: seconds of a step of DDP, in which a wait of a few milliseconds may not matter.
     """
     seconds = [work.seconds for work in everyones]
-    usual = sorted(seconds)[(len(seconds) - 1) // 2]
+    usual, others = sorted(seconds)[(len(seconds) - 1) // 2], "the other" if len(seconds) == 2 else "most"
     return [
-        f"{name}: its computation takes {milliseconds(own)}, and that of most {milliseconds(usual)}: all others wait "
-        "for it. Look for other processes there, too many threads, or a slower processor."
+        f"{name}: its computation takes {milliseconds(own)}, and that of {others} {milliseconds(usual)}: all others "
+        "wait for it. Look for other processes there, too many threads, or a slower processor."
         for name, own in zip(names, seconds, strict=True)
         if own - usual > max(SLOW_SHARE * usual, SHARE_OF_STEP * step, NOISE_S)
     ]
