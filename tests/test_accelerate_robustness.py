@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from copy import deepcopy
 from dataclasses import fields
@@ -16,7 +17,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipesync import DeARConfig, EAPipeConfig, PipeSyncAccelerator, PipeSyncPlugin, SelSyncConfig
+from lightning_pipesync import DeARConfig, EAPipeConfig, PipeSyncAccelerator, PipeSyncPlugin, SelSyncConfig, TopK
 from lightning_pipesync.accelerate.launched import check_num_processes
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.training.module import SyncedModule
@@ -114,6 +115,54 @@ def test_wrong_files_are_named(content: str, words: str, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=words) as caught:
         PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)})
     assert str(file) in str(caught.value)
+
+
+def test_a_binary_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"wrong\.yaml is no YAML file"):
+        PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("dear", "compression: {class_path: surprise.Thing}"),
+        ("dear", "compression: surprise.Thing"),
+        ("dear", "elementwise: [surprise.Thing]"),
+        ("parameter_server", "fetch_compression: {class_path: surprise.inner.Thing, init_args: {ratio: 0.5}}"),
+        ("selsync", "delta: {class_path: surprise.Thing}"),
+    ],
+)
+def test_settings_import_nothing(method: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, or a variable, that names a class of a module which the script has not imported is refused before."""
+    (tmp_path / "surprise.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\nclass Thing: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "pipesync.yaml"
+    file.write_text(f"method: {method}\n{setting}\n")
+    name, _, value = setting.partition(": ")
+    for environment in (
+        {"PIPESYNC_CONFIG": str(file)},
+        {"PIPESYNC_METHOD": method, f"PIPESYNC_{name.upper()}": value},
+    ):
+        with pytest.raises(ValueError, match=rf"{name}.*surprise"):
+            PipeSyncPlugin.from_environment(environment)
+        assert not (tmp_path / "imported").exists()
+        assert "surprise" not in sys.modules
+
+
+def test_settings_name_classes_that_are_imported(tmp_path: Path) -> None:
+    file = tmp_path / "pipesync.yaml"
+    file.write_text(
+        "method: dear\ntuning_file: my.tuning\nelementwise: [torch.optim.Rprop]\n"
+        "compression: {class_path: lightning_pipesync.TopK, init_args: {ratio: 0.5}}\n"
+    )
+    plugin = PipeSyncPlugin.from_environment({"PIPESYNC_CONFIG": str(file)})
+    assert plugin is not None
+    assert isinstance(plugin.config, DeARConfig)
+    assert plugin.config.elementwise == (torch.optim.Rprop,)
+    assert str(plugin.config.tuning_file) == "my.tuning"
+    assert plugin.config.compression == TopK(ratio=0.5)
 
 
 def test_a_launcher_that_starts_too_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML file: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold names and values, such as 'method: selsync'; it holds {content!r}.")

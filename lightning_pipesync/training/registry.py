@@ -16,6 +16,7 @@ from lightning_pipesync.methods.parameter_server import ParameterServer
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
 from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.training.class_paths import check_class_paths
 
 #: Every method by its name. Strategies, plugin, command line and docs derive from it.
 METHODS: dict[str, type[Method]] = {
@@ -40,14 +41,16 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
         settings: by name; a text is read as YAML of the setting's type, so that ``"0.3"`` is a number.
 
     Raises:
-        ValueError: there is no such method or setting, or one is not of its type or out of its range.
+        ValueError: there is no such method or setting, one is not of its type or out of its range, or names a class of
+            a module that is not imported.
     """
     from jsonargparse import ArgumentError, ArgumentParser  # imported here because its import is slow
 
     config_type = _config_type(method, settings)
     types = get_type_hints(config_type)
     parser = ArgumentParser(exit_on_error=False)
-    for name in settings:
+    for name, value in settings.items():
+        check_class_paths(name, types[name], value)
         parser.add_argument(f"--{name}", type=types[name])
     values = {name: math.inf if str(value).lower() == "inf" else value for name, value in settings.items()}
     try:
