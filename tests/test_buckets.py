@@ -19,7 +19,7 @@ from lightning_pipesync.core.buckets import (
     plan_buckets,
     shaped,
 )
-from lightning_pipesync.core.parameters import collect_parameters
+from lightning_pipesync.core.parameters import check_values, collect_parameters
 
 
 def plan(module: nn.Module, fusion: Fusion, *optimizers: torch.optim.Optimizer) -> list[list[str]]:
@@ -172,7 +172,7 @@ def test_unfit_parameters_are_named(module: nn.Module, word: str) -> None:
 def test_a_module_without_values_is_named(affine: bool) -> None:
     name = "Parameter 0.weight" if affine else "Buffer 0.running_mean"
     with pytest.raises(ValueError, match=f"{name} is on the meta device"):
-        collect_parameters(nn.Sequential(nn.BatchNorm1d(2, affine=affine, device="meta")), [])
+        check_values(nn.Sequential(nn.BatchNorm1d(2, affine=affine, device="meta")))
 
 
 def test_a_parameter_in_two_optimizers_is_named() -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import dense_strides
 from lightning_pipesync.core.digest import digest
-from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
+from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
 from lightning_pipesync.core.transport import Transport
 
 #: Of the differences between two ranks, how many a message names.
@@ -45,6 +45,7 @@ def collect_consistent_parameters(
     problem: ValueError | None = None
     try:
         parameters = collect_parameters(module, optimizers)
+        check_values(module)
         if not any(parameter.group for parameter in parameters):
             problem = ValueError("There is nothing to train: no optimizer has a parameter.")
     except ValueError as error:

@@ -34,9 +34,8 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
     """Returns every parameter of the module and of the optimizers, once, in the order of registration.
 
     Raises:
-        ValueError: a parameter is sharded, complex, not yet initialized, without values, sparse in its gradient, in
-            several optimizers or on another device than the rest, or an optimizer cannot work on a replica; the message
-            names it.
+        ValueError: a parameter is sharded, complex, not yet initialized, sparse in its gradient, in several optimizers
+            or on another device than the rest, or an optimizer cannot work on a replica; the message names it.
     """
     groups: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
@@ -71,6 +70,18 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
                 f"Parameter {parameter.name} is on {parameter.tensor.device}, and {parameters[0].name} on "
                 f"{parameters[0].tensor.device}: all must be on one device."
             )
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(f"{name} has sparse=True; sparse gradients are not supported: set sparse=False.")
+    return parameters
+
+
+def check_values(module: nn.Module) -> None:
+    """Checks that the tensors of a module have values.
+
+    Raises:
+        ValueError: one is on the meta device.
+    """
     for what, tensors in (("Parameter", module.named_parameters()), ("Buffer", module.named_buffers())):
         for name, tensor in tensors:
             if tensor.is_meta:
@@ -78,10 +89,6 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
                     f"{what} {name} is on the meta device, and has no values: call to_empty(device=...), and "
                     "initialize or load them."
                 )
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            raise ValueError(f"{name} has sparse=True; sparse gradients are not supported: set sparse=False.")
-    return parameters
 
 
 def modules_with_parameters(module: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.consistency import check_consistency, check_same, raise_on_all_ranks
 from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.parameters import check_optimizer, collect_parameters
+from lightning_pipesync.core.parameters import check_optimizer, check_values, collect_parameters
 from lightning_pipesync.core.traffic import Traffic
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
@@ -296,6 +296,7 @@ class EAPipe(PipelineMethod):
         self._partition = self._on_all_ranks(
             lambda: make_partition(self._model, self.config, self.num_stages, self._device)
         )
+        self._on_all_ranks(lambda: check_values(self._model))
         parameters = self._on_all_ranks(lambda: collect_parameters(self._model, []))
         if self.transport is not None:
             check_consistency(self.transport, self.config, parameters, self._model)

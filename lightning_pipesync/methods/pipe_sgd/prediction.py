@@ -247,7 +247,7 @@ def takes_fused_steps(
     """Returns whether trial steps on a CPU are torch's fused ones: one pass over memory instead of up to six.
 
     They round otherwise than the optimizer's own steps, which stay as the user has chosen them. They ignore strides,
-    and that of SGD needs the momentum of all parameters or of none.
+    and that of SGD needs the momentum of all parameters, or of none.
 
     Args:
         optimizer: the user's own.
@@ -260,7 +260,7 @@ def takes_fused_steps(
     if not all(value.is_contiguous() for value in (*parameters, *used) if isinstance(value, Tensor)):
         return False
     always = all(id(parameter) in step for step in gradients for parameter in parameters)
-    if not all(states) and not (always and not any(states)):  # some have begun to move, and others have not
+    if type(optimizer) is SGD and not all(states) and not (always and not any(states)):
         return False
     chosen = any(group.get(name) for group in optimizer.param_groups for name in ("differentiable", "foreach"))
     real = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in parameters)
