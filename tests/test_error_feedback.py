@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "selsync, parameters": (SelSync, {"delta": 0.0}),
     "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
 }
-CASES = list(product(METHODS, ["int8"], [True, False]))
+CASES = list(product(METHODS, ["int8", "int4", "chunked_topk"], [True, False]))
 
 
 def sgd(parameters: Any) -> SGD:
@@ -74,6 +74,7 @@ def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str])
     parameters = [in_order(model, names) for model in models]
     optimizers = [sgd(own) for own in parameters]
     common = fused(parameters[0])
+    is_parameter = fused([torch.ones_like(one) for one in parameters[0]]).bool()
     dropped = residuals(common.numel()) if feedback else None
     not_sent = torch.zeros_like(common)  # of the updated weights
     weights = []
@@ -98,7 +99,8 @@ def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str])
             write(parameters[0], reduce_scatter(gradients, codec_name, dropped), gradients=True)
             write(parameters[0], common + not_sent)
             optimizers[0].step()
-            updated = fused(parameters[0])
+            # The optimizer changes parameters, and not what a codec may leave between them.
+            updated = torch.where(is_parameter, fused(parameters[0]), common + not_sent)
             moved = [shard_of(updated - common, owner, RANKS) for owner in range(RANKS)]
             common = common + torch.cat([through(codec, shard, None) for shard in moved])
             not_sent = updated - common if feedback else not_sent
@@ -109,7 +111,7 @@ def simulate(method: str, codec_name: str, feedback: bool, names: Sequence[str])
             common = fused(parameters[0])
         for own in parameters:
             write(own, common)
-        weights.append(common.clone())
+        weights.append(fused(parameters[0]))  # without what a codec may leave between them
     return weights
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_pipesync.core.codecs import CODECS
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from tests.harness import assert_refused, launch, raised
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
@@ -50,10 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "schedule": ("sgd", {"staleness": 2, "drain": True}, {"schedule": True}),
     "less by staleness": ("sgd", {"staleness": 3, "delay_compensation": "staleness"}, {}),
     "less by distance": ("sgd", {"delay_compensation": "distance", "distance_constant": 1e-3}, {}),
-    **{codec: ("sgd", {"compression": codec}, {}) for codec in ("bf16", "fp16", "truncate16", "int8", "topk")},
+    **{codec: ("sgd", {"compression": codec}, {}) for codec in CODECS},
     **{
         f"{codec} without feedback": ("sgd", {"compression": codec, "error_feedback": False}, {})
-        for codec in ("bf16", "truncate16", "int8", "topk")
+        for codec in ("bf16", "truncate16", "int8", "int4", "topk", "chunked_topk")
     },
 }
 

@@ -11,6 +11,7 @@ from lightning_pipesync.core.codecs.topk import TopK
 
 __all__ = [
     "BF16",
+    "CODECS",
     "FP16",
     "ChunkedTopK",
     "Codec",
@@ -22,7 +23,8 @@ __all__ = [
     "get_codec",
 ]
 
-_CODECS: dict[str, type[Codec]] = {
+#: Every codec by its name.
+CODECS: dict[str, type[Codec]] = {
     codec.name: codec for codec in (NoCompression, BF16, FP16, Truncate16, Int8, Int4, TopK, ChunkedTopK)
 }
 
@@ -39,6 +41,6 @@ def get_codec(codec: str | Codec, setting: str = "compression") -> Codec:
     """
     if isinstance(codec, Codec):
         return codec
-    if codec not in _CODECS:
-        raise ValueError(f"{setting}={codec!r} is not known: use a Codec or one of {', '.join(map(repr, _CODECS))}")
-    return _CODECS[codec]()
+    if codec not in CODECS:
+        raise ValueError(f"{setting}={codec!r} is not known: use a Codec or one of {', '.join(map(repr, CODECS))}")
+    return CODECS[codec]()
