@@ -215,6 +215,8 @@ def fit_twin(directory: Path, name: str) -> tuple[str, set[str], Tensor]:
         ("dear", "DistributedSampler", "dear/mib_sent"),
         ("ea_pipe", "DistributedSampler", "ea_pipe/mib_sent"),
         ("pipe_sgd", "DistributedSampler", "pipe_sgd/updates"),
+        ("local_sgd", "DistributedSampler", "local_sgd/mib_sent"),
+        ("parameter_server", "DistributedSampler", "parameter_server/mib_sent"),
     ],
 )
 def test_the_twin_distribution(name: str, sampler: str, metric: str, tmp_path: Path) -> None:

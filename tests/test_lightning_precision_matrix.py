@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipesync import DeARStrategy, EAPipeStrategy, PipeSGDStrategy, SelSyncStrategy
+from lightning_pipesync import (
+    DeARStrategy,
+    EAPipeStrategy,
+    LocalSGDStrategy,
+    ParameterServerStrategy,
+    PipeSGDStrategy,
+    SelSyncStrategy,
+)
 from tests.harness import launch
 from tests.lightning_models import Classifier, scaling, train_loader, trainer
 
@@ -61,13 +68,26 @@ STRATEGIES: dict[str, Any] = {
     "DeAR, replicated": lambda: DeARStrategy(update="replicated"),
     "SelSync, gradients": lambda: SelSyncStrategy(delta=0.0, aggregation="gradients", partition="defdp"),
     "SelSync, parameters": lambda: SelSyncStrategy(partition="defdp"),
+    "local SGD": lambda: LocalSGDStrategy(period=2),
+    "local SGD, warm-up": lambda: LocalSGDStrategy(warmup_steps=1000),
+    "servers": lambda: ParameterServerStrategy(elementwise=(RecordingSGD,)),
+    "servers, synchronous": lambda: ParameterServerStrategy(policy="sync", elementwise=(RecordingSGD,)),
     "Pipe-SGD, synchronous": lambda: PipeSGDStrategy(staleness=0),
     "Pipe-SGD": PipeSGDStrategy,
     "EA-Pipe": lambda: EAPipeStrategy(split=(2,)),
 }
-EXACT = ("DeAR", "DeAR, replicated", "SelSync, gradients", "Pipe-SGD, synchronous")
+EXACT = (
+    "DeAR",
+    "DeAR, replicated",
+    "SelSync, gradients",
+    "local SGD, warm-up",
+    "servers, synchronous",
+    "Pipe-SGD, synchronous",
+)
+#: Of these, those that sum the gradient's norm in another order.
+SHARDED = ("DeAR", "DeAR, replicated", "servers, synchronous")
 #: Each rank applies a part of the gradient.
-DIVIDED = ("DeAR", "EA-Pipe")
+DIVIDED = ("DeAR", "EA-Pipe", "servers", "servers, synchronous")
 
 #: The method, how it clips, and how many batches it accumulates.
 Case = tuple[str, str, int]
@@ -113,7 +133,7 @@ def test_every_method_trains(precision: str, tmp_path: Path) -> None:
         assert torch.equal(weights, ranks[1][case][0]), case
         check_applied([rank[case][1] for rank in ranks], case, eps)
         expected = ranks[0]["ddp", clipping, accumulate][0]
-        if method.startswith("DeAR") and clipping == "norm":  # of shards, and never in 16 bits, as DDP's may be
+        if method in SHARDED and clipping == "norm":  # of shards, and never in 16 bits, as DDP's may be
             torch.testing.assert_close(weights, expected, rtol=2 * eps, atol=2 * eps * NUM_STEPS * CLIP)
         elif method in EXACT:
             assert torch.equal(weights, expected), case
