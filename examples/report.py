@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from lightning_pipesync.bench.palette import COLOURS
+
 matplotlib.use("Agg")  # without a display
 
-# Colors that remain distinct to the color-blind (Okabe and Ito), and line styles for who prints in black and white.
-COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+# For who prints in black and white.
 LINE_STYLES = ["-", "--", "-.", ":"]
 
 

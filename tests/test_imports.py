@@ -62,3 +62,9 @@ def test_imports_go_down(storey: str) -> None:
 
 def test_every_folder_is_on_a_floor() -> None:
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FLOOR)
+
+
+def test_pictures_have_one_palette() -> None:
+    """A figure of matplotlib's own would have other colours."""
+    drawn_by = [path for path in ROOT.rglob("*.py") if "matplotlib.figure" in set(imports_of(path))]
+    assert drawn_by == [ROOT / "bench" / "palette.py"]

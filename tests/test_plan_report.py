@@ -83,7 +83,7 @@ def outcomes(measured: list[tuple[Prediction, Any]]) -> dict[str, dict[str, Any]
         ),
         (
             [(DDP, "AttributeError: no"), (DEAR, [0.1]), (LOCAL, [0.01])],
-            "No advice: DDP could not be run, so that nothing is known to be ahead of it. AttributeError: no",
+            "No advice: DDP could not be run (AttributeError: no), and only what is ahead of it is advised.",
             None,
             None,
         ),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from lightning_pipesync.bench.palette import Picture, colour_and_line
 from lightning_pipesync.bench.results import table
 from lightning_pipesync.bench.round_robin import median_and_quartiles
 from lightning_pipesync.core.buckets import MIB
@@ -45,14 +44,15 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
     """Draws time over size, one panel for each number of hosts, and the limits."""
-    figure = Figure(figsize=(5.5 * len(results), 5.5), layout="constrained")
+    figure = Picture(figsize=(5.5 * len(results), 5.5), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     all_curves = [_curves(result) for result in results]
-    colors = {key: f"C{i}" for i, key in enumerate(dict.fromkeys(key for curves in all_curves for key in curves))}
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(key for curves in all_curves for key in curves))}
     for panel, result, curves in zip(panels, results, all_curves, strict=True):
         for key, points in curves.items():
-            style = "-o" if key[0] == "ours" else "--s"
-            panel.plot(*zip(*points, strict=True), style, color=colors[key], markersize=3, label=_name(*key))
+            marker = "o" if key[0] == "ours" else "s"
+            look = colour_and_line(numbers[key])
+            panel.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=_name(*key), **look)
         for operation, style in (("reduce_scatter", ":"), ("all_reduce", "-.")):
             limits = sorted(
                 {(r["num_bytes"] / MIB, r["limit"] * 1e3) for r in result["rows"] if r["operation"] == operation}

@@ -10,9 +10,9 @@ from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from lightning_pipesync.bench.named_settings import readable
+from lightning_pipesync.bench.palette import Picture
 from lightning_pipesync.bench.results import interval_of, table
 
 Point = dict[str, float]
@@ -139,7 +139,7 @@ measurement: their weights are copied, and a step is as many batches as there ar
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
     """Draws the quality over steps, time and traffic, with a row of panels for each number of hosts."""
-    figure = Figure(figsize=(16, 4.5 * len(results)), layout="constrained")
+    figure = Picture(figsize=(16, 4.5 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 3, squeeze=False, sharey="row")
     for (over_steps, over_time, over_traffic), result in zip(panels, results, strict=True):
         _draw_quality(over_steps, result, "steps")

@@ -6,13 +6,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from lightning_pipesync.bench.converge import config_of
 from lightning_pipesync.bench.converge_report import by_method, number, rows_of, title_of
 from lightning_pipesync.bench.host_speed import HostSpeeds
 from lightning_pipesync.bench.named_settings import readable
 from lightning_pipesync.bench.own_pace import ServedConfig
+from lightning_pipesync.bench.palette import Picture, colour_and_line
 from lightning_pipesync.bench.results import table
 from lightning_pipesync.bench.throughput import Throughput
 from lightning_pipesync.methods.dear import DeARConfig
@@ -70,7 +69,7 @@ def limit_of(result: dict[str, Any], method: str) -> float | None:
 
 def draw_errors(result: dict[str, Any], path: Path) -> None:
     """Draws the error (100 less the accuracy, or the perplexity) over time, the mean over the seeds of each method."""
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure = Picture(figsize=(11, 7.5), layout="constrained")
     panel = figure.subplots()
     better = result["higher_is_better"]
 
@@ -83,7 +82,7 @@ def draw_errors(result: dict[str, Any], path: Path) -> None:
         curves = list(zip(*(run["points"] for run in runs), strict=True))
         seconds = [fmean(point["seconds"] for point in points) for points in curves]
         errors = [fmean(error_of(point["quality"]) for point in points) for points in curves]
-        panel.plot(seconds, errors, "-" if i < 10 else "--", color=f"C{i % 10}", alpha=0.8, label=readable(name))
+        panel.plot(seconds, errors, alpha=0.8, label=readable(name), **colour_and_line(i))
     panel.axhline(error_of(result["target"]), color="black", linestyle=":", label="target")
     label = result["metric"].replace("accuracy", "error")
     panel.set(xlabel="seconds of training", ylabel=label, yscale="log", title=title_of(result))

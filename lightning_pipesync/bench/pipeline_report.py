@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from lightning_pipesync.bench.named_settings import readable
+from lightning_pipesync.bench.palette import Picture
 from lightning_pipesync.bench.results import interval_of, table
 
 Run = dict[str, Any]
@@ -123,7 +123,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Draws the test error over the epochs, with a panel per learning rate and a row of panels per batch size."""
     settings = result["settings"]
     rates, sizes = settings["learning_rates"], settings["batch_sizes"]
-    figure = Figure(figsize=(4.5 * len(rates), 4.5 * len(sizes)), layout="constrained")
+    figure = Picture(figsize=(4.5 * len(rates), 4.5 * len(sizes)), layout="constrained")
     for size, panels in zip(sizes, figure.subplots(len(sizes), len(rates), squeeze=False, sharey=True), strict=True):
         for panel, rate in zip(panels, rates, strict=True):
             for method in settings["methods"]:
@@ -139,7 +139,7 @@ def draw_by_rate(result: dict[str, Any], path: Path) -> None:
     """Draws the final test error over the learning rate, a panel for each batch size; what diverged is left out."""
     settings = result["settings"]
     sizes = settings["batch_sizes"]
-    figure = Figure(figsize=(6 * len(sizes), 4.5), layout="constrained")
+    figure = Picture(figsize=(6 * len(sizes), 4.5), layout="constrained")
     [panels] = figure.subplots(1, len(sizes), squeeze=False, sharey=True)
     for panel, size in zip(panels, sizes, strict=True):
         for method in settings["methods"]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lightning_pipesync.bench.named_settings import readable
+from lightning_pipesync.bench.palette import OF_PARTS, Picture
 from lightning_pipesync.bench.results import table
-from lightning_pipesync.bench.timeline_report import COLOURS, COMPUTATION
+from lightning_pipesync.bench.timeline_report import COMPUTATION
 from lightning_pipesync.core.buckets import MIB
 
 
@@ -45,7 +45,7 @@ def draw(run: dict[str, Any], path: Path) -> None:
     """Draws a panel per candidate, with a row per stage, the first on top, and the numbers of mini-batches."""
     candidates = run["candidates"]
     num_stages = len(candidates[0]["trace"])
-    figure = Figure(figsize=(11, 0.6 + (0.6 + 0.35 * num_stages) * len(candidates)), layout="constrained")
+    figure = Picture(figsize=(11, 0.6 + (0.6 + 0.35 * num_stages) * len(candidates)), layout="constrained")
     panels = figure.subplots(len(candidates), 1, squeeze=False, sharex=True)[:, 0]
     for panel, candidate in zip(panels, candidates, strict=True):
         for stage, spans in enumerate(candidate["trace"]):
@@ -55,12 +55,12 @@ def draw(run: dict[str, Any], path: Path) -> None:
                 number = counts[kind] // parts
                 counts[kind] += 1
                 alpha = 0.95 if number % 2 else 0.6
-                panel.barh(-stage, end - begin, left=begin, height=0.85, color=COLOURS[kind], alpha=alpha)
+                panel.barh(-stage, end - begin, left=begin, height=0.85, color=OF_PARTS[kind], alpha=alpha)
                 if parts == 1:
                     panel.text((begin + end) / 2, -stage, str(number + 1), ha="center", va="center", fontsize=6)
         panel.set_yticks([-stage for stage in range(num_stages)], [f"stage {n}" for n in range(1, num_stages + 1)])
         panel.set_title(readable(candidate["name"]), loc="left", fontsize="medium")
     panels[-1].set_xlabel("seconds")
-    patches = [Patch(color=COLOURS[kind], label=kind) for kind in COMPUTATION]
+    patches = [Patch(color=OF_PARTS[kind], label=kind) for kind in COMPUTATION]
     figure.legend(handles=patches, loc="outside upper right", ncols=2, fontsize="small")
     figure.savefig(path, dpi=150)

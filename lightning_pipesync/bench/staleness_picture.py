@@ -6,10 +6,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from lightning_pipesync.bench.converge_report import by_method
 from lightning_pipesync.bench.named_settings import readable
+from lightning_pipesync.bench.palette import Picture
 
 #: Panels in a row.
 _COLUMNS = 3
@@ -28,7 +27,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     if not counts:
         return
     num_rows = -(-len(counts) // _COLUMNS)
-    figure = Figure(figsize=(4 * _COLUMNS, 2.4 * num_rows), layout="constrained")
+    figure = Picture(figsize=(4 * _COLUMNS, 2.4 * num_rows), layout="constrained")
     panels = figure.subplots(num_rows, _COLUMNS, squeeze=False, sharey=True).flat
     for (name, of_method), panel in zip(counts.items(), panels, strict=False):
         total = sum(of_method)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from lightning_pipesync.bench.palette import Picture
 from lightning_pipesync.bench.step_report import rows_of
 from lightning_pipesync.core.cost import StepCost
 
@@ -20,7 +19,7 @@ def draw(results: list[dict[str, Any]], folder: Path) -> None:
 
 def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
     """Draws the speed-up over DDP by the ratio of communication to computation, with the limits."""
-    figure = Figure(figsize=(5 * len(results), 4.5), layout="constrained")
+    figure = Picture(figsize=(5 * len(results), 4.5), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
     for panel, result in zip(panels, results, strict=True):
         ratios = [StepCost(**run["cost"]).ratio for run in result["runs"]]
@@ -44,7 +43,7 @@ def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
 
 def draw_scaling(results: list[dict[str, Any]], path: Path) -> None:
     """Draws the speed-up over one host by number of hosts, for the ratio in the middle, with S_max and P."""
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    figure = Picture(figsize=(6, 4.5), layout="constrained")
     panel = figure.subplots()
     hosts = [result["world_size"] for result in results]
     runs = [result["runs"][len(result["runs"]) // 2] for result in results]
@@ -67,7 +66,7 @@ def draw_scaling(results: list[dict[str, Any]], path: Path) -> None:
 
 def draw_breakdown(results: list[dict[str, Any]], path: Path) -> None:
     """Draws the parts of a step, for the ratio in the middle: forward, backward, update, exposed communication."""
-    figure = Figure(figsize=(5 * len(results), 4), layout="constrained")
+    figure = Picture(figsize=(5 * len(results), 4), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for panel, result in zip(panels, results, strict=True):
         run = result["runs"][len(result["runs"]) // 2]

@@ -5,19 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lightning_pipesync.bench.palette import OF_PARTS, Picture
 from lightning_pipesync.bench.results import table
-
-COLOURS = {
-    "forward": "#4c9f70",
-    "backward": "#3b6fb6",
-    "reduce-scatter": "#d1495b",
-    "all-gather": "#edae49",
-    "all-reduce": "#9c528b",
-}
-
 
 COMPUTATION = ("forward", "backward")
 
@@ -56,20 +47,20 @@ def length(disjoint: list[tuple[float, float]]) -> float:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draws a panel per candidate, with a row for computation and one for communication, in alternating shades."""
     timelines = result["timelines"]
-    figure = Figure(figsize=(10, 0.6 + 1.4 * len(timelines)), layout="constrained")
+    figure = Picture(figsize=(10, 0.6 + 1.4 * len(timelines)), layout="constrained")
     panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
     for panel, timeline in zip(panels, timelines, strict=True):
         for span in timeline["spans"]:
             row = 1 if span["kind"] in COMPUTATION else 0
             seconds = span["end"] - span["start"]
             alpha = 0.95 if span["number"] % 2 else 0.6
-            panel.barh(row, seconds, left=span["start"], height=0.8, color=COLOURS[span["kind"]], alpha=alpha)
+            panel.barh(row, seconds, left=span["start"], height=0.8, color=OF_PARTS[span["kind"]], alpha=alpha)
         for end in timeline["steps"]:
             panel.axvline(end, color="black", linewidth=0.8, linestyle=":")
         panel.set_yticks([1, 0], ["computation", "communication"])
         panel.set_title(timeline["name"], loc="left", fontsize="medium")
     panels[-1].set_xlabel("seconds")
     shown = {span["kind"] for timeline in timelines for span in timeline["spans"]}
-    patches = [Patch(color=color, label=kind) for kind, color in COLOURS.items() if kind in shown]
+    patches = [Patch(color=color, label=kind) for kind, color in OF_PARTS.items() if kind in shown]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), fontsize="small")
     figure.savefig(path, dpi=150)

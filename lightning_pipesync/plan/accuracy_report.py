@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from lightning_pipesync.bench.palette import Picture, colour_of
 from lightning_pipesync.bench.results import table
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.plan.cluster import Cluster
@@ -91,12 +90,12 @@ def as_markdown(results: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Draws what was predicted over what was measured, with the shares that are :data:`SHADED`."""
-    figure = Figure(figsize=(6.5, 6), layout="constrained")
+    figure = Picture(figsize=(6.5, 6), layout="constrained")
     panel = figure.subplots()
     everything = [one for result in results for one in outcomes(result).values() if one.shown]
     for method in dict.fromkeys(one.method for one in everything):
         points = [(1e3 * one.measured, 1e3 * one.predicted) for one in everything if one.method == method]
-        panel.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, label=method)
+        panel.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, color=colour_of(method), label=method)
     ends = [1e3 * limit(one.measured for one in everything) for limit in (min, max)]
     panel.plot(ends, ends, color="black", linewidth=0.8)
     for share in SHADED:

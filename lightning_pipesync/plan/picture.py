@@ -9,10 +9,9 @@ from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_pipesync.bench.palette import COLOURS, colour_of
+from lightning_pipesync.bench.palette import COLOURS, Picture, colour_of
 from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.predictions import Prediction, enough_bandwidth, fastest, predict
 from lightning_pipesync.plan.units import rate, round_rate
@@ -43,7 +42,7 @@ def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) ->
         result: as of :func:`as_markdown`.
         path: of the picture.
     """
-    figure = Figure(figsize=(11, 5.4), layout="constrained")
+    figure = Picture(figsize=(11, 5.4), layout="constrained")
     figure.suptitle(f"{result['settings']['model']}: gain over DDP")
     by_bandwidth, by_hosts = figure.subplots(1, 2)
     rates, hosts = [cluster.bandwidth * factor for factor in BANDWIDTHS], [float(number) for number in HOSTS]

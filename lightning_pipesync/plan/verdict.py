@@ -44,7 +44,7 @@ def verdict_of(
     rounds = rounds_of(predictions, measured)
     if ddp.name not in rounds:
         error = measured.get(ddp.name, {}).get("error", "it was not run")
-        return Verdict([f"No advice: DDP could not be run, so that nothing is known to be ahead of it. {error}"], None)
+        return Verdict([f"No advice: DDP could not be run ({error}), and only what is ahead of it is advised."], None)
     exact = _fastest_ahead([one for one in predictions if one.exact], ddp, rounds) or ddp
     other = _fastest_ahead([one for one in predictions if not one.exact], exact, rounds)
     how = "measured" if measured else "predicted; nothing was run"
