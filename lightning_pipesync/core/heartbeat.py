@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import queue
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -132,7 +133,8 @@ class Heartbeat:
     @staticmethod
     def last_beat(store: dist.Store, rank: int) -> Beat:
         """Returns the last beat of a rank; calls the store."""
-        return _beat_from(json.loads(store.get(_key_of(rank)))) if store.check([_key_of(rank)]) else Beat()
+        key = _key_of(rank)
+        return (_read_as(_beat_from, key, store.get(key)) if store.check([key]) else None) or Beat()
 
     @property
     def fault(self) -> Fault | None:
@@ -198,7 +200,7 @@ class Heartbeat:
         join_thread(self._thread, timeout_s)
 
     def _run(self) -> None:
-        with suppress(Exception):  # the store is gone for good
+        with suppress(RuntimeError):  # the store is gone for good
             while True:
                 self._beat()
                 self._learn_fault()
@@ -215,7 +217,7 @@ class Heartbeat:
 
     def _learn_fault(self) -> None:
         if self.fault is None and self._store.check([_FAULT_KEY]):
-            self._told = Fault(**json.loads(self._store.get(_FAULT_KEY)))
+            self._told = _read_as(_fault_from, _FAULT_KEY, self._store.get(_FAULT_KEY))
 
     def _act_on_fault(self) -> None:
         fault, now = self.fault, time.monotonic()
@@ -230,7 +232,8 @@ class Heartbeat:
     def _read(self) -> list[Beat]:
         self._learn_fault()
         if self._store.check(self._keys):  # a query of a missing key would block
-            beats = [_beat_from(json.loads(value)) for value in self._store.multi_get(self._keys)]
+            values = zip(self._keys, self._store.multi_get(self._keys), strict=True)
+            beats = [_read_as(_beat_from, key, value) or Beat() for key, value in values]
         else:
             beats = [self.last_beat(self._store, peer) for peer in range(len(self._keys))]
         return [Beat(left="", blames=peer) if peer in self._left_behind else beat for peer, beat in enumerate(beats)]
@@ -240,5 +243,29 @@ def _key_of(rank: int) -> str:
     return f"pipesync/beat/{rank}"
 
 
+def _read_as(make: Callable[[dict[str, Any]], T], key: str, text: bytes) -> T | None:
+    """Returns what a rank has published under a key; None, and a warning, if no rank has written that."""
+    try:
+        return make(json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        warnings.warn(
+            f"The job's store has {text[:80]!r} under {key!r}, which no rank of this job writes "
+            f"({type(error).__name__}: {error}), and which is ignored. Does another job, or an older version of this "
+            "package, use the same store?",
+            stacklevel=2,
+        )
+        return None
+
+
 def _beat_from(values: dict[str, Any]) -> Beat:
-    return Beat(**{**values, "waits": [Wait(**wait) for wait in values["waits"]]})
+    beat = Beat(**{**values, "waits": [Wait(**wait) for wait in values["waits"]]})
+    if not all(isinstance(value, (int, float)) for value in (beat.number, beat.at, beat.exchanges)):
+        raise TypeError("a number is none")
+    return beat
+
+
+def _fault_from(values: dict[str, Any]) -> Fault:
+    fault = Fault(**values)
+    if not (isinstance(fault.rank, int) and isinstance(fault.kind, str)):
+        raise TypeError("rank is no number, or kind no text")
+    return fault
