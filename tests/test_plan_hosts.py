@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from dataclasses import asdict
 from typing import Any
@@ -12,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from lightning_pipesync.bench import bandwidth as bench_bandwidth
-from lightning_pipesync.bench import preflight
-from lightning_pipesync.bench.bandwidth import measure_bandwidth, own_address
+from lightning_pipesync.bench import job_sockets, preflight
+from lightning_pipesync.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.bench.job_sockets import JobSockets
 from lightning_pipesync.bench.preflight import HostFacts, exchange_facts, findings
 from lightning_pipesync.plan import links as plan_links
 from lightning_pipesync.plan.links import Links, measure_links, outliers, partners, several_connections
@@ -126,13 +125,12 @@ def test_an_interface_that_reaches_nobody_is_refused_before_anybody_waits(monkey
 
 def measured_without_rank_1(what: str) -> str:
     """Rank 1 tells its address, and does not answer."""
-    with patch.object(bench_bandwidth, "TIMEOUT_S", 1.0), patch.object(plan_links, "TIMEOUT_S", 1.0):
+    with patch.object(job_sockets, "TIMEOUT_S", 1.0):
         try:
             if dist.get_rank() == 0:
                 measure_bandwidth() if what == "bandwidth" else measure_links(1e9)
             else:
-                with socket.create_server((own_address(), 0)) as server:
-                    dist.all_gather_object([None] * 2, server.getsockname()[:2])
+                with JobSockets(backlog=1):
                     if what == "links":
                         dist.barrier()
                     time.sleep(3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +9,9 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
+from lightning_pipesync.bench import job_sockets
+from lightning_pipesync.bench.job_sockets import JobSockets
 from lightning_pipesync.core.buckets import MIB
-
-#: Seconds that a rank waits for another before it counts as lost.
-TIMEOUT_S = 120.0
 
 #: A transfer has from so many to so many bytes, and takes about so many seconds.
 LEAST_BYTES, MOST_BYTES, TRANSFER_S = MIB // 4, 8 * MIB, 0.3
@@ -42,8 +40,8 @@ def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections
         seconds = _time_transfers(following, num_bytes, rounds, connections)
     except TimeoutError as error:
         raise RuntimeError(
-            f"Rank {rank} has waited {TIMEOUT_S:g} s in vain for rank {previous} or {following}, while the bandwidth "
-            "was measured."
+            f"Rank {rank} has waited {job_sockets.TIMEOUT_S:g} s in vain for rank {previous} or {following}, while the "
+            "bandwidth was measured."
         ) from error
     fastest: list[float] = [0.0] * world_size
     dist.all_gather_object(fastest, min(seconds[1:]))
@@ -52,15 +50,9 @@ def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections
 
 def _time_transfers(following: int, num_bytes: int, rounds: int, connections: int) -> list[float]:
     """Returns the seconds of each transfer to the rank ``following``, while as much comes from the previous one."""
-    with socket.create_server((own_address(), 0), backlog=connections) as server, ExitStack() as sockets:
-        server.settimeout(TIMEOUT_S)
-        addresses: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
-        dist.all_gather_object(addresses, server.getsockname()[:2])
-        address = addresses[following]
-        outgoing = [sockets.enter_context(socket.create_connection(address, TIMEOUT_S)) for _ in range(connections)]
-        incoming = [sockets.enter_context(server.accept()[0]) for _ in range(connections)]
-        for one in incoming:
-            one.settimeout(TIMEOUT_S)
+    with JobSockets(backlog=connections) as ranks, ExitStack() as sockets:
+        outgoing = [sockets.enter_context(ranks.connect(following)) for _ in range(connections)]
+        incoming = [sockets.enter_context(ranks.accept()) for _ in range(connections)]
         payload, buffers = bytes(num_bytes // connections), [bytearray(num_bytes // connections) for _ in incoming]
         pool = sockets.enter_context(ThreadPoolExecutor(2 * connections))
         seconds = []
@@ -73,14 +65,6 @@ def _time_transfers(following: int, num_bytes: int, rounds: int, connections: in
                 transfer.result()
             seconds.append(time.perf_counter() - start)
     return seconds
-
-
-def own_address() -> str:
-    """Returns the address at which other hosts reach this one: that of the interface towards ``MASTER_ADDR``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
-        address: str = probe.getsockname()[0]
-        return address
 
 
 def _receive(connection: socket.socket, buffer: bytearray) -> None:

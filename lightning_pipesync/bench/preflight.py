@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.bench.bandwidth import own_address
+from lightning_pipesync.bench.job_sockets import own_address
 
 #: The request that returns the address of an interface (Linux, netdevice(7)).
 _SIOCGIFADDR = 0x8915

@@ -10,7 +10,8 @@ from statistics import median
 
 import torch.distributed as dist
 
-from lightning_pipesync.bench.bandwidth import TIMEOUT_S, measure_bandwidth, own_address
+from lightning_pipesync.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.bench.job_sockets import JobSockets
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.plan.units import rate
 
@@ -52,16 +53,14 @@ def measure_links(bandwidth: float) -> Links:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, bandwidth * TRANSFER_S)))
     speeds, delays = [0.0] * world_size, [0.0] * world_size
-    with socket.create_server((own_address(), 0), backlog=world_size) as server:
-        server.settimeout(TIMEOUT_S)
-        addresses: list[tuple[str, int]] = [("", 0)] * world_size
-        dist.all_gather_object(addresses, server.getsockname()[:2])
+    with JobSockets(backlog=world_size) as sockets:
         for partner in partners(rank, world_size):
             dist.barrier()
             if partner is None:
                 continue
             try:
-                with _connected(server, addresses[partner], rank, partner) as connection:
+                with sockets.accept() if rank < partner else sockets.connect(partner) as connection:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     delays[partner] = _ping(connection, rank < partner)
                     for sender in (min(rank, partner), max(rank, partner)):
                         seconds = _transfer(connection, num_bytes, sends=sender == rank)
@@ -69,7 +68,7 @@ def measure_links(bandwidth: float) -> Links:
                             speeds[partner] = num_bytes / seconds
             except OSError as error:
                 raise RuntimeError(
-                    f"Rank {rank} does not reach rank {partner}, at {addresses[partner]}: {error}."
+                    f"Rank {rank} does not reach rank {partner}, at {sockets.addresses[partner]}: {error}."
                 ) from error
     gathered: list[tuple[list[float], list[float]]] = [([], [])] * world_size
     dist.all_gather_object(gathered, (speeds, delays))
@@ -145,16 +144,6 @@ def _components(pairs: Sequence[tuple[int, int]], number: int) -> list[list[int]
         old, new = max(group[a], group[b]), min(group[a], group[b])
         group = [new if one == old else one for one in group]
     return [[one for one in range(number) if group[one] == of] for of in sorted(set(group))]
-
-
-def _connected(server: socket.socket, address: tuple[str, int], rank: int, partner: int) -> socket.socket:
-    if rank < partner:
-        connection, _ = server.accept()
-    else:
-        connection = socket.create_connection(address, timeout=TIMEOUT_S)
-    connection.settimeout(TIMEOUT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 def _ping(connection: socket.socket, begins: bool) -> float:
