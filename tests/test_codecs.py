@@ -311,7 +311,7 @@ def test_topk_keeps_not_finite_values_first() -> None:
     assert decoded.nonzero().flatten().tolist() == [10, 500, 999]
 
 
-@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.01, math.nan])
+@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.01, math.nan, "0.1", None])
 def test_topk_refuses_a_ratio_outside_its_range(ratio: float) -> None:
     with pytest.raises(ValueError, match=r"ratio=.*\(0, 1\]"):
         TopK(ratio=ratio)

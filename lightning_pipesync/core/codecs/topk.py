@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -26,8 +27,8 @@ class TopK(Codec):
     """Share of the values that is kept, in (0, 1]. At 0.5 and above the wire is no smaller than fp32."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio!r} of compression='topk' must be in (0, 1]")
+        if not isinstance(self.ratio, Real) or not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio!r} of compression='topk' must be a number in (0, 1]")
 
     def num_kept(self, numel: int) -> int:
         """Returns k: at least 1 of any values, 0 of none."""
