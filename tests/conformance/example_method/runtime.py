@@ -40,10 +40,7 @@ class Averaging(SyncMethod):
         exchange_fused(gradients, self.config.bucket_mb, lambda flat: self.transport.all_reduce(flat, mean=True))
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        if update is None:
-            self.after_backward(self.optimizers[index])
-        with self._guards[index].stepping():
-            return self.optimizers[index].step() if update is None else update()
+        return self.update_own(index, update)
 
     def flush(self) -> None:
         """Gives all ranks the buffers of rank 0; the weights are the same already. A collective call."""
