@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_pipesync.methods.selsync import SelSync, trigger
 from tests.harness import launch, raised
-from tests.models import loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_selsync import mean
 
 FAR = 1e9  # a delta far above any change: after the first step every step stays local
@@ -306,3 +306,27 @@ def test_a_delta_out_of_reach_is_said_once() -> None:
     assert rank_1 == []
     assert launch(stay_local, 2, math.inf)[0] == [], "it was asked for"
     assert launch(stay_local, 2, 0.0)[0] == []
+
+
+def averaged_gradients_after_a_flush() -> tuple[dict[str, Tensor], list[bool]]:
+    """After local steps the ranks' optimizers have states of their own, which the same gradient moves elsewhere."""
+    model = seeded_mlp()
+    sync = SelSync(model, OPTIMIZERS["adamw"](model), delta=0.5, aggregation="gradients", partition="defdp")
+    synchronized = []
+    for i, scale in enumerate((1.0, 1.0, 1.0, 100.0)):
+        if i == 3:
+            sync.flush()  # training goes on from the average
+        sync.optimizers[0].zero_grad()
+        (loss(model, 0, dist.get_rank()) * scale).backward()
+        sync.step()
+        synchronized.append(sync.last.synchronized)
+    sync.flush()
+    sync.detach()
+    return state(model), synchronized
+
+
+def test_a_flush_averages_what_states_of_its_own_have_moved_apart() -> None:
+    (weights, synchronized), (others, _) = launch(averaged_gradients_after_a_flush, 2)
+    assert synchronized == [True, False, False, True]
+    for name, value in weights.items():
+        assert torch.equal(others[name], value), name

@@ -30,12 +30,14 @@ class OptimizerSync:
         trigger: decides which steps are synchronized.
         replicas: averages the parameters.
         gradients: averages the gradients; None with ``aggregation="parameters"``.
+        states_diverged: whether the optimizers' states may differ between ranks: from the first local step on.
     """
 
     def __init__(
         self, optimizer: Optimizer, parameters: Sequence[NamedParameter], config: SelSyncConfig, transport: Transport
     ) -> None:
         self.optimizer = optimizer
+        self.states_diverged = False
         tensors = [parameter.tensor for parameter in parameters]
         self.trigger = GradientTrigger(tensors, config, type(optimizer).__name__, transport)
         ready_order = parameters[::-1]
@@ -50,6 +52,14 @@ class OptimizerSync:
         if by_gradients:
             self.gradients = GradientAggregation(buckets, transport, config.compression, config.uses_error_feedback)
 
+    def took_local_step(self) -> None:
+        """Notes that this rank's weights and its optimizer's state have been updated by its own gradient."""
+        self.replicas.diverged = self.states_diverged = True
+
+    def applied_averaged_gradient(self) -> None:
+        """Notes that all ranks have applied the same gradient, with the state of their own optimizers."""
+        self.replicas.diverged |= self.states_diverged
+
     def check_consolidation(self) -> None:
         """Checks that all ranks are about to consolidate the weights, and have skipped the same steps.
 
@@ -62,6 +72,7 @@ class OptimizerSync:
         """Returns optimizer state, tracker, threshold, this rank's replica and the codec's residuals."""
         return {
             "optimizer": self.optimizer.state_dict(),
+            "states_diverged": self.states_diverged,
             "trigger": self.trigger.state_dict(),
             "replicas": self.replicas.state_dict(),
             "gradients": self.gradients.state_dict() if self.gradients else {},
@@ -70,6 +81,7 @@ class OptimizerSync:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank."""
         self.optimizer.load_state_dict(state["optimizer"])
+        self.states_diverged = state.get("states_diverged", True)  # not in checkpoints of earlier versions
         self.trigger.load_state_dict(state["trigger"])
         self.replicas.load_state_dict(state["replicas"])
         if self.gradients:

@@ -119,10 +119,12 @@ class SelSync(ReplicaMethod):
             self._non_trainable.average()
             if sync.gradients is None:
                 self._average(index)  # Algorithm 1, lines 16 and 17
+            else:
+                sync.applied_averaged_gradient()
             self.num_synchronized_steps += 1
         else:
             self.num_local_steps += 1
-            sync.replicas.diverged = True
+            sync.took_local_step()
         self._followers_diverged |= any(replicas.diverged for replicas in self._replicas)
         sync.trigger.finish_step()
         self._stepped, self.last = sync, decision
