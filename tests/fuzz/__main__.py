@@ -7,8 +7,8 @@ import sys
 import time
 from collections import Counter
 
-from tests.fuzz.batch import reproduction, run_batch
-from tests.fuzz.methods import METHODS
+from tests.fuzz.batch import RUNS, reproduction, run_batch
+from tests.fuzz.outcome import FAILED
 
 #: Configurations of one launch.
 BATCH = 20
@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0, help="how long (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (%(default)s)")
-    parser.add_argument("--method", choices=list(METHODS), action="append", help="only this method; may be repeated")
+    parser.add_argument("--method", choices=list(RUNS), action="append", help="only this method; may be repeated")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes (%(default)s)")
     parser.add_argument("--only", type=int, metavar="SEED", help="the configuration of this seed alone")
     arguments = parser.parse_args()
@@ -26,16 +26,16 @@ def main() -> int:
     end, first = time.monotonic() + arguments.seconds, arguments.seed
     while True:
         seeds = list(range(first, first + BATCH)) if arguments.only is None else [arguments.only]
-        for method in arguments.method or METHODS:
+        for method in arguments.method or RUNS:
             for outcome in run_batch(method, seeds, arguments.ranks):
                 counts[method, outcome.kind] += 1
-                if outcome.kind == "failed":
+                if outcome.kind == FAILED:
                     print(f"\n{reproduction(method, arguments.ranks, outcome)}", flush=True)
         first += BATCH
         if arguments.only is not None or time.monotonic() > end:
             break
     print(table(counts))
-    return int(any(kind == "failed" for _, kind in counts))
+    return int(any(kind == FAILED for _, kind in counts))
 
 
 def table(counts: Counter[tuple[str, str]]) -> str:

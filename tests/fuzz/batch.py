@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.fuzz.configuration import draw
-from tests.fuzz.ranks import Outcome, run
+from tests.fuzz import pipelines, ranks
+from tests.fuzz.methods import METHODS
+from tests.fuzz.outcome import FAILED, Outcome
 from tests.harness import launch
 
+#: Runs and judges the configuration of a seed, by the method.
+RUNS: dict[str, Callable[[int], Outcome]] = {
+    **{method: partial(ranks.run, method) for method in METHODS},
+    "ea_pipe": pipelines.run,
+}
 
-def run_batch(method: str, seeds: Sequence[int], ranks: int) -> list[Outcome]:
+
+def run_batch(method: str, seeds: Sequence[int], num_ranks: int) -> list[Outcome]:
     """Runs the configurations of a method one after the other; launches anew after one at which a rank died or hung."""
     outcomes: list[Outcome] = []
     while len(outcomes) < len(seeds):
@@ -22,25 +30,25 @@ def run_batch(method: str, seeds: Sequence[int], ranks: int) -> list[Outcome]:
             journal = Path(folder) / "journal"
             journal.touch()
             try:
-                launched = launch(_run_seeds, ranks, method, left, str(journal), timeout_s=60 + 5 * len(left))
+                launched = launch(_run_seeds, num_ranks, method, left, str(journal), timeout_s=60 + 5 * len(left))
                 return outcomes + launched[0]
             except AssertionError as error:
                 done = len(journal.read_text().split())
-                outcomes += run_batch(method, left[:done], ranks) if done else []
-                outcomes.append(Outcome(left[done], "failed", str(error)))
+                outcomes += run_batch(method, left[:done], num_ranks) if done else []
+                outcomes.append(Outcome(left[done], FAILED, str(error)))
     return outcomes
 
 
-def reproduction(method: str, ranks: int, outcome: Outcome) -> str:
+def reproduction(method: str, num_ranks: int, outcome: Outcome) -> str:
     """Returns the command that repeats a configuration, and what became of it."""
-    return f"python -m tests.fuzz --method {method} --ranks {ranks} --only {outcome.seed}\n{outcome.problem}"
+    return f"python -m tests.fuzz --method {method} --ranks {num_ranks} --only {outcome.seed}\n{outcome.problem}"
 
 
 def _run_seeds(method: str, seeds: Sequence[int], journal: str) -> list[Outcome]:
     """Runs on each rank; rank 0 writes a line for each configuration that has ended."""
     outcomes = []
     for seed in seeds:
-        outcomes.append(run(draw(method, seed, dist.get_world_size())))
+        outcomes.append(RUNS[method](seed))
         if dist.get_rank() == 0:
             with Path(journal).open("a") as file:
                 file.write(f"{seed}\n")

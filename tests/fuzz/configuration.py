@@ -69,23 +69,15 @@ class Configuration:
         """What the training is compared with."""
         return max((METHODS[method].check(settings) for method, settings in self.used), key=list(Check).index)
 
+    def is_agreed(self, name: str) -> bool:
+        """Returns whether what was seen under a name has to be the same on all ranks."""
+        own_states = METHODS[self.used[-1][0]].own_states or self.check == Check.AGREEMENT
+        return name.startswith(("end: ", "flush")) and not (own_states and "optimizer" in name)
+
 
 def draw(method: str, seed: int, world_size: int = 2) -> Configuration:
     """Returns the configuration of a method that belongs to a seed."""
     random = Random(f"{method} {seed} {world_size}")
-    while is_known_to_fail(drawn := _draw(random, method, seed, world_size)):
-        continue
-    return drawn
-
-
-def is_known_to_fail(drawn: Configuration) -> bool:
-    """Returns whether a fault that is being mended would be found again."""
-    late = {"alternating", "by_data", "thawed", "unused"} & set(drawn.layers)
-    predicts = any(s.get("delay_compensation") in ("prediction", "momentum") for _, s in drawn.used)
-    return bool((drawn.options.get("fused") and drawn.scaler) or (predicts and late and drawn.options.get("momentum")))
-
-
-def _draw(random: Random, method: str, seed: int, world_size: int) -> Configuration:
     refusable = random.random() < 0.04  # rarely: refusals take no time and find little
     layers = [name for name, layer in LAYERS.items() if refusable or not layer.refused]
     optimizer = random.choice([name for name, kind in OPTIMIZERS.items() if refusable or not kind.refused])

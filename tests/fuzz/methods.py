@@ -212,6 +212,12 @@ def _draw_parameter_server(random: Random) -> Settings:
     return settings
 
 
+def _parameter_server_refuses(configuration: Configuration, settings: Settings) -> str:
+    if settings["policy"] == "downpour" and (configuration.num_optimizers > 1 or configuration.optimizer == "Muon"):
+        return "policy='downpour'"
+    return _no_sharding(configuration) if settings["servers"] != 1 else ""
+
+
 def _check_parameter_server(settings: Settings) -> Check:
     return _lossless(settings) if settings["policy"] == "sync" else Check.AGREEMENT
 
@@ -260,7 +266,7 @@ METHODS: dict[str, Entry] = {
         _draw_parameter_server,
         _check_parameter_server,
         lambda configuration, settings: configuration.clip == "norm" or _cuts(configuration, settings),
-        lambda configuration, settings: _no_sharding(configuration) if settings["servers"] != 1 else "",
+        _parameter_server_refuses,
         Rule,
     ),
 }

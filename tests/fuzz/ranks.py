@@ -1,29 +1,22 @@
-"""A configuration on real ranks, and what becomes of it."""
+"""A configuration on real ranks."""
 
 from __future__ import annotations
 
 import copy
 import io
-import traceback
-import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_pipesync.methods.sync_method import SyncMethod
-from tests.fuzz.configuration import Configuration
+from tests.fuzz.configuration import Configuration, draw
 from tests.fuzz.methods import METHODS, TIMEOUT_S, Check, Settings
+from tests.fuzz.outcome import Outcome, judge
 from tests.fuzz.reference import Reference
 from tests.fuzz.training import MAX_NORM, MAX_VALUE, Replica, Seen, Worker, train
-
-#: Of float64, where sums are made in another order; Adam and its like make some rounding errors larger.
-TOLERANCE = 1e-6
 
 
 class Rank(Worker):
@@ -101,6 +94,8 @@ class Rank(Worker):
         file.seek(0)
         saved = torch.load(file, weights_only=True)
         self.replica = new = Replica(self.configuration, self.rank)
+        for p, old_p in zip(new.model.parameters(), old.model.parameters(), strict=True):
+            p.requires_grad_(old_p.requires_grad)  # a layer that has thawed
         self.sync = self.attach(self.name, self.settings)
         new.model.load_state_dict(saved["model"])
         for optimizer, of_optimizer in zip(new.optimizers, saved["optimizers"], strict=True):
@@ -116,94 +111,30 @@ class Rank(Worker):
         self.sync.return_optimizer_states()
         self.sync.detach()
         if METHODS[self.name].own_states:  # which the user has to make the same
-            states = [[optimizer.state_dict() for optimizer in self.replica.optimizers]]
-            dist.broadcast_object_list(states)
-            for optimizer, state in zip(self.replica.optimizers, states[0], strict=True):
-                optimizer.load_state_dict(state)
+            shared = [copy.deepcopy(self.replica.states())]
+            dist.broadcast_object_list(shared)
+            self.replica.load_states(shared[0])
         self.sync = self.attach(method, settings)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a configuration, the same on all ranks.
-
-    Attributes:
-        kind: how it was checked, "refused" or "failed".
-        problem: by rank, for a failure.
-    """
-
-    seed: int
-    kind: str
-    problem: str = ""
-
-
-def run(configuration: Configuration) -> Outcome:
+def run(method: str, seed: int) -> Outcome:
     """Trains a configuration on all ranks and judges the result; a collective call."""
-    seen, error = _attempt(configuration)
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if any(errors):
-        expected = configuration.refused + configuration.may_be_refused
-        clear = [e is not None and e[0] in ("ValueError", "RuntimeError") for e in errors]
-        if expected and all(clear) and all(any(words in e[1] for words in expected) for e in errors):
-            return Outcome(configuration.seed, "refused")
-        return _failed(configuration, [e and e[2] for e in errors])
-    problem = ""
-    if configuration.refused:
-        problem = f"was expected to be refused with {configuration.refused}"
-    elif configuration.check == Check.REFERENCE:
-        reference = Reference(configuration, {name: entry.rule for name, entry in METHODS.items()})
-        train(reference)
-        problem = difference(seen, reference.seen[dist.get_rank()], TOLERANCE if configuration.double else 0.0)
-    elif configuration.check == Check.REPETITION:
-        again, _ = _attempt(configuration)
-        problem = difference(again, seen, 0.0)
-    agreed = {name: value for name, value in seen.items() if name.startswith(("end: ", "flush"))}
-    if METHODS[configuration.used[-1][0]].own_states or configuration.check == Check.AGREEMENT:
-        agreed = {name: value for name, value in agreed.items() if "optimizer" not in name}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, agreed)
-    problem = problem or (
-        difference(agreed, of_ranks[0], 0.0) and f"other than rank 0: {difference(agreed, of_ranks[0], 0.0)}"
-    )
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return _failed(configuration, problems) if any(problems) else Outcome(configuration.seed, configuration.check.value)
+    configuration = draw(method, seed, dist.get_world_size())
+    return judge(configuration, partial(_on_this_rank, configuration), partial(_expected, configuration))
 
 
-def _attempt(configuration: Configuration) -> tuple[Seen, tuple[str, str, str] | None]:
-    """Returns what was seen, and type, message and traceback of what was raised."""
-    rank = None
+def _on_this_rank(configuration: Configuration) -> Seen:
+    rank = Rank(configuration)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rank = Rank(configuration)
-            train(rank)
-        return rank.seen[rank.rank], None
-    except Exception as error:
-        return {}, (type(error).__name__, str(error), traceback.format_exc())
+        train(rank)
     finally:
-        if rank is not None:
-            rank.sync.detach()
+        rank.sync.detach()
+    return rank.seen[rank.rank]
 
 
-def _failed(configuration: Configuration, problems: Sequence[str | None]) -> Outcome:
-    by_rank = "\n".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
-    return Outcome(configuration.seed, "failed", f"{configuration}\n{by_rank}")
-
-
-def difference(actual: Seen, expected: Seen, tolerance: float) -> str:
-    """Returns the first difference, in words; empty if there is none."""
-    for name in expected:
-        if name not in actual:
-            return f"{name} is missing"
-        one, other = actual[name], expected[name]
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            if one != other and not (isinstance(one, float) and abs(one - other) <= tolerance * abs(other)):
-                return f"{name} is {one!r} instead of {other!r}"
-        elif one.shape != other.shape or one.dtype != other.dtype:
-            return f"{name} is {one.dtype} {list(one.shape)} instead of {other.dtype} {list(other.shape)}"
-        elif not torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True):
-            off = (one.double() - other.double()).abs().max()
-            return f"{name} is off by {off:.3g} of {other.double().abs().max():.3g}"
-    return "".join(f"{name} is too much" for name in actual.keys() - expected.keys())
+def _expected(configuration: Configuration) -> Seen:
+    if configuration.check == Check.REPETITION:
+        return _on_this_rank(configuration)
+    reference = Reference(configuration, {name: entry.rule for name, entry in METHODS.items()})
+    train(reference)
+    return reference.seen[dist.get_rank()]

@@ -99,11 +99,6 @@ def tell_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
             found.fill_(1.0)
 
 
-def reload_states(optimizer: Optimizer, state: Any) -> None:
-    """Loads a copy; PyTorch may give a state another dtype then."""
-    optimizer.load_state_dict(copy.deepcopy(state))
-
-
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -343,15 +338,13 @@ class Reference(Worker):
         self.resume()
         for replica in self._replicas:
             replica.model.zero_grad()  # a new model has no gradients
-            for optimizer in replica.optimizers:
-                reload_states(optimizer, optimizer.state_dict())
+            replica.load_states(copy.deepcopy(replica.states()))  # PyTorch may give a state another dtype then
 
     def reattach(self, method: str, settings: Settings) -> None:
         self.flush()
         self._undo = lambda: None
         if isinstance(self._rule, Replicated):
-            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._replicas[0].optimizers]
+            shared = copy.deepcopy(self._replicas[0].states())
             for replica in self._replicas:
-                for optimizer, state in zip(replica.optimizers, states, strict=True):
-                    reload_states(optimizer, state)
+                replica.load_states(copy.deepcopy(shared))
         self._rule = self._rules[method](self._replicas, settings)

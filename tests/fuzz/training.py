@@ -22,7 +22,7 @@ from tests.models import batch
 if TYPE_CHECKING:
     from tests.fuzz.configuration import Configuration
 
-STEPS = 8
+STEPS = 6
 MAX_NORM, MAX_VALUE = 0.3, 0.01
 
 #: What is compared: tensors and plain values, by name.
@@ -59,13 +59,13 @@ class Replica:
         """Takes steps on one batch for all ranks, so that the optimizers have a state."""
         for step in range(self.configuration.pretrained_steps):
             self.zero_grad()
-            self.loss(100 + step, 0, rank=0).backward()
+            self.loss(step, 0, rank=0).backward()
             for optimizer in self.optimizers:
                 optimizer.step()
         self.zero_grad()
 
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        torch.manual_seed(1_000 * step + 10 * micro + rank)  # of dropout
+        torch.default_generator.manual_seed(1_000 * step + 10 * micro + rank)  # of dropout
         x, y = batch(8 * step + micro, rank)
         return nn.functional.cross_entropy(self.model(x, step), y)
 
@@ -97,6 +97,16 @@ class Replica:
             self.scaler.update()
         for scheduler in self.schedulers:
             scheduler.step(1.0) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+
+    def states(self) -> list[dict[str, Any]]:
+        """Returns the states of the optimizers and of the loss scaler."""
+        return [one.state_dict() for one in (*self.optimizers, self.scaler) if one is not None]
+
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Loads what :meth:`states` returned."""
+        for one, state in zip((*self.optimizers, self.scaler), states, strict=False):
+            if one is not None:
+                one.load_state_dict(state)
 
     @torch.no_grad()
     def output(self, step: int) -> Tensor:
