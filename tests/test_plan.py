@@ -326,7 +326,7 @@ def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert {"ddp", "dear"} < run, result["measured"]
     assert main(["plan", "--from", str(tmp_path / "plan.json"), "--hosts", "64", "--rate", "25gbit"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "(predicted; nothing was run)" in said[:120]
+    assert "(extrapolated; nothing was run)" in said[:120]
     assert "on 64 hosts with 25 Gbit/s each" in said
     assert "Extrapolated from 2 hosts" in said
 

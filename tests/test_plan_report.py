@@ -180,6 +180,9 @@ def test_what_was_not_measured_is_said_to_be_extrapolated() -> None:
     for other in (at.with_hosts(64), at.with_bandwidth(25e9 / 8)):
         text = as_markdown(WORK, other, result_of(at, {}))
         assert "Extrapolated from 4 hosts with 800 Mbit/s each. Assumed: " in " ".join(text.split())
+        assert "(extrapolated; nothing was run)" in " ".join(text.split())
+        assert "    extrapolated, not run" in text
+        assert "predicted, not run" not in text
 
 
 # --- units ------------------------------------------------------------------------------------------------------------

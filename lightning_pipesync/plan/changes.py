@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_pipesync.plan.units import rate
+from lightning_pipesync.plan.units import milliseconds, rate
 
 #: Less than this share of a value, or than what it varied by between two rounds, is no change.
 NO_CHANGE = 0.05
@@ -35,13 +35,13 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
     works = [
         sum(result["work"]["profile"][part] for part in ("forward", "backward", "update")) for result in (before, now)
     ]
-    yield f"computation {1e3 * works[0]:.0f} ms, now {1e3 * works[1]:.0f} ms: {_verdict(*works)}"
+    yield f"computation {milliseconds(works[0])}, now {milliseconds(works[1])}: {_verdict(*works)}"
     for name, measured in now["measured"].items():
         rounds = [one.get("seconds") for one in (before["measured"].get(name, {}), measured)]
         if all(rounds):
             old, new = map(median, rounds)
             varies = max(max(seconds) - min(seconds) for seconds in rounds)
-            yield f"{name} {1e3 * old:.0f} ms, now {1e3 * new:.0f} ms: {_verdict(old, new, varies)}"
+            yield f"{name} {milliseconds(old)}, now {milliseconds(new)}: {_verdict(old, new, varies)}"
 
 
 def _verdict(before: float, now: float, varies: float = 0.0) -> str:

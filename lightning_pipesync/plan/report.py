@@ -26,7 +26,7 @@ from lightning_pipesync.training.registry import METHODS
 KINDS = ((True, "exact"), (False, "not exact"))
 
 MEASURED = ["measured, in turns", "ms a step", "times DDP", "predicted", "off", "peak MiB"]
-PREDICTED = ["predicted, not run", "ms a step", "times DDP"]
+PREDICTED, EXTRAPOLATED = ([f"{how}, not run", "ms a step", "times DDP"] for how in ("predicted", "extrapolated"))
 
 
 def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
@@ -42,12 +42,12 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     """
     predictions = sorted(predict(work, cluster), key=lambda one: one.seconds)
     measured: Mapping[str, Mapping[str, Any]] = result["measured"]
-    verdict = verdict_of(predictions, measured, work.seconds_with("ddp"))
+    verdict = verdict_of(predictions, measured, work.seconds_with("ddp"), extrapolated(cluster, result))
     blocks = [
         paragraph("\n".join(verdict.sentences)),
         paragraph(_what_is_planned(work, cluster, result)),
         "".join(paragraph(one, bullet=True) for one in (*result["findings"], *result["changes"])),
-        *_tables(predictions, work, measured),
+        *_tables(predictions, work, measured, EXTRAPOLATED if extrapolated(cluster, result) else PREDICTED),
         paragraph(_enough(work, cluster)),
         paragraph(_assumptions(cluster, result)),
         paragraph(_codecs(result["codecs"])),
@@ -82,8 +82,16 @@ def _assumptions(cluster: Cluster, result: Mapping[str, Any]) -> str:
     )
 
 
-def _tables(predictions: Sequence[Prediction], work: Work, measured: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields what was run, what was not, and what cannot be; measured and predicted steps are never in one ranking."""
+def _tables(
+    predictions: Sequence[Prediction],
+    work: Work,
+    measured: Mapping[str, Mapping[str, Any]],
+    not_run: Sequence[str],
+) -> Iterator[str]:
+    """Yields what was run, what was not, and what cannot be; measured and predicted steps are never in one ranking.
+
+    The headings of what was ``not_run`` say whether it is of the measured cluster.
+    """
     ddp = next(one for one in predictions if one.method == "ddp")
     rounds = rounds_of(predictions, measured) if measured else {}
     usual = {name: median(seconds) for name, seconds in rounds.items()}
@@ -101,7 +109,7 @@ def _tables(predictions: Sequence[Prediction], work: Work, measured: Mapping[str
     def predicted_row(one: Prediction) -> Row:
         return Row([one.method, _predicted(one), f"{ddp.seconds / one.seconds:.2f}"], [one.shown_settings, one.why])
 
-    for headings, found, make in ((MEASURED, run, measured_row), (PREDICTED, rest, predicted_row)):
+    for headings, found, make in ((MEASURED, run, measured_row), (not_run, rest, predicted_row)):
         listed: list[str | Row] = []
         for exact, title in KINDS:
             if some := [make(one) for one in found if one.exact == exact]:

@@ -30,7 +30,10 @@ class Verdict:
 
 
 def verdict_of(
-    predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]], computation: float = 0.0
+    predictions: Sequence[Prediction],
+    measured: Mapping[str, Mapping[str, Any]],
+    computation: float = 0.0,
+    extrapolated: bool = False,
 ) -> Verdict:
     """Returns what is advised.
 
@@ -39,6 +42,7 @@ def verdict_of(
         measured: the outcomes of those that were run, by name. If there are none, predictions are compared with each
             other, never with measured steps.
         computation: seconds of a step of DDP without communication, to say what it waits for.
+        extrapolated: whether the predictions are for another cluster than the measured one.
     """
     ddp = next(one for one in predictions if one.method == "ddp")
     rounds = rounds_of(predictions, measured)
@@ -47,7 +51,8 @@ def verdict_of(
         return Verdict([f"No advice: DDP could not be run ({error}), and only what is ahead of it is advised."], None)
     exact = _fastest_ahead([one for one in predictions if one.exact], ddp, rounds) or ddp
     other = _fastest_ahead([one for one in predictions if not one.exact], exact, rounds)
-    how = "measured" if measured else "predicted; nothing was run"
+    predicted = "extrapolated" if extrapolated else "predicted"
+    how = "measured" if measured else f"{predicted}; nothing was run"
     times = {one.name: median(rounds[one.name]) for one in (ddp, exact, other) if one is not None}
 
     def with_gain(one: Prediction) -> str:
