@@ -266,22 +266,23 @@ def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
         assert len(measured["pipe_sgd"]["seconds"]) == 1
 
 
-def test_dear_is_also_proven_with_larger_buckets() -> None:
-    """And each method that is not exact once."""
+def test_ddp_and_dear_are_also_proven_with_larger_buckets() -> None:
+    """DDP with its default, DeAR with four times as large ones, and each method that is not exact once."""
     chosen = to_prove(predict(WORK, cluster(1e7)), lambda one: True)
-    assert [one.method for one in chosen] == ["ddp", "dear", "dear", "local_sgd", "selsync"]
-    assert chosen[2].settings["bucket_mb"] >= 4 * chosen[1].settings["bucket_mb"]
-    assert chosen[3].seconds <= chosen[4].seconds
+    assert [one.method for one in chosen] == ["ddp", "ddp", "dear", "dear", "local_sgd", "selsync"]
+    assert chosen[0].settings["bucket_mb"] < chosen[1].settings["bucket_mb"] == 25
+    assert chosen[3].settings["bucket_mb"] >= 4 * chosen[2].settings["bucket_mb"]
+    assert chosen[4].seconds <= chosen[5].seconds
 
 
 def test_the_next_best_is_run_where_one_cannot() -> None:
     """Of exact methods and of the others; DDP has no next."""
     predictions = predict(WORK, cluster(1e7))
     first = to_prove(predictions, lambda one: True)
-    second = to_prove(predictions, lambda one: one not in (first[1], first[3]))
-    assert [one.method for one in second] == ["ddp", "dear", "local_sgd", "selsync"]
-    assert second[1] is first[2]
-    assert second[2].seconds >= first[3].seconds
+    second = to_prove(predictions, lambda one: one not in (first[2], first[4]))
+    assert [one.method for one in second] == ["ddp", "ddp", "dear", "local_sgd", "selsync"]
+    assert second[2] is first[3]
+    assert second[3].seconds >= first[4].seconds
     without = to_prove(predictions, lambda one: one.method not in ("ddp", "local_sgd"))
     assert [one.method for one in without] == ["dear", "dear", "selsync", "pipe_sgd"]
 

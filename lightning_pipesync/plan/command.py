@@ -59,7 +59,7 @@ def plan(
         work, cluster, result = read_plan(from_file, hosts, rate)
     else:
         settings = PlanSettings(model, scale, compute_ms, steps, rounds, device)
-        num_measurements = 2 + (rounds + 1) * (1 + 2 * PROVEN) * (rounds > 0)
+        num_measurements = 2 + (rounds + 1) * (2 + 2 * PROVEN) * (rounds > 0)
         emulated = sweep.make_hosts([hosts or 2], rate, racks, uplink)
         results = sweep.run(measure_plan, settings, emulated, num_measurements)
         if not results:

@@ -15,7 +15,7 @@ from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.schedules import dear_step, local_sgd_step, pipeline_step
 from lightning_pipesync.plan.work import Work
 
-#: The most buckets of DDP and DeAR that are tried, and DDP's default size, in MiB.
+#: The most buckets of DDP and DeAR that are tried, and DDP's default size, in MiB, with which DDP is run, too.
 MOST_BUCKETS, DEFAULT_MB = 40, 25.0
 
 #: A bucket size of DDP that is slower by this share of a step at most is as fast.
@@ -154,7 +154,10 @@ def _all_groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     all_reduce = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.all_reduces.items()}
     average = {codec: cost.all_reduce(total, world_size) for codec, cost in cluster.averages.items()}
     sizes = bucket_sizes(work)
-    yield [_ddp_in(work, cluster, size) for size in sizes]
+    ddp = [_ddp_in(work, cluster, size) for size in sizes]
+    yield ddp
+    if _chosen(ddp, work).settings["bucket_mb"] != DEFAULT_MB:
+        yield [one for one in ddp if one.settings["bucket_mb"] == DEFAULT_MB]
     dear = [_dear(work, cluster, size, topology) for topology in (None, *tori(world_size)) for size in sizes]
     yield dear
     best = _chosen(dear, work).settings["bucket_mb"]

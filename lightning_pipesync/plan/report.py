@@ -11,14 +11,13 @@ from lightning_pipesync.plan.cluster import Cluster
 from lightning_pipesync.plan.lines import INDENT, Row, code, paragraph, table
 from lightning_pipesync.plan.measured_cost import GLOO_RING_UP_TO
 from lightning_pipesync.plan.predictions import (
-    DEFAULT_MB,
     Prediction,
     enough_accumulation,
     enough_bandwidth,
     predict,
 )
 from lightning_pipesync.plan.units import milliseconds, number_of_ms, rate, round_rate
-from lightning_pipesync.plan.verdict import Verdict, rounds_of, verdict_of
+from lightning_pipesync.plan.verdict import Verdict, ddp_of, rounds_of, verdict_of
 from lightning_pipesync.plan.work import Work
 from lightning_pipesync.training.registry import METHODS
 
@@ -92,22 +91,25 @@ def _tables(
 
     The headings of what was ``not_run`` say whether it is of the measured cluster.
     """
-    ddp = next(one for one in predictions if one.method == "ddp")
+    predicted_ddp = next(one for one in predictions if one.method == "ddp")  # the fastest
     rounds = rounds_of(predictions, measured) if measured else {}
+    ddp = ddp_of(predictions, rounds)
     usual = {name: median(seconds) for name, seconds in rounds.items()}
     run = sorted((one for one in predictions if one.name in usual), key=lambda one: usual[one.name])
     failed = {one.name for one in predictions if "error" in measured.get(one.name, {})}
     rest = [one for one in predictions if one.name not in usual and one.name not in failed]
 
     def measured_row(one: Prediction) -> Row:
-        times = f"{usual[ddp.name] / usual[one.name]:.2f}" if ddp.name in usual else ""
+        times = f"{usual[ddp.name] / usual[one.name]:.2f}" if ddp is not None else ""
         peak = (measured[one.name]["resident_bytes"] + work.activation_bytes) / MIB
         off = f"{one.seconds / usual[one.name] - 1:+.0%}"
         cells = [one.method, number_of_ms(usual[one.name]), times, _predicted(one), off, f"{peak:.0f}"]
         return Row(cells, [one.shown_settings, one.why])
 
     def predicted_row(one: Prediction) -> Row:
-        return Row([one.method, _predicted(one), f"{ddp.seconds / one.seconds:.2f}"], [one.shown_settings, one.why])
+        return Row(
+            [one.method, _predicted(one), f"{predicted_ddp.seconds / one.seconds:.2f}"], [one.shown_settings, one.why]
+        )
 
     for headings, found, make in ((MEASURED, run, measured_row), (not_run, rest, predicted_row)):
         listed: list[str | Row] = []
@@ -126,7 +128,7 @@ def _cannot_be_used(reasons: Mapping[str, str]) -> str:
         known = settings.get((method, reason))
         settings[method, reason] = [one for one in listed.split(",") if known is None or one in known]
     return "".join(
-        paragraph(f"{method} with {', '.join(common)} cannot be used: {reason}", bullet=True)
+        paragraph(f"{method}{' with ' if common else ''}{', '.join(common)} cannot be used: {reason}", bullet=True)
         for (method, reason), common in settings.items()
     )
 
@@ -164,13 +166,14 @@ def _to_copy(verdict: Verdict, run: bool) -> Iterator[str]:
 
 
 def _in_python(one: Prediction) -> str:
-    if one.method != "ddp":
-        strategy, settings = f"{METHODS[one.method].__name__}Strategy", one.settings
-    elif one.settings["bucket_mb"] == DEFAULT_MB:
-        return code("Trainer(strategy=", '"ddp"', ")")
+    """Returns the lines of Python, with the import."""
+    package, strategy, settings = "lightning.pytorch.strategies", "DDPStrategy", dict(one.settings)
+    if one.method == "ddp":
+        settings = {"bucket_cap_mb": one.settings["bucket_mb"]}
     else:
-        strategy, settings = "DDPStrategy", {"bucket_cap_mb": one.settings["bucket_mb"]}
-    return code(f"Trainer(strategy={strategy}(", ", ".join(f"{k}={v!r}" for k, v in settings.items()), "))")
+        package, strategy = "lightning_pipesync", f"{METHODS[one.method].__name__}Strategy"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return f"{INDENT}from {package} import {strategy}\n" + code(f"Trainer(strategy={strategy}(", arguments, "))")
 
 
 def _in_yaml(one: Prediction) -> str:

@@ -44,10 +44,11 @@ def verdict_of(
         computation: seconds of a step of DDP without communication, to say what it waits for.
         extrapolated: whether the predictions are for another cluster than the measured one.
     """
-    ddp = next(one for one in predictions if one.method == "ddp")
     rounds = rounds_of(predictions, measured)
-    if ddp.name not in rounds:
-        error = measured.get(ddp.name, {}).get("error", "it was not run")
+    ddp = ddp_of(predictions, rounds)
+    if ddp is None:
+        errors = (measured[one.name]["error"] for one in predictions if one.method == "ddp" and one.name in measured)
+        error = next(errors, "it was not run")
         return Verdict([f"No advice: DDP could not be run ({error}), and only what is ahead of it is advised."], None)
     exact = _fastest_ahead([one for one in predictions if one.exact], ddp, rounds) or ddp
     other = _fastest_ahead([one for one in predictions if not one.exact], exact, rounds)
@@ -63,7 +64,7 @@ def verdict_of(
         sentences = [f"{advice} {exact.method}: {with_gain(exact)} ({how})."]
     else:
         enough = "DDP is enough" if other is None else "Of exact methods DDP is enough"
-        beside = [one for one in predictions if one is not ddp and (other is None or one.exact)]
+        beside = [one for one in predictions if one.method != "ddp" and (other is None or one.exact)]
         sentences = [
             f"{enough}: {milliseconds(times[ddp.name])} a step ({how}).",
             _why(ddp, beside, rounds, computation),
@@ -80,6 +81,12 @@ def rounds_of(
     if not measured:
         return {one.name: [one.seconds] for one in predictions}
     return {name: outcome["seconds"] for name, outcome in measured.items() if "seconds" in outcome}
+
+
+def ddp_of(predictions: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:
+    """Returns DDP with its fastest buckets of those in ``rounds``; None: there is none."""
+    run = [one for one in predictions if one.method == "ddp" and one.name in rounds]
+    return min(run, key=lambda one: median(rounds[one.name]), default=None)
 
 
 def _fastest_ahead(
