@@ -13,7 +13,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync import DeARStrategy, EAPipeStrategy, LocalSGDStrategy, PipeSGDStrategy, SelSyncStrategy
+from lightning_pipesync import (
+    DeARStrategy,
+    EAPipeStrategy,
+    LocalSGDStrategy,
+    ParameterServerStrategy,
+    PipeSGDStrategy,
+    SelSyncStrategy,
+)
 from tests.harness import launch
 from tests.models import OPTIMIZERS, seeded_mlp
 
@@ -108,6 +115,7 @@ def make_strategy(settings: dict[str, Any] | str) -> Any:
         "dear": DeARStrategy,
         "ea_pipe": EAPipeStrategy,
         "local_sgd": LocalSGDStrategy,
+        "parameter_server": ParameterServerStrategy,
         "pipe_sgd": PipeSGDStrategy,
         "selsync": SelSyncStrategy,
     }

@@ -329,7 +329,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def is_normal_end(error: BaseException | None) -> bool:
     """Returns whether a process that ends with ``error``, or with none, has succeeded."""
-    if isinstance(error, SystemExit):
+    if type(error) is SystemExit:  # not one derived from it, such as that of Lightning after a SIGTERM
         return error.code in (0, None)
     return error is None or isinstance(error, (GeneratorExit, StopIteration))
 

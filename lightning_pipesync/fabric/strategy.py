@@ -21,7 +21,9 @@ from typing_extensions import override
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.failure import PeerWatch
 from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.meeting import watch_job
 from lightning_pipesync.core.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
@@ -92,6 +94,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         control_backward_sync(self, BackwardSyncControl())
         self._sessions = Sessions()
         self._ends_at_shutdown = False
+        self._job_watch: PeerWatch | None = None
 
     def method_of(self, optimizer: Optimizer | None = None) -> SyncMethod:
         """Returns the method that steps an optimizer, for example to read its metrics.
@@ -137,6 +140,11 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
+
+    @override
     def setup_module(self, module: nn.Module) -> SyncedModule:  # type: ignore[override]
         """Broadcasts rank 0's weights and buffers; optimizers may be set up later."""
         wrapper = self._begin(module)
@@ -176,6 +184,9 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
     def teardown(self) -> None:
         """Detaches the methods from all models; also called at interpreter shutdown."""
         self._sessions.end()
+        if self._job_watch is not None:
+            self._job_watch.close()
+            self._job_watch = None
         super().teardown()
 
     # --- a training step --------------------------------------------------------------------------------------------

@@ -168,6 +168,28 @@ def no_broadcast_of_signals(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
+def no_broadcast_in_handlers(trainer: Trainer) -> Iterator[None]:
+    """Makes a SIGTERM end this rank after its batch, as Lightning does, without a broadcast in its handler.
+
+    In that, a rank would wait for rank 0 in the midst of a step, for which rank 0 may wait itself.
+    """
+    connector = trainer._signal_connector
+    require(connector, "_sigterm_notifier_fn", "received_sigterm")
+
+    def note(number: int, _: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(number)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        vars(connector).pop("_sigterm_notifier_fn", None)
+
+
+@contextmanager
 def no_warning_about_resuming() -> Iterator[None]:
     """Suppresses Lightning's warning that a loader without ``state_dict`` cannot resume within an epoch: ours can."""
     warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")

@@ -17,12 +17,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipesync.core.failure import PeerWatch
+from lightning_pipesync.core.meeting import watch_job
 from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.loaders import begin_at
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
-from lightning_pipesync.lightning.private import change_train_loaders, no_warning_about_resuming
+from lightning_pipesync.lightning.private import (
+    change_train_loaders,
+    no_broadcast_in_handlers,
+    no_warning_about_resuming,
+)
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.loaders import with_resumable_order
@@ -67,6 +73,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     _rng_states: dict[str, Tensor] | None = None
     _start: tuple[int, int] = (0, 0)
     _checkpoint_step: int | None = None
+    _job_watch: PeerWatch | None = None
     _until_teardown = ExitStack()
 
     def __init__(
@@ -97,9 +104,15 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._job_watch = watch_job(timedelta(seconds=self.config.timeout_s))
+
     def _begin_to_attach(self, trainer: Trainer) -> None:
         self._start = (0, 0)
         self._until_teardown = ExitStack()
+        self._until_teardown.enter_context(no_broadcast_in_handlers(trainer))
         self._add_callback(trainer, first=True)  # before all others, so that they read consolidated weights
 
     def _replace_clipping(self, **functions: Callable[[Optimizer, float], None]) -> None:
@@ -127,8 +140,9 @@ class PipeSyncStrategyMixin(Overriding, _Base):
     def on_exception(self, exception: BaseException) -> None:
         """Reports the exception to the other ranks, whose errors then name this rank on their last line."""
         super().on_exception(exception)
-        if self.method is not None and self.method.transport is not None:
-            self.method.transport.watch.leave(exception)
+        for watch in (self._watch, self._job_watch):
+            if watch is not None:
+                watch.leave(exception)
 
     @override
     def teardown(self) -> None:
@@ -137,6 +151,9 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             # After an error peers may be gone, and what is in flight may never arrive.
             self.method.detach(timeout_s=1.0 if self._interrupted else 10.0)
             self.method = None
+        if self._job_watch is not None:
+            self._job_watch.close()
+            self._job_watch = None
         self._until_teardown.close()
         super().teardown()
 
@@ -164,9 +181,9 @@ class PipeSyncStrategyMixin(Overriding, _Base):
 
     def _waiting_for_all(self) -> AbstractContextManager[None]:
         """Context manager that tells the other ranks that this one waits for them in the default process group."""
-        if self.method is None or self.method.transport is None:
+        if self._watch is None:
             return nullcontext()
-        return self.method.transport.watch.waiting("all ranks, in the default process group")
+        return self._watch.waiting("all ranks, in the default process group")
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -265,6 +282,13 @@ class PipeSyncStrategyMixin(Overriding, _Base):
             self._rng_states = None
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _watch(self) -> PeerWatch | None:
+        """The watch of the method, or of the job until there is one."""
+        if self.method is not None and self.method.transport is not None:
+            return self.method.transport.watch
+        return self._job_watch
 
     def _add_callback(self, trainer: Trainer, first: bool) -> None:
         """Adds the callback to the Trainer unless it is there; with ``first``, as the first of its callbacks."""

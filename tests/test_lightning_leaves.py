@@ -1,0 +1,126 @@
+"""A rank that leaves, before a method is attached or by a SIGTERM, is named at once by all others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_pipesync.fabric import DeARFabricStrategy
+from tests.harness import free_port, launch
+from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
+from tests.models import OPTIMIZERS, seeded_mlp
+from tests.test_failures import RANKS, form_group
+
+#: Far more than the test takes: nobody may wait for as long.
+TIMEOUT_S = 300
+
+#: The method, the rank that leaves, and how.
+JOBS = [
+    ("dear", 0, "configure_optimizers"),
+    ("ea_pipe", 1, "configure_optimizers"),
+    ("dear", 2, "checkpoint"),
+    ("fabric", 1, "before setup"),
+    ("dear", 1, "SIGTERM"),
+    ("ea_pipe", 1, "SIGTERM"),
+    ("ea_pipe", 2, "SIGTERM"),
+    ("local_sgd", 2, "SIGTERM"),
+    ("parameter_server", 1, "SIGTERM"),
+    ("selsync", 0, "SIGTERM"),
+]
+
+#: Further settings.
+OTHERS = {"local_sgd": {"period": 2}}
+
+#: What all others say of it.
+SAYS = {
+    "configure_optimizers": "it raised KeyError: 'a bug'",
+    "checkpoint": "it raised UnpicklingError",
+    "before setup": "it raised KeyError: 'a bug'",
+    "SIGTERM": "it raised SIGTERMException",
+}
+
+
+class Leaving(Classifier):
+    """One rank leaves, in the midst of a step or before the first one."""
+
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def configure_optimizers(self) -> Any:
+        if self.leaves == "configure_optimizers":
+            raise KeyError("a bug")
+        return super().configure_optimizers()
+
+    def on_before_zero_grad(self, _: Any) -> None:
+        if self.leaves == "SIGTERM" and self.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def set_up_fabric(leaves: bool) -> None:
+    """A script of Fabric's that ends with an exception before the method is attached, or waits for one that does."""
+    strategy = DeARFabricStrategy(timeout_s=TIMEOUT_S)
+    fabric = Fabric(strategy=strategy, devices=RANKS, accelerator="cpu")
+    fabric.launch()
+    model = seeded_mlp()
+    try:
+        if leaves:
+            raise KeyError("a bug")
+        fabric.setup(model, OPTIMIZERS["sgd"](model))
+    finally:
+        strategy.teardown()
+
+
+def fit_until_one_leaves(directory: Path, jobs: dict[tuple[str, int, str], int]) -> tuple[str, str]:
+    job, rank = form_group(jobs)
+    name, victim, how = job
+    folder = directory / f"{name} {victim} {how}"
+    settings = {"name": "dear" if name == "fabric" else name, "timeout_s": TIMEOUT_S}
+    run = trainer(make_strategy({**settings, **OTHERS.get(name, {})}), RANKS, folder, max_epochs=1000)
+    checkpoint = None
+    if how == "checkpoint":
+        folder.mkdir(exist_ok=True)
+        checkpoint = folder / f"{rank}.ckpt"
+        head = {"pytorch-lightning_version": pl.__version__, "epoch": 0, "global_step": 0}
+        torch.save({**head, "state_dict": Classifier().state_dict()}, checkpoint)
+        if rank == victim:
+            checkpoint.write_bytes(b"damaged")
+    try:
+        if name == "fabric":
+            set_up_fabric(leaves=rank == victim)
+        else:
+            run.fit(Leaving(how if rank == victim else ""), train_loader(), ckpt_path=checkpoint, weights_only=True)
+        found = ("", "")
+    except BaseException as error:
+        found = type(error).__name__, str(error)
+    (directory / f"{name} {victim} {how} {rank}").touch()
+    while rank == victim and not all((directory / f"{name} {victim} {how} {one}").exists() for one in range(RANKS)):
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], list[tuple[str, str]]]:
+    jobs = {job: free_port() for job in JOBS}
+    found = launch(fit_until_one_leaves, RANKS * len(JOBS), tmp_path_factory.mktemp("jobs"), jobs, init=False)
+    return {job: found[RANKS * n : RANKS * (n + 1)] for n, job in enumerate(JOBS)}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
+def test_all_others_name_it(outcomes: Any, job: tuple[str, int, str]) -> None:
+    _, victim, how = job
+    for rank, (kind, message) in enumerate(outcomes[job]):
+        if rank == victim:
+            assert kind in SAYS[how], "it keeps its own error"
+        else:
+            assert kind == "RuntimeError", message
+            assert message.splitlines()[-1].startswith(f"Rank {victim} (host "), message
+            assert SAYS[how] in message, message
