@@ -66,6 +66,20 @@ def test_what_a_message_says(method: str, settings: dict[str, Any], message: str
     assert text.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("method", "name", "value", "message"),
+    [
+        ("selsync", "injection", "0.5", "injection must be a pair (alpha, beta), got '0.5'."),
+        ("selsync", "delta", "nan", "delta must be a number or 'auto', got 'nan'."),
+        ("dear", "bucket_mb", "ten", "bucket_mb must be a number of MiB, got 'ten'."),
+        ("pipe_sgd", "staleness", "1.5", "staleness must be a whole number, got '1.5'."),
+        ("dear", "error_feedback", "perhaps", "error_feedback must be True or False, got 'perhaps'."),
+    ],
+)
+def test_a_file_and_the_environment_have_the_same_words(method: str, name: str, value: str, message: str) -> None:
+    assert raised(lambda: parse_config(method, {name: value})) == ("ValueError", message)
+
+
 @pytest.mark.parametrize("method", ["dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync"])
 def test_none_means_no_compression(method: str) -> None:
     for config in (make_config(method, {"compression": None}), parse_config(method, {"compression": None})):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cycler import cycler
-from matplotlib import rc_context
+from matplotlib import cycler, rc_context
 from matplotlib.figure import Figure
 
 from lightning_pipesync.training.registry import METHODS

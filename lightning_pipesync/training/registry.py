@@ -15,6 +15,7 @@ from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.parameter_server import ParameterServer
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.methods.setting_types import words_for
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.class_paths import check_class_paths
 
@@ -47,17 +48,19 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
     from jsonargparse import ArgumentError, ArgumentParser  # imported here because its import is slow
 
     config_type = _config_type(method, settings)
-    types = get_type_hints(config_type)
-    parser = ArgumentParser(exit_on_error=False)
+    types, annotations = get_type_hints(config_type), get_type_hints(config_type, include_extras=True)
+    parsed: dict[str, Any] = {}
     for name, value in settings.items():
         check_class_paths(name, types[name], value)
+        parser = ArgumentParser(exit_on_error=False)
         parser.add_argument(f"--{name}", type=types[name])
-    values = {name: math.inf if str(value).lower() == "inf" else value for name, value in settings.items()}
-    try:
-        parsed = parser.parse_object(values)
-    except ArgumentError as error:
-        raise ValueError(f"A setting of method={method!r} is not of its type. {error}") from None
-    return config_type(**parser.instantiate(parsed).as_dict())
+        try:
+            found = parser.parse_object({name: math.inf if str(value).lower() == "inf" else value})
+        except ArgumentError as error:
+            detail = f" {error}" if isinstance(value, Mapping) else ""  # of a class, and its arguments
+            raise ValueError(f"{name} must be {words_for(annotations[name])}, got {value!r}.{detail}") from None
+        parsed |= parser.instantiate(found).as_dict()
+    return config_type(**parsed)
 
 
 def _config_type(method: object, settings: Mapping[str, Any]) -> type[Settings]:
