@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from matplotlib import cycler, rc_context
+from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 from lightning_pipesync.training.registry import METHODS
 
