@@ -149,7 +149,7 @@ def test_the_cases_differ() -> None:
     last = {case: expected(case, 2)[-1] for case in CASES}
     alike = [
         {"k=0", "level 2, k=0"},
-        {"k=1", "level 2, k=1", "pieces"},
+        {"k=1", "level 2, k=1", "pieces", "none"},
         {"k=2", "level 2, k=2"},
         {"adamw", "one segment", "many segments"},
         {"accumulation", "accumulation, level 2"},

@@ -1,4 +1,4 @@
-"""The protocol of a step, and the guard against steps that bypass the method."""
+"""The protocol of a step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.torch_private import handles_unscaling
-
-T = TypeVar("T")
 
 SCALER_RECIPE = (
     "With a loss scaler, call sync.unscale(scaler), sync.step(lambda: scaler.step(optimizer)) and scaler.update()."
@@ -126,41 +123,6 @@ class StepProtocol:
         return self._added_to[0 if self._together else index]
 
 
-class StepGuard:
-    """Refuses direct calls of ``optimizer.step()``, after which this rank's weights would differ from the other ranks'.
-
-    Args:
-        optimizer: the user's own optimizer.
-        method: name of the method's class.
-    """
-
-    def __init__(self, optimizer: Optimizer, method: str) -> None:
-        self._optimizer, self._method = optimizer, method
-        self._is_stepping = False
-        self._hook = optimizer.register_step_pre_hook(self._refuse_step_of_others)
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Context manager in which the optimizer may step."""
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-
-    def release(self) -> None:
-        """Removes the guard: the optimizer may step without the method again."""
-        self._hook.remove()
-
-    def _refuse_step_of_others(self, *_: object) -> None:
-        if not self._is_stepping:
-            raise RuntimeError(
-                f"{type(self._optimizer).__name__}.step() was called directly, so this rank's weights would differ "
-                f"from the other ranks'. Call the step() of {self._method}, or of the optimizer that "
-                "self.optimizers() or fabric.setup() returns."
-            )
-
-
 def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:
     """Checks that a loss scaler unscales ``p.grad`` before the step of ``optimizer``.
 
@@ -177,51 +139,3 @@ def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:
             f"{precision} with a fused {type(optimizer).__name__} unscales gradients within the step, where {method} "
             "cannot read them: set fused=False."
         )
-
-
-def is_skipped(optimizer: Optimizer) -> bool:
-    """Returns whether a loss scaler, which calls the step of a fused optimizer anyway, makes it skip the update."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
-
-
-@contextmanager
-def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[None]:
-    """Context manager that replaces ``optimizer.step`` by ``step``, also for wrappers of the optimizer."""
-    own = vars(optimizer).get("step")
-    optimizer.step = step  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if own is None:
-            del optimizer.step
-        else:
-            optimizer.step = own  # type: ignore[method-assign]
-
-
-def run_without_update(
-    update: Callable[[], T],
-    optimizer: Optimizer,
-    evaluate: Callable[[Callable[[], Any]], Any] = lambda closure: closure(),
-) -> tuple[bool, T]:
-    """Runs ``update``; an ``optimizer.step()`` within it evaluates a closure and makes no update.
-
-    Args:
-        update: the user's or a framework's step.
-        optimizer: the user's own.
-        evaluate: evaluates the closure.
-
-    Returns:
-        Whether the optimizer would have made an update, and what ``update`` returned.
-    """
-    stepped = False
-
-    def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-        nonlocal stepped
-        result = None if closure is None else evaluate(closure)
-        stepped = not is_skipped(optimizer)
-        return result
-
-    with replaced_step(optimizer, step):
-        result = update()
-    return stepped, result

@@ -28,14 +28,8 @@ from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
-from lightning_pipesync.methods.step import (
-    Stage,
-    StepGuard,
-    StepProtocol,
-    is_skipped,
-    replaced_step,
-    run_without_update,
-)
+from lightning_pipesync.methods.step import Stage, StepProtocol
+from lightning_pipesync.methods.user_steps import UserSteps
 
 T = TypeVar("T")
 
@@ -68,6 +62,7 @@ class SyncMethod(Method):
         optimizers: the user's own optimizers.
         syncing: whether gradients are synchronized: False within :meth:`no_sync`.
         data: applies the settings of the training data.
+        user_steps: runs the steps of the user's optimizers, for :meth:`_step`.
 
     Raises:
         ValueError: the ranks differ in settings, model, optimizers or their states, or the method does not support the
@@ -96,12 +91,12 @@ class SyncMethod(Method):
         self.flushed = False
         self._module = module
         self._protocol = StepProtocol(len(self.optimizers), self.reduces_together)
-        self._guards: list[StepGuard] = []
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         self._loads: Loads | None = None
         self._began = False
         self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
+        self.user_steps = UserSteps(self.optimizers, type(self).__name__, self._protocol, self.after_backward)
         try:
             parameters = self._agreed_parameters()
             raise_on_all_ranks(self.transport, self._problem())
@@ -114,7 +109,6 @@ class SyncMethod(Method):
             self._read_buffers = buffer_reader(module)
             self._broadcast_buffers()
             self.data = TrainingData(self.config, self.transport)
-            self._guards = [StepGuard(optimizer, type(self).__name__) for optimizer in self.optimizers]
             self._loads = Loads(module, self.optimizers) if self.same_weights else None
             self._attach(parameters)
         except BaseException:
@@ -228,85 +222,6 @@ class SyncMethod(Method):
         with self._protocol.stepping(index):
             return self._step(index, update)
 
-    def update_own(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Updates this rank's weights by its own optimizer.
-
-        Raises:
-            RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass.
-        """
-        optimizer = self.optimizers[index]
-        optimizer_step = optimizer.step
-
-        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            def evaluate() -> Any:
-                result = None if closure is None else closure()
-                self.complete_gradient(index, by_closure=closure is not None)
-                if not is_skipped(optimizer):
-                    self._protocol.check_skipped(index)
-                return result
-
-            if closure is None:
-                evaluate()
-                return optimizer_step(**kwargs)
-            return optimizer_step(evaluate, **kwargs)
-
-        if update is None:
-            self.after_backward(optimizer)
-        with self._guards[index].stepping(), replaced_step(optimizer, step):
-            result = step() if update is None else update()
-        self._protocol.check_unscaled(index)
-        return result
-
-    def complete_gradient(self, index: int, by_closure: bool) -> None:
-        """Called before an optimizer updates the weights: the gradient must be complete.
-
-        Args:
-            index: of the optimizer.
-            by_closure: whether a closure has computed the gradient, which is then reduced unless the closure did.
-
-        Raises:
-            RuntimeError: the gradient is not reduced, or not unscaled.
-        """
-        if by_closure:
-            self.after_backward(self.optimizers[index])
-        self._protocol.check_unscaled(index)
-
-    def run_update(
-        self,
-        index: int,
-        update: Callable[[], T] | None,
-        evaluate: Callable[[Callable[[], Any]], Any] = lambda closure: closure(),
-    ) -> tuple[bool, T | None]:
-        """Runs the user's ``update``, in which the optimizer makes no update, for a method that makes it itself.
-
-        Args:
-            index: of the optimizer.
-            update: as in :meth:`step`.
-            evaluate: evaluates a closure, after which the gradient is complete.
-
-        Returns:
-            Whether the method is to update the weights, or a loss scaler skips the step; and the result of ``update``.
-
-        Raises:
-            RuntimeError: a call is out of order.
-        """
-        optimizer = self.optimizers[index]
-
-        def evaluate_and_reduce(closure: Callable[[], Any]) -> Any:
-            result = evaluate(closure)
-            self.complete_gradient(index, by_closure=True)
-            return result
-
-        if update is None:
-            self.after_backward(optimizer)
-            stepped, result = True, None
-        else:
-            stepped, result = run_without_update(update, optimizer, evaluate_and_reduce)
-        self._protocol.check_unscaled(index)
-        if stepped:
-            self._protocol.check_skipped(index)
-        return stepped, result
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward passes accumulate this rank's gradients without communication."""
@@ -415,8 +330,7 @@ class SyncMethod(Method):
         """Ends the method's threads and process groups. The weights stay as they are."""
         for hook in self._gradient_hooks.values():
             hook.remove()
-        for guard in self._guards:
-            guard.release()
+        self.user_steps.release()
         if self._loads is not None:
             self._loads.remove()
         self.transport.close(timeout_s)

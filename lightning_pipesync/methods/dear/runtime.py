@@ -166,7 +166,7 @@ class DeAR(SyncMethod):
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
-        stepped, result = self.run_update(index, update)
+        stepped, result = self.user_steps.update_nothing(index, update)
         for bucket in self._fused.of_optimizer(index):
             if (written := bucket.written) is not None:
                 raise error_of_written(written)

@@ -138,7 +138,7 @@ class LocalSGD(ReplicaMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights, and averages what is due."""
         with self._rounds[index].in_step():
-            result = self.update_own(index, update)
+            result = self.user_steps.update_own(index, update)
         if self._rounds[index].meets_next:
             self._together(partial(self._end_step, index))
             self._non_trainable.keep_average()

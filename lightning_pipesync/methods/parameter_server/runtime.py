@@ -162,7 +162,7 @@ class ParameterServer(SyncMethod):
             self._settle()
         if self._elastic is not None:
             return self._step_of_replica(self._elastic, index, update)
-        stepped, result = self.run_update(index, update, self._passes.evaluate)
+        stepped, result = self.user_steps.update_nothing(index, update, self._passes.evaluate)
         if stepped and self._local is not None:
             self._local.step()
         elif stepped:
@@ -177,7 +177,7 @@ class ParameterServer(SyncMethod):
         """Updates this rank's own weights (EASGD)."""
         if self.flushed:
             replica.go_on_from_center()
-        result = self.update_own(index, update)
+        result = self.user_steps.update_own(index, update)
         replica.step()
         self.flushed = False
         return result

@@ -21,7 +21,8 @@ from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight
 from lightning_pipesync.methods.pipe_sgd.gradient_plan import GradientPlan
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
-from lightning_pipesync.methods.step import SCALER_RECIPE, StepGuard, is_skipped, replaced_step
+from lightning_pipesync.methods.step import SCALER_RECIPE
+from lightning_pipesync.methods.user_steps import StepGuard, is_skipped, replaced_step
 
 T = TypeVar("T")
 

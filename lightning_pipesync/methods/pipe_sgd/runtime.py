@@ -59,7 +59,7 @@ class PipeSGD(SyncMethod):
         self._pipes = [
             GradientPipe(optimizer, of_optimizer, self.config, self._queue, self.transport, guard)
             for optimizer, of_optimizer, guard in zip(
-                self.optimizers, self._by_optimizer(parameters), self._guards, strict=True
+                self.optimizers, self._by_optimizer(parameters), self.user_steps.guards, strict=True
             )
         ]
         self._hook_gradients(parameters)
@@ -136,7 +136,7 @@ class PipeSGD(SyncMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step."""
         self.flushed = False
-        return self._pipes[index].run(update, partial(self.complete_gradient, index))
+        return self._pipes[index].run(update, partial(self.user_steps.complete_gradient, index))
 
     def drain(self, before_update: Callable[[Optimizer], object] = lambda _: None) -> None:
         """Applies all gradients in flight, in order; a collective call.

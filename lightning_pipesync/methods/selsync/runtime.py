@@ -112,7 +112,7 @@ class SelSync(ReplicaMethod):
                 some rank has skipped a step that another one has taken; or a peer is lost.
         """
         sync = self._optimizer_syncs[index]
-        result = self.update_own(index, update)  # Algorithm 1, line 9
+        result = self.user_steps.update_own(index, update)  # Algorithm 1, line 9
         decision = sync.trigger.decide()
         if decision.synchronized:
             self.synchronize()  # another optimizer's averages: one thread at a time issues collectives

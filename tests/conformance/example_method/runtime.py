@@ -40,7 +40,7 @@ class Averaging(SyncMethod):
         exchange_fused(gradients, self.config.bucket_mb, lambda flat: self.transport.all_reduce(flat, mean=True))
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        return self.update_own(index, update)
+        return self.user_steps.update_own(index, update)
 
     def flush(self) -> None:
         """Gives all ranks the buffers of rank 0; the weights are the same already. A collective call."""
