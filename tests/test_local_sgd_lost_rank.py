@@ -46,11 +46,13 @@ class Job:
 
     Attributes:
         settings: of local SGD.
-        fates: what befalls a rank: "step 4": it dies before that step, from 0 on; otherwise a key of `FATES`.
+        fates: what befalls a rank: "step 4": it dies before that step, from 0 on; "validation": while the weights are
+            the consolidated ones; otherwise a key of `FATES`.
         lost: the step from whose average on a lost rank plays no part.
         given: what else the simulation is given; None: there is none.
         batch_norm: whether there are buffers, which are averaged after the weights.
         evaluates: whether the weights are consolidated after the fifth step, in the third section.
+        prepares: whether the data is divided anew after that, while the weights are the consolidated ones.
         loads: whether all ranks load other weights before the fifth step.
     """
 
@@ -62,6 +64,7 @@ class Job:
     batch_norm: bool = True
     num_steps: int = 10
     evaluates: bool = False
+    prepares: bool = False
     loads: bool = False
     period: int = 3
 
@@ -195,6 +198,11 @@ def train(jobs: dict[str, Job], ports: Sequence[int], folder: Path) -> dict[str,
             if job.evaluates and i == 4:
                 sync.flush()
                 evaluated = state(model)
+                if phase == "validation":
+                    die()
+                if job.prepares:
+                    loader = sync.prepare_train_loader(DataLoader(range(24)))
+                    assert len(list(loader)) == 24 // (job.world_size - len(job.fates)), "divided among those left"
                 sync.resume()
             if (i + 1) % job.period == 0:
                 ends.append(state(model))
@@ -344,6 +352,7 @@ def test_further_phases(tmp_path: Path) -> None:
     jobs = {
         "buffers": Job(DILOCO, {1: "buffers"}, {1: 6}, NESTEROV),
         "flush": Job(DILOCO, {1: "flush"}, {1: 6}, NESTEROV, evaluates=True),
+        "validation": Job(DILOCO, {1: "validation"}, {1: 6}, NESTEROV, evaluates=True, prepares=True),
         "flush, flag": Job(DILOCO, {1: "flag"}, {1: 6}, NESTEROV, evaluates=True),
         "states": Job({"average_optimizer_states": True}, {1: "states"}, {1: 6}, {"average_states": True}),
         "alone": Job({}, {1: "step 4"}, {1: 6}, world_size=2),

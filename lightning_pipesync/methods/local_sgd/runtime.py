@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.admission import Job, start_job
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.consistency import describe, raise_if_different
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.local_sgd.algorithm import number_of_participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.handover import Handover
@@ -178,6 +180,12 @@ class LocalSGD(ReplicaMethod):
         super().flush()
         if self._recovery is not None:
             self._recovery.admit()
+
+    def prepare_train_loader(
+        self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
+    ) -> TrainLoader:
+        """See :meth:`SyncMethod.prepare_train_loader`; divides the data among the ranks that are left."""
+        return self._together(partial(super().prepare_train_loader, loader, seed, to_device))
 
     # --- lost ranks -------------------------------------------------------------------------------------------------
 
