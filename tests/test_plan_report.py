@@ -119,6 +119,16 @@ def test_nothing_is_advised_that_is_not_ahead_of_measured_ddp(
     assert (verdict.exact, verdict.other) == (exact, other)
 
 
+@pytest.mark.parametrize(("error", "exact"), [(0.05, DEAR.method), (0.11, "ddp")])
+def test_a_prediction_counts_if_its_error_is_smaller_than_its_gain(error: float, exact: str) -> None:
+    verdict = verdict_of([DDP, replace(DEAR, error=error)], {}, computation=0.1)
+    assert verdict.exact is not None
+    assert verdict.exact.method == exact
+    if exact == "ddp":
+        assert verdict.sentences[0] == "Nothing is surely ahead of DDP: 200 ms a step (predicted; nothing was run)."
+        assert verdict.sentences[1].endswith("takes 100 ms: not 2% less, or less than costs may be off by.")
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,10 @@ def verdict_of(
         errors = (measured[one.name]["error"] for one in predictions if one.method == "ddp" and one.name in measured)
         error = next(errors, "it was not run")
         return Verdict([f"No advice: DDP could not be run ({error}), and only what is ahead of it is advised."], None)
-    exact = _fastest_ahead([one for one in predictions if one.exact], ddp, rounds) or ddp
-    other = _fastest_ahead([one for one in predictions if not one.exact], exact, rounds)
+    usable = [one for one in predictions if one.name in rounds]
+    sure = _surely_ahead if measured else _predicted_ahead
+    exact = _fastest([one for one in usable if one.exact and sure(one, ddp, rounds)], rounds) or ddp
+    other = _fastest([one for one in usable if not one.exact and sure(one, exact, rounds)], rounds)
     predicted = "extrapolated" if extrapolated else "predicted"
     how = "measured" if measured else f"{predicted}; nothing was run"
     times = {one.name: median(rounds[one.name]) for one in (ddp, exact, other) if one is not None}
@@ -63,11 +65,15 @@ def verdict_of(
         advice = "Use" if measured else "Try"
         sentences = [f"{advice} {exact.method}: {with_gain(exact)} ({how})."]
     else:
-        enough = "DDP is enough" if other is None else "Of exact methods DDP is enough"
-        beside = [one for one in predictions if one.method != "ddp" and (other is None or one.exact)]
+        beside = [one for one in usable if one.method != "ddp" and (other is None or one.exact)]
+        waits = 1 - computation / times[ddp.name]
+        enough = "DDP is enough" if measured or waits <= LITTLE else "nothing is surely ahead of DDP"
+        enough = enough[0].upper() + enough[1:] if other is None else f"Of exact methods {enough}"
         sentences = [
             f"{enough}: {milliseconds(times[ddp.name])} a step ({how}).",
-            _why(ddp, beside, rounds, computation),
+            f"It waits for the network for {max(0.0, waits):.0%} of that."
+            if waits <= LITTLE
+            else _beside(_fastest(beside, rounds), rounds, times[ddp.name], bool(measured)),
         ]
     if other is not None:
         sentences.append(f"Not exact, and faster: {other.method}, {with_gain(other)}.")
@@ -85,36 +91,29 @@ def rounds_of(
 
 def ddp_of(predictions: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:
     """Returns DDP with its fastest buckets of those in ``rounds``; None: there is none."""
-    run = [one for one in predictions if one.method == "ddp" and one.name in rounds]
-    return min(run, key=lambda one: median(rounds[one.name]), default=None)
+    return _fastest([one for one in predictions if one.method == "ddp" and one.name in rounds], rounds)
 
 
-def _fastest_ahead(
-    found: Sequence[Prediction], than: Prediction, rounds: Mapping[str, Sequence[float]]
-) -> Prediction | None:
-    """Returns the fastest of those that are ahead of another one by more than noise: in all rounds, and by 2 %."""
-    other = rounds[than.name]
-    ahead = [
-        one
-        for one in found
-        if one.name in rounds
-        and all(a < b for a, b in zip(rounds[one.name], other, strict=True))
-        and median(rounds[one.name]) < (1 - WORTH) * median(other)
-    ]
-    return min(ahead, key=lambda one: median(rounds[one.name]), default=None)
+def _fastest(found: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:
+    return min(found, key=lambda one: median(rounds[one.name]), default=None)
 
 
-def _why(
-    ddp: Prediction, beside: Sequence[Prediction], rounds: Mapping[str, Sequence[float]], computation: float
-) -> str:
-    """Returns why DDP is enough: it hardly waits, or none of the methods ``beside`` it is ahead."""
-    waits = 1 - computation / median(rounds[ddp.name])
-    if waits <= LITTLE:
-        return f"It waits for the network for {max(0.0, waits):.0%} of that."
-    found = [one for one in beside if one.name in rounds]
-    if not found:
+def _surely_ahead(one: Prediction, other: Prediction, rounds: Mapping[str, Sequence[float]]) -> bool:
+    """Returns whether one was ahead of another by more than noise: in all rounds, which were in turns, and by 2 %."""
+    own, others = rounds[one.name], rounds[other.name]
+    return all(a < b for a, b in zip(own, others, strict=True)) and median(own) < (1 - WORTH) * median(others)
+
+
+def _predicted_ahead(one: Prediction, other: Prediction, _: Mapping[str, Sequence[float]]) -> bool:
+    """Returns whether one is predicted to be ahead of another by 2 %, and by more than the costs' errors."""
+    return other.seconds - one.seconds > max(WORTH * other.seconds, one.error, other.error)
+
+
+def _beside(best: Prediction | None, rounds: Mapping[str, Sequence[float]], ddp: float, measured: bool) -> str:
+    """Returns why the best method beside DDP is not advised."""
+    if best is None:
         return "Nothing else could be run."
-    best = min(found, key=lambda one: median(rounds[one.name]))
-    seconds = median(rounds[best.name])
-    why = "" if seconds >= median(rounds[ddp.name]) else f": not {WORTH:.0%} less, or not in every round"
+    seconds, why = median(rounds[best.name]), ""
+    if seconds < ddp:
+        why = f": not {WORTH:.0%} less, or " + ("not in every round" if measured else "less than costs may be off by")
     return f"The best beside it, {best.method}, takes {milliseconds(seconds)}{why}."
