@@ -257,7 +257,6 @@ def collect_unsafe() -> list[float] | None:
     both = torch.arange(6, dtype=torch.bfloat16)
     parts = {"left": both[:3], "right": both[2:]}
     with mock.patch("torch.save", side_effect=AssertionError), mock.patch("torch.load", side_effect=AssertionError):
-        # torch.load's safe mode refuses it
         states = transport.collect_states({"lr": np.float64(0.5), "tuple": (1, {2}), "tied": [both, both], **parts})
     transport.close()
     for state in states or []:

@@ -106,7 +106,7 @@ class MessageSender(Sender):
     def send(self, tree: Any) -> None:
         while len(self._sent) >= self._window:
             self._wait_for_oldest()
-        parts = packed(tree, self._wire_dtype)
+        parts = packed(tree, self._wire_dtype, objects=True)
         self._traffic.count("send", sum(part.nbytes for part in parts))
         self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
 
@@ -154,4 +154,4 @@ class MessageReceiver(Receiver):
         self._queue.close(timeout_s)
 
     def _start(self) -> Handle[Any]:
-        return Handle(start_unpacking(self._messages, self._peer, self._device))
+        return Handle(start_unpacking(self._messages, self._peer, self._device, objects=True))

@@ -57,7 +57,7 @@ class _Sign(Enum):
 
 
 class Mail:
-    """Messages of nested tensors and small picklable objects among all ranks. Those between two ranks keep their order.
+    """Messages of nested tensors and plain values among all ranks. Those between two ranks keep their order.
 
     Args:
         upwards: messages from lower to higher ranks, of a group that nothing else uses, without a timeout.

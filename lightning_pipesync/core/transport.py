@@ -6,8 +6,10 @@ import io
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, serialization
@@ -27,6 +29,14 @@ from lightning_pipesync.core.traffic import Traffic
 
 #: A timeout that never comes; Gloo counts in nanoseconds.
 FOREVER = timedelta(days=365)
+
+
+#: What a number of NumPy, such as a learning rate, consists of in a state.
+NUMPY_NUMBERS: list[Any] = [
+    np.float64(0).__reduce__()[0],
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.float16, np.int64, np.int32, np.bool_)),
+]
 
 
 class Transport(Collectives):
@@ -167,12 +177,15 @@ class Transport(Collectives):
         """Returns every rank's ``state`` on rank 0, by rank, and None elsewhere; blocks.
 
         The states are sent one after the other. Their tensors are on the CPU.
+
+        Raises:
+            TypeError: as :meth:`receive_state`.
         """
         if self.rank != 0:
             self.send_state(state, 0)
             return None
         # The own one, too, is a copy.
-        return [_read(_written(state)), *(self.receive_state(rank) for rank in range(1, self.world_size))]
+        return [_read(_written(state), 0), *(self.receive_state(rank) for rank in range(1, self.world_size))]
 
     def send_state(self, state: dict[str, Any], dst: int) -> None:
         """Sends a state to rank ``dst``, which calls :meth:`receive_state`; blocks."""
@@ -181,12 +194,16 @@ class Transport(Collectives):
         self.send(wire, dst).wait()
 
     def receive_state(self, src: int) -> dict[str, Any]:
-        """Returns a state from rank ``src``, with tensors on the CPU; blocks."""
+        """Returns a state from rank ``src``, with tensors on the CPU; blocks.
+
+        Raises:
+            TypeError: it holds an object that ``torch.load(weights_only=True)`` does not read from a checkpoint either.
+        """
         size = torch.zeros(1, dtype=torch.int64)
         self.recv(size, src).wait()
         wire = torch.empty(int(size), dtype=torch.uint8)
         self.recv(wire, src).wait()
-        return _read(wire)
+        return _read(wire, src)
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
@@ -268,9 +285,17 @@ def _written(state: dict[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
-def _read(wire: Tensor) -> dict[str, Any]:
-    """Returns the state in these bytes, from this job's own processes, and possibly with objects of any type."""
-    state: dict[str, Any] = serialization.load(
-        io.BytesIO(wire.numpy().tobytes()), map_location="cpu", weights_only=False
-    )
+def _read(wire: Tensor, rank: int) -> dict[str, Any]:
+    """Returns the state of a rank in these bytes. No code in them runs."""
+    try:
+        with serialization.safe_globals(NUMPY_NUMBERS):
+            state: dict[str, Any] = serialization.load(
+                io.BytesIO(wire.numpy().tobytes()), map_location="cpu", weights_only=True
+            )
+    except UnpicklingError as error:
+        raise TypeError(
+            f"The state of rank {rank} holds an object that a checkpoint cannot have, since "
+            f"torch.load(weights_only=True) would not read it: leave it out of the optimizer's state, or make it a "
+            f"tensor or a number. {error}"
+        ) from error
     return state

@@ -1,7 +1,13 @@
-"""The wire format of nested tensors and small objects: a header of fixed size, which describes them, and tensors."""
+"""The wire format of nested tensors and small values: a header of fixed size, which describes them, and tensors.
+
+[Note: no pickles]
+The description is JSON, see :mod:`lightning_pipesync.core.plain`. A model's own objects, which pass from one stage of a
+pipeline to the next, may be anything: only who expects such reads a pickle, which could run code of the sender's.
+"""
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,47 +17,74 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.messages import Messages
+from lightning_pipesync.core.plain import decode, dtype_of, encode
 from lightning_pipesync.core.torch_private import map_tensors, tree_flatten, tree_unflatten
 
 #: Bytes of a header. The first eight are the size of the description; a longer description follows as a message.
 HEADER_BYTES = 1024
 
+#: The first byte of a description, see [Note: no pickles]. A line in JSON follows: the shape, dtype, dtype on the wire,
+#: and whether it requires a gradient, of each tensor. Then the containers, in which the tensors are numbers.
+_JSON, _PICKLE = b"J", b"P"
+
 
 @dataclass(frozen=True)
-class _Described:
-    """The description of a tensor in a header."""
+class _Number:
+    """Stands for a tensor in a pickle."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    wire_dtype: torch.dtype
-    requires_grad: bool
+    index: int
 
 
-def packed(tree: Any, wire_dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Returns the tensors to send, one after the other, for nested containers with tensors and picklable objects.
+def packed(tree: Any, wire_dtype: torch.dtype | None = None, *, objects: bool = False) -> list[Tensor]:
+    """Returns the tensors to send, one after the other, for nested containers with tensors and plain values.
 
     Args:
         tree: its tensors must not be changed until they are delivered; parameters are copied.
         wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
-    """
-    wires = []
+        objects: whether other picklable objects may be among the values.
 
-    def described(tensor: Tensor) -> _Described:
+    Raises:
+        TypeError: a value is not plain.
+    """
+    tensors: list[Tensor] = []
+
+    def numbered(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    try:
+        kind, containers = _JSON, encode(tree, numbered).encode()
+    except TypeError:
+        if not objects:
+            raise
+        tensors.clear()
+        kind, containers = _PICKLE, pickle.dumps(map_tensors(lambda tensor: _Number(numbered(tensor)), tree))
+    described, wires = [], []
+    for tensor in tensors:
         wire = narrow(tensor.detach(), wire_dtype).cpu().contiguous()
         # The tensor may be a parameter, which may be updated before it is delivered.
         wires.append(wire.clone() if isinstance(tensor, nn.Parameter) else wire)
-        return _Described(tuple(tensor.shape), tensor.dtype, wires[-1].dtype, tensor.requires_grad)
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, wire.dtype))
+        described.append([list(tensor.shape), *dtypes, tensor.requires_grad])
+    line = json.dumps(described, separators=(",", ":")).encode()
+    return [*_framed(kind + line + b"\n" + containers), *(wire for wire in wires if wire.numel())]
 
-    header = _framed(pickle.dumps(map_tensors(described, tree)))
-    return [*header, *(wire for wire in wires if wire.numel())]
 
-
-def start_unpacking(messages: Messages, peer: int, device: torch.device) -> Callable[[], Any]:
+def start_unpacking(messages: Messages, peer: int, device: torch.device, *, objects: bool = False) -> Callable[[], Any]:
     """Receives the header of the next message from ``peer``, and starts to receive its tensors.
+
+    Args:
+        messages: those of :func:`packed`.
+        peer: rank of the sender.
+        device: the device of the tensors.
+        objects: whether other objects than plain values are accepted, which may run code of the sender's.
 
     Returns:
         A function that waits for the tensors and returns the message. They are new ones, on ``device``, and require a
         gradient if the sent ones did.
+
+    Raises:
+        ValueError: the message is not of this format.
     """
 
     def read(buffer: Tensor) -> Tensor:
@@ -60,21 +93,25 @@ def start_unpacking(messages: Messages, peer: int, device: torch.device) -> Call
 
     frame = read(torch.empty(HEADER_BYTES, dtype=torch.uint8))
     size = int(frame[:8].view(torch.int64))
-    text = frame[8 : 8 + size] if size <= HEADER_BYTES - 8 else read(torch.empty(size, dtype=torch.uint8))
-    leaves, spec = tree_flatten(pickle.loads(text.numpy().tobytes()))
-    wires = {
-        i: torch.empty(leaf.shape, dtype=leaf.wire_dtype)
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, _Described)
-    }
-    works = [messages.start_receiving(wire, peer) for wire in wires.values() if wire.numel()]
+    body = frame[8 : 8 + size] if size <= HEADER_BYTES - 8 else read(torch.empty(size, dtype=torch.uint8))
+    line, _, containers = body.numpy().tobytes().partition(b"\n")
+    kind, described = line[:1], json.loads(line[1:])
+    if kind != _JSON and not (objects and kind == _PICKLE):
+        raise ValueError(f"Rank {peer} has sent a message of kind {kind!r}, which is not expected.")
+    wires = [torch.empty(shape, dtype=dtype_of(wire_dtype)) for shape, _, wire_dtype, _ in described]
+    works = [messages.start_receiving(wire, peer) for wire in wires if wire.numel()]
 
     def finish() -> Any:
         for work in works:
             messages.wait_received(work, peer)
-        for i, wire in wires.items():
-            leaves[i] = wire.to(device, leaves[i].dtype).requires_grad_(leaves[i].requires_grad)
-        return tree_unflatten(leaves, spec)
+        tensors = [
+            wire.to(device, dtype_of(dtype)).requires_grad_(requires_grad)
+            for wire, (_, dtype, _, requires_grad) in zip(wires, described, strict=True)
+        ]
+        if kind == _JSON:
+            return decode(containers.decode(), tensors.__getitem__)
+        leaves, spec = tree_flatten(pickle.loads(containers))
+        return tree_unflatten([tensors[leaf.index] if isinstance(leaf, _Number) else leaf for leaf in leaves], spec)
 
     return finish
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,13 +35,13 @@ class Handover:
     def send(self, transport: Transport, ranks: Sequence[int]) -> None:
         """Sends it to ranks, which :meth:`receive` it."""
         for rank in ranks:
-            transport.send_state(vars(self), rank)
+            transport.send_state({**vars(self), "snapshot": vars(self.snapshot)}, rank)
 
     @classmethod
     def receive(cls, transport: Transport) -> Handover:
         """Returns what rank 0 sends. The snapshot has no part of the outer optimizer's state."""
-        received = cls(**transport.receive_state(0))
-        return replace(received, snapshot=without_outer_state(received.snapshot))
+        received = transport.receive_state(0)
+        return cls(**{**received, "snapshot": without_outer_state(Snapshot(**received["snapshot"]))})
 
     @torch.no_grad()
     def load(self, tensors: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:

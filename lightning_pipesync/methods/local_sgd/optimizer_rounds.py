@@ -174,7 +174,7 @@ class OptimizerRounds:
             "averaged": [tensor.clone() for tensor in averaged],
             "steps": [self.num_steps, self.num_local_steps],
             "started": self._num_started,
-            "rounds": self._rounds,
+            "rounds": None if self._rounds is None else vars(self._rounds),
             "step_size": self._step_size.state_dict(),
         }
 
@@ -185,7 +185,8 @@ class OptimizerRounds:
         for tensor, value in zip(self._tensors_of_states().values(), snapshot["averaged"], strict=False):
             tensor.copy_(value)
         self.num_steps, self.num_local_steps = snapshot["steps"]
-        self._num_started, self._rounds = snapshot["started"], snapshot["rounds"]
+        self._num_started = snapshot["started"]
+        self._rounds = None if snapshot["rounds"] is None else Rounds(**snapshot["rounds"])
         self._step_size.load_state_dict(snapshot["step_size"])
         self._set_warm_up()
 

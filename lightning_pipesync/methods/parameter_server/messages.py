@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_pipesync.methods.hyperparameters import Hyperparameters
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.plain import encode
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient
 
 
@@ -114,3 +117,20 @@ class States:
 @dataclass(frozen=True)
 class Dismissed:
     """The others go on without the learner that gets this."""
+
+
+def check_hyperparameters(optimizer: Optimizer) -> None:
+    """Checks that the hyper-parameters of an optimizer can be sent to the servers with each gradient.
+
+    Raises:
+        ValueError: one is no plain value; the message names it.
+    """
+    for index, group in enumerate(current(optimizer)):
+        for name, value in group.items():
+            try:
+                encode(value, lambda tensor: 0)
+            except TypeError as error:
+                raise ValueError(
+                    f"{name} of group {index} of {type(optimizer).__name__} is {value!r}, and cannot be sent to the "
+                    f"servers: {error} Use another method, or a number, a text or a tensor in its place."
+                ) from None

@@ -25,7 +25,7 @@ from lightning_pipesync.methods.parameter_server.correspondence import COORDINAT
 from lightning_pipesync.methods.parameter_server.downpour import LocalSteps
 from lightning_pipesync.methods.parameter_server.elastic import ElasticReplica
 from lightning_pipesync.methods.parameter_server.learner import Learner
-from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
+from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish, check_hyperparameters
 from lightning_pipesync.methods.parameter_server.passes import Passes
 from lightning_pipesync.methods.parameter_server.server_side import ServerSide
 from lightning_pipesync.methods.parameter_server.shards import (
@@ -399,6 +399,7 @@ class ParameterServer(SyncMethod):
                 )
             for optimizer in () if policy.elastic else self.optimizers:
                 self.config.check_optimizer(optimizer, self.config.num_servers(world_size))
+                check_hyperparameters(optimizer)
             self.config.goes_on(world_size)
         except ValueError as error:
             return error

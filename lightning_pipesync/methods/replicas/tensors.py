@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.torch_private import foreach_add_, foreach_lerp_
@@ -85,10 +85,7 @@ class ReplicatedTensors:
         """Makes the present values the agreed ones, their average if the ranks' differ; a collective call."""
         if not self._agreed:
             return
-        digest = hashlib.blake2b()
-        for tensor in (tensor for tensors in self.tensors for tensor in tensors):
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(self._transport.gather_objects(digest.hexdigest()))) > 1:
+        if len(set(self._transport.gather_objects(digest(self.tensors)))) > 1:
             self._average_over(self._transport)
         self.agree()
 
