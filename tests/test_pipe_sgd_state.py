@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from tests.harness import launch
-from tests.models import OPTIMIZERS, average_gradients, batch, loss, seeded_mlp
+from tests.models import OPTIMIZERS, average_gradients, batch, loss, seeded_mlp, state
 from tests.test_pipe_sgd import flat
 
 STEPS = 10
@@ -321,3 +321,29 @@ def test_loss_scaling() -> None:
         assert scales[2] == 2 * scales[0], "it grows in the meantime"
         assert scales[5] == scales[4] / 2
         assert all(torch.isfinite(one).all() for one in weights)
+
+
+def flush_after_different_segments() -> dict[str, Tensor]:
+    """At level 2 a rank has begun more segments than another when it is to wait: each uses a layer of its own."""
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(6, 6), "0": nn.Linear(6, 6), "1": nn.Linear(6, 6), "head": nn.Linear(6, 3)}
+    model = nn.ModuleDict(layers)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    rank = dist.get_rank()
+    sync = PipeSGD(model, optimizer, pipeline_level=2, segments=3, timeout_s=10)
+    for i in range(4):
+        x, y = batch(i, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model["head"](model[str(rank)](model["first"](x))), y).backward()
+        if i == 2:
+            sync.flush()
+            sync.resume()
+        sync.step()
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
+def test_ranks_that_have_begun_different_segments_do_not_wait_for_each_other() -> None:
+    weights, others = launch(flush_after_different_segments, 2)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -123,6 +123,8 @@ class PipeSGD(SyncMethod):
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _compare_loaded(self) -> None:
+        for pipe in self._pipes:
+            pipe.send_started()
         self._queue.wait_all()
         super()._compare_loaded()
 
