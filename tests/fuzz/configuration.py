@@ -94,7 +94,7 @@ def draw(method: str, seed: int, world_size: int = 2) -> Configuration:
         then=(then, METHODS[then].draw(random)) if "reattach" in events.values() else None,
         layers=drawn_layers,
         optimizer=optimizer,
-        options=draw_options(random, optimizer),
+        options=_without_late_momentum(draw_options(random, optimizer), drawn_layers),
         num_groups=random.choice([1, 1, 2]),
         # PyTorch refuses to clip by value where there is no gradient at all.
         num_optimizers=1 if {"frozen", "thawed"} & set(drawn_layers) else random.choice([1, 1, 1, 2]),
@@ -110,3 +110,9 @@ def draw(method: str, seed: int, world_size: int = 2) -> Configuration:
     )
     rounds = any(METHODS[name].rounds(drawn, settings) for name, settings in drawn.used)
     return replace(drawn, double=rounds or world_size > 2 or any(LAYERS[name].rounds for name in drawn.layers))
+
+
+def _without_late_momentum(options: Options, layers: tuple[str, ...]) -> Options:
+    """PyTorch's fused SGD refuses a step in which only some parameters have a momentum already."""
+    late = {"alternating", "by_data", "thawed"} & set(layers)
+    return {**options, "fused": None} if late and options.get("momentum") and "fused" in options else options

@@ -56,7 +56,12 @@ OPTIMIZERS: dict[str, Kind] = {
     "ASGD": Kind({"t0": [1e6, 2.0], "lambd": [1e-4, 0.1], **_DECAY}),
     "Rprop": Kind({"maximize": [False, True], "foreach": [None, True, False]}, elementwise=False),
     "RMSprop": Kind({"momentum": [0.0, 0.9], "centered": [False, True], **_DECAY}),
-    "Adafactor": Kind({"d": [1.0, 0.5], **_DECAY}, elementwise=False, accepts=lambda parameter: parameter.numel() > 0),
+    # PyTorch's own default of eps is that of the first parameter's dtype for all parameters.
+    "Adafactor": Kind(
+        {"d": [1.0, 0.5], "eps": [(1e-7, 1e-3)], **_DECAY},
+        elementwise=False,
+        accepts=lambda parameter: parameter.numel() > 0,
+    ),
     "Muon": Kind({"nesterov": [True, False]}, elementwise=False, accepts=lambda parameter: parameter.dim() == 2),
     "LBFGS": Kind(refused="LBFGS"),
 }

@@ -221,8 +221,13 @@ class Loop:
             (nn.functional.cross_entropy(self.master(part), target) / number).backward()
         self._update(self.master, self.optimizers[0])
 
-    def _stage_of(self, name: str) -> int:
-        return sum(int(name.split(".")[0]) >= first for first in self.pipeline.settings["split"])
+    def _stage_of(self, parameter: str) -> int:
+        """Returns the stage that has a parameter; layers of a sequence within the model count one by one."""
+        layers: list[str] = []
+        for name, child in self.master.named_children():
+            layers += [f"{name}.{n}." for n in range(len(child))] if isinstance(child, nn.Sequential) else [f"{name}."]
+        [layer] = [index for index, prefix in enumerate(layers) if parameter.startswith(prefix)]
+        return sum(layer >= first for first in self.pipeline.settings["split"])
 
     def _backward(self, model: nn.Module, index: int) -> None:
         for part in range(self.pipeline.accumulate):

@@ -76,6 +76,8 @@ class Rank(Worker):
         self.sync.resume()
 
     def optimizer_states(self) -> list[list[Any]]:
+        if self.configuration.check == Check.AGREEMENT:  # ranks may be at different steps until then
+            self.sync.flush()
         return [[copy.deepcopy(self.sync.optimizer_state_dict(one)) for one in self.replica.optimizers]]
 
     def start_anew(self) -> None:
