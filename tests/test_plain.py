@@ -21,6 +21,7 @@ from lightning_pipesync.methods.parameter_server.messages import Push, StepSetti
 
 PLAIN: list[Any] = [
     None,
+    [[True, False], [True, None], []],
     [True, 1, -(2**70), 0.1, math.inf, "text", b"\x00\xff", 1 + 2j],
     {"a": (1, [2, (3,)]), 4: {"tuple": [], "tensor": {}}, (5, None): {6, 7}},
     (torch.float8_e4m3fn, torch.device("cuda", 1), torch.Size([2, 3]), frozenset({1})),

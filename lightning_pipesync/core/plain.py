@@ -52,10 +52,13 @@ def decode(text: str, tensor: Callable[[int], Any]) -> Any:
 
 def _encoded(value: Any, number: Callable[[Tensor], int]) -> Any:
     kind = type(value)
-    if kind in (int, float, str, bool) or value is None:
+    if kind in _AS_THEY_ARE:
         return value
     if kind is list:
-        return [_encoded(one, number) for one in value]
+        kinds = set(map(type, value))
+        if kinds == {bool}:  # whether each parameter has a gradient, say
+            return {"bools": "".join("01"[one] for one in value)}
+        return value if kinds <= _AS_THEY_ARE else [_encoded(one, number) for one in value]
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: [_encoded(one, number) for one in value]}
     if kind is dict:
@@ -80,12 +83,14 @@ def _encoded(value: Any, number: Callable[[Tensor], int]) -> Any:
     raise TypeError(f"A value of type {kind.__module__}.{kind.__qualname__} is not plain.")
 
 
+_AS_THEY_ARE = {int, float, str, bool, type(None)}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
 _TEXTS: dict[type, str] = {torch.dtype: "dtype", torch.device: "device"}
 _MAKE_SEQUENCE: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _SEQUENCES.items()}
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda name: dtype_of(name),
     "device": torch.device,
+    "bools": lambda text: [one == "1" for one in text],
     "complex": lambda parts: complex(*parts),
     "bytes": bytes.fromhex,
     "enum": lambda parts: _class_of(parts[0], parts[1], Enum)[parts[2]],

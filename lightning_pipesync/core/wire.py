@@ -23,8 +23,9 @@ from lightning_pipesync.core.torch_private import map_tensors, tree_flatten, tre
 #: Bytes of a header. The first eight are the size of the description; a longer description follows as a message.
 HEADER_BYTES = 1024
 
-#: The first byte of a description, see [Note: no pickles]. A line in JSON follows: the shape, dtype, dtype on the wire,
-#: and whether it requires a gradient, of each tensor. Then the containers, in which the tensors are numbers.
+#: The first byte of a description, see [Note: no pickles]. A line in JSON follows: the shape and dtype of each tensor,
+#: and, unless they are the same and False, the dtype on the wire, and whether it requires a gradient. Then the
+#: containers, in which the tensors are numbers.
 _JSON, _PICKLE = b"J", b"P"
 
 
@@ -64,8 +65,9 @@ def packed(tree: Any, wire_dtype: torch.dtype | None = None, *, objects: bool = 
         wire = narrow(tensor.detach(), wire_dtype).cpu().contiguous()
         # The tensor may be a parameter, which may be updated before it is delivered.
         wires.append(wire.clone() if isinstance(tensor, nn.Parameter) else wire)
-        dtypes = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, wire.dtype))
-        described.append([list(tensor.shape), *dtypes, tensor.requires_grad])
+        dtype, sent_as = (str(one.dtype).removeprefix("torch.") for one in (tensor, wire))
+        differs = dtype != sent_as or tensor.requires_grad
+        described.append([list(tensor.shape), dtype, *([sent_as, tensor.requires_grad] if differs else [])])
     line = json.dumps(described, separators=(",", ":")).encode()
     return [*_framed(kind + line + b"\n" + containers), *(wire for wire in wires if wire.numel())]
 
@@ -95,7 +97,7 @@ def start_unpacking(messages: Messages, peer: int, device: torch.device, *, obje
     size = int(frame[:8].view(torch.int64))
     body = frame[8 : 8 + size] if size <= HEADER_BYTES - 8 else read(torch.empty(size, dtype=torch.uint8))
     line, _, containers = body.numpy().tobytes().partition(b"\n")
-    kind, described = line[:1], json.loads(line[1:])
+    kind, described = line[:1], [(*one, one[1], False)[:4] for one in json.loads(line[1:])]
     if kind != _JSON and not (objects and kind == _PICKLE):
         raise ValueError(f"Rank {peer} has sent a message of kind {kind!r}, which is not expected.")
     wires = [torch.empty(shape, dtype=dtype_of(wire_dtype)) for shape, _, wire_dtype, _ in described]
