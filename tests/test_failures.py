@@ -283,6 +283,9 @@ def waiting_for(peer: int, **of_beat: Any) -> Beat:
         # who waits for any rank does not wait for one that waits for him
         ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0, waits=[ANY])], set(), ("absent", 1)),
         ([waiting_for(1), waiting_for(0), Beat(9, 9.0)], set(), ("unconnected", 1)),
+        # who has ended its epoch alone
+        ([waiting_for(2), waiting_for(0, ahead="it has ended"), waiting_for(1)], set(), ("ahead", 1)),
+        ([waiting_for(1, ahead="it has ended"), waiting_for(0, ahead="it has ended")], set(), ("unconnected", 1)),
         # of those that wait for nobody, who has done least; two that have done as much do not tell who it is
         ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0, exchanges=5), Beat(9, 9.0, exchanges=4)], set(), ("absent", 2)),
         ([Beat(9, 9.0, waits=[ANY]), Beat(9, 9.0), Beat(9, 9.0)], set(), None),

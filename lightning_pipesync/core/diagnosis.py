@@ -18,6 +18,7 @@ SENTENCES = {
     "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
     "missing": "it has raised or died before it came, hangs, or is too slow: look at what it has printed",
     "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
+    "ahead": "{detail}, and others have not, {ago:.0f} s ago at the latest",
     "absent": "it is alive, and has not joined, after {detail}: it computes, hangs or is too slow",
     "unconnected": "it is alive, and waits, too, after {detail}: their connection is lost, or they "
     "exchange different things",
@@ -42,6 +43,10 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
         return _fault(kind, peer, beats[peer], beats[peer].at)
     if missing:
         return _fault("missing", missing[0], beats[missing[0]], 0.0) if len(missing) == 1 else None
+    live = [peer for peer, beat in enumerate(beats) if beat.left is None and peer not in silent]
+    ahead = [peer for peer in live if beats[peer].ahead is not None]
+    if len(ahead) == 1 < len(live):
+        return _fault("ahead", ahead[0], beats[ahead[0]], beats[ahead[0]].at)
     own_waits = beats[rank].waits
     if not own_waits:
         return None
@@ -111,5 +116,6 @@ def _awaited(beats: Sequence[Beat], rank: int) -> Iterator[int]:
 
 
 def _fault(kind: str, rank: int, beat: Beat, at: float) -> Fault:
-    detail = (beat.left or "") if kind == "raised" else f"{beat.exchanges} exchanges"
+    details = {"raised": beat.left, "ahead": beat.ahead}
+    detail = details.get(kind) or f"{beat.exchanges} exchanges"
     return Fault(kind, rank, beat.host, beat.pid, detail, at)

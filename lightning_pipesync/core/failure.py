@@ -60,6 +60,7 @@ class PeerWatch:
 
     Attributes:
         timeout: the time after which a peer that does not answer counts as lost.
+        ahead: what this rank has done that others may not have, in words, such as that it has ended its epoch.
 
     Args:
         timeout: the time after which a peer that does not answer counts as lost.
@@ -72,6 +73,7 @@ class PeerWatch:
     ) -> None:
         self.timeout = timeout
         self._end_waits, self._has_ended_waits = end_waits, False
+        self.ahead: str | None = None
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
         self._host, self._pid = socket.gethostname(), os.getpid()
@@ -278,6 +280,7 @@ class PeerWatch:
             [Wait(*waited) for waited in list(self._waits.values())],
             None if self.fault is None else self.fault.rank,
             left,
+            self.ahead,
             lost_peer=error is not None and is_lost_peer(error),
         )
 

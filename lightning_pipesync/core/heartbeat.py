@@ -56,6 +56,7 @@ class Beat:
         waits: what it waits for now.
         blames: the rank that it has found at fault.
         left: None while it takes part; then the exception that it ended with, empty if there was none.
+        ahead: what it has done that others may not have, in words; None: nothing.
         lost_peer: whether that exception is a connection error, so that another rank is the cause.
     """
 
@@ -67,6 +68,7 @@ class Beat:
     waits: list[Wait] = field(default_factory=list)
     blames: int | None = None
     left: str | None = None
+    ahead: str | None = None
     lost_peer: bool = False
 
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.private_names import Overriding
-from lightning_pipesync.lightning.private import logs_this_batch, saves_now
+from lightning_pipesync.lightning.private import logs_this_batch, num_batches_trained, saves_now
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -45,6 +45,7 @@ class PipeSyncCallbackMixin(Overriding, _Base):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        _strategy(trainer).note_epoch_end(None)
         _strategy(trainer).resume()
 
     @override
@@ -72,6 +73,7 @@ class PipeSyncCallbackMixin(Overriding, _Base):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).note_epoch_end(num_batches_trained(trainer))
         _strategy(trainer).flush()
         trainer.should_stop |= _strategy(trainer).has_ended
 

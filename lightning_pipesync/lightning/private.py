@@ -95,6 +95,11 @@ def saves_now(trainer: Trainer) -> bool:
     return False
 
 
+def num_batches_trained(trainer: Trainer) -> int:
+    """Returns the number of batches of this epoch so far."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def _model_checkpoints(trainer: Trainer) -> Iterator[Any]:
     """Yields the Trainer's callbacks that are a ModelCheckpoint, of either distribution."""
     for callback in trainer.checkpoint_callbacks:

@@ -204,6 +204,12 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         """Whether the training ends with this epoch, for the ranks have taken ``max_steps`` together."""
         return False
 
+    def note_epoch_end(self, num_batches: int | None) -> None:
+        """Publishes after how many batches this rank has ended its epoch; None: it trains."""
+        if self._watch is not None:
+            ahead = None if num_batches is None else f"it has ended its epoch after {num_batches} batches"
+            self._watch.ahead = ahead
+
     def resume(self) -> None:
         """Continues the training after :meth:`flush`."""
         self._restore_rng()
