@@ -10,12 +10,15 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_pipesync import DeAR
-from tests.harness import DIED, free_port, launch, raised
+from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
 from tests.models import OPTIMIZERS, seeded_mlp
 from tests.test_failures import RANKS, form_group
 
 #: Far more than the test takes, or little, where a rank hangs.
 TIMEOUT_S, HANG_TIMEOUT_S = 300, 4
+
+#: What ends with the process.
+LOST = ("dies", "is frozen")
 
 #: The rank that does not come, why, and the backend of the default process group: only "gloo" is asked for a barrier.
 JOBS = [
@@ -24,6 +27,8 @@ JOBS = [
     (2, "dies", "gloo"),
     (1, "hangs", "gloo"),
     (1, "hangs", "cpu:gloo"),
+    (0, "is frozen", "gloo"),
+    (0, "is frozen", "cpu:gloo"),
     (1, "comes late", "gloo"),
     (1, "comes late", "cpu:gloo"),
 ]
@@ -35,16 +40,22 @@ def attach_without_one(jobs: dict[tuple[int, str, str], int]) -> tuple[str, str]
     dist.barrier()
     if rank == victim and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == victim and how == "is frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == victim:
         time.sleep(1 if how == "comes late" else 5 * HANG_TIMEOUT_S)
     model = seeded_mlp()
-    timeout_s = HANG_TIMEOUT_S if how == "hangs" else TIMEOUT_S
-    return raised(lambda: DeAR(model, OPTIMIZERS["sgd"](model), timeout_s=timeout_s).detach())
+    timeout_s = HANG_TIMEOUT_S if how in ("hangs", "is frozen") else TIMEOUT_S
+    found = raised(lambda: DeAR(model, OPTIMIZERS["sgd"](model), timeout_s=timeout_s).detach())
+    if how == "is frozen":
+        time.sleep(HANG_TIMEOUT_S)  # until the other one has found it, too
+        kill_stopped_siblings()
+    return found
 
 
 def test_who_does_not_come_is_named() -> None:
     jobs = {job: free_port() for job in JOBS}
-    may_die = tuple(RANKS * n + victim for n, (victim, how, _) in enumerate(JOBS) if how == "dies")
+    may_die = tuple(RANKS * n + victim for n, (victim, how, _) in enumerate(JOBS) if how in LOST)
     found = launch(attach_without_one, RANKS * len(JOBS), jobs, init=False, may_die=may_die)
     for n, (victim, how, _) in enumerate(JOBS):
         outcomes = found[RANKS * n : RANKS * (n + 1)]
@@ -53,7 +64,7 @@ def test_who_does_not_come_is_named() -> None:
             continue
         for rank, outcome in enumerate(outcomes):
             if rank == victim:
-                assert outcome == DIED if how == "dies" else outcome is not None
+                assert outcome == DIED if how in LOST else outcome is not None
                 continue
             kind, message = outcome
             assert kind == "RuntimeError", message

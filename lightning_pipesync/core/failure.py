@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from lightning_pipesync.core.diagnosis import SENTENCES, chain, describe_suspects, find_fault, has_raised
-from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait
+from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat, Wait, call_in_time
 from lightning_pipesync.core.shutdown import at_shutdown, error_at_shutdown
 from lightning_pipesync.core.torch_private import address_of, store_of
 
@@ -31,6 +31,8 @@ INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
 
 #: The number of beats that a rank may miss before it counts as silent.
 PATIENCE = 3
+
+T = TypeVar("T")
 
 #: The fields of a :class:`Wait`, which is made for each message, and seldom published.
 Waited: TypeAlias = "tuple[str, int | None, float]"
@@ -100,9 +102,9 @@ class PeerWatch:
             world_size = dist.get_world_size()
             # A later watch of the same process, also in a later group if an agent keeps the store, has keys of its own.
             try:
-                number = store.add(f"pipesync/watches/{self._rank}", 1)
-            except dist.DistError as error:
-                raise RuntimeError(f"{self._accuse_store()} ({error}).") from error
+                number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), STORE_S)
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._accuse_store()}; rank {self._rank} has not joined it yet.") from error
             store = dist.PrefixStore(f"pipesync/{number}", store)
             interval = min(INTERVAL, self.timeout.total_seconds() * FRACTION_OF_TIMEOUT)
             self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe, self._act_on_fault)
@@ -140,6 +142,18 @@ class PeerWatch:
         """Returns the error that names the rank at fault for the failed wait of the calling thread."""
         self._waits.setdefault(threading.get_ident(), (what, peer, self._now()))
         return RuntimeError(self._accusation(what, error))
+
+    def ask_store(self, function: Callable[[], T]) -> T:
+        """Returns the result of ``function``, which calls the store; after :meth:`start`, with several ranks.
+
+        Raises:
+            DistStoreError: the store does not answer.
+        """
+        assert self._heartbeat is not None
+        try:
+            return self._heartbeat.call(function, STORE_S)
+        except RuntimeError as error:
+            raise dist.DistStoreError(str(error)) from error
 
     def go_on_without(self, rank: int) -> None:
         """Takes it that a rank is lost, and that nobody waits for it any more: the next loss is another one's fault."""

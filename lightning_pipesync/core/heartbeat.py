@@ -241,6 +241,27 @@ class Heartbeat:
         return [Beat(left="", blames=peer) if peer in self._left_behind else beat for peer, beat in enumerate(beats)]
 
 
+def call_in_time(function: Callable[[], T], timeout_s: float) -> T:
+    """Returns the result of ``function``, which calls a store, in a thread of its own: where there is no heartbeat yet.
+
+    Raises:
+        RuntimeError: the store does not answer within ``timeout_s`` seconds, or fails.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function())
+        except Exception as error:
+            answer.set_exception(error)
+
+    Thread(target=run, name="pipesync-store", daemon=True).start()
+    try:
+        return answer.result(timeout_s)
+    except Exception as error:
+        raise RuntimeError("The store does not answer.") from error
+
+
 def _key_of(rank: int) -> str:
     return f"pipesync/beat/{rank}"
 

@@ -65,16 +65,17 @@ def meet(timeout: timedelta) -> None:
 def _meet(group: dist.ProcessGroup, timeout: timedelta, watch: PeerWatch) -> None:
     begin, store = time.monotonic(), store_of(group)
     with watch.waiting("all ranks to attach a method"):
-        store = dist.PrefixStore(f"pipesync/meeting/{store.add(f'pipesync/meetings/{group.rank()}', 1)}", store)
-        num_come = store.add("come", 1)
         barrier = dist.barrier(async_op=True) if dist.get_backend() == "gloo" else None
-        while num_come < group.size() if barrier is None else not barrier.is_completed():
+        if barrier is None:
+            number = watch.ask_store(lambda: store.add(f"pipesync/meetings/{group.rank()}", 1))
+            come = f"pipesync/meeting/{number}"
+            watch.ask_store(lambda: store.add(come, 1))
+        while not (barrier.is_completed() if barrier else watch.ask_store(lambda: store.add(come, 0)) == group.size()):
             waited_s = time.monotonic() - begin
             if watch.fault is not None:
                 raise dist.DistStoreError(KNOWN)
             if waited_s > timeout.total_seconds():
                 raise dist.DistStoreError("not all have come")
             time.sleep(min(INTERVAL, max(SHORTEST_S, waited_s * FRACTION_OF_WAIT)))
-            num_come = store.add("come", 0) if barrier is None else num_come
         if barrier is not None:
             barrier.wait()
