@@ -268,7 +268,8 @@ REFUSED: list[Refused] = [
     ("shares its memory", "in place", {}),
     ("within torch.no_grad()", "without gradients", {}),
     ("nothing to compute", "", {"split": ("stem",)}),
-    ("alone, each once", "", {"split": ("blocks.1", 2)}),
+    ("or a tuple of names of submodules", "", {"split": ("blocks.1", 2)}),
+    ("names of submodules, each once", "", {"split": ("stem", "stem")}),
 ]
 
 
