@@ -157,3 +157,33 @@ def test_weights_that_one_rank_loads_are_noticed(name: str) -> None:
     for outcome in launch(load_on_rank_0, 2, name):
         assert outcome is not None
         assert "The ranks differ in 0.weight: rank 0 has digest" in outcome[1]
+
+
+def load_optimizer_on_rank_0(name: str) -> Outcome:
+    method, settings = METHODS[name]
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = method(model, optimizer, **settings, timeout_s=20)
+
+    def train() -> None:
+        for step in range(6):
+            if step == 3 and dist.get_rank() == 0:
+                optimizer.load_state_dict(with_state(seeded_mlp()).state_dict())
+            optimizer.zero_grad()
+            loss(model, step, dist.get_rank()).backward()
+            sync.step()
+        sync.flush()
+
+    outcome = raised(train)
+    sync.detach()
+    return outcome
+
+
+@pytest.mark.parametrize("name", SAME_WEIGHTS)
+def test_a_state_that_one_rank_loads_in_a_training_is_noticed(name: str) -> None:
+    """At the next step or flush: nobody waits for the other one."""
+    for outcome in launch(load_optimizer_on_rank_0, 2, name):
+        assert outcome is not None
+        assert outcome[0] == "ValueError", outcome
+        assert "The ranks differ in " in outcome[1]
+        assert outcome[1].endswith("Load the same on all ranks.")

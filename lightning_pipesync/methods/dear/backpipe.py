@@ -19,8 +19,9 @@ from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.execution_order import ExecutionOrder
 
 # The bits of a rank's flag: a parameter has no gradient; a backward pass has changed one after its reduce-scatter
-# started; rank 0 knows which bucket size to try next; something else has changed one.
-MISSING, OUTDATED, END_OF_TRIAL, WRITTEN = 1, 2, 4, 8
+# started; rank 0 knows which bucket size to try next; something else has changed one; an optimizer has another state or
+# other parameters.
+MISSING, OUTDATED, END_OF_TRIAL, WRITTEN, CHANGED = 1, 2, 4, 8, 16
 
 
 class BackPipe:
@@ -63,13 +64,22 @@ class BackPipe:
         for hook in self._hooks.values():
             hook.remove()
 
-    def finish(self) -> None:
+    def finish(self, changed: bool = False) -> bool:
         """Blocks until all gradients are averaged, also those of parameters that had none in this backward pass.
+
+        Args:
+            changed: whether an optimizer of this rank has got another state, or other parameters.
+
+        Returns:
+            Whether one of some rank has: then nothing is averaged, since the buckets have to change.
 
         Raises:
             RuntimeError: a peer is lost; or a gradient was written to since the backward pass, on some rank.
         """
-        flags = self._finish_round()
+        flags = self._finish_round(CHANGED * changed)
+        if flags & CHANGED:
+            self._schedule = None
+            return True
         if flags & WRITTEN:
             raise error_of_written(self._written)
         if flags & OUTDATED:  # on some rank, so that all reduce again
@@ -78,11 +88,7 @@ class BackPipe:
         if flags & MISSING:
             self._find_present()
         self._schedule = None
-
-    def restart(self) -> None:
-        """Discards what was reduced, since the buckets are about to change; a collective call."""
-        self._finish_round()  # ranks may have started different numbers of reduce-scatters
-        self._schedule = None
+        return False
 
     def wait(self) -> None:
         """Blocks until no communication is in flight and all weights are up to date."""
@@ -102,12 +108,12 @@ class BackPipe:
             schedule = self._schedule or self._begin()
             self._start(schedule.gradient_is_ready(bucket))
 
-    def _finish_round(self) -> int:
-        """Blocks until all buckets are reduced, and returns the union of all ranks' flags."""
+    def _finish_round(self, flag: int = 0) -> int:
+        """Blocks until all buckets are reduced; returns the union of all ranks' flags, to which it adds ``flag``."""
         schedule = self._schedule or self._begin()
         self._start(schedule.finish())
         missing = not all(all(bucket.present) for bucket in self._fused.buckets)
-        flag = MISSING * missing | OUTDATED * schedule.outdated | END_OF_TRIAL * self._tuner.end_of_trial()
+        flag |= MISSING * missing | OUTDATED * schedule.outdated | END_OF_TRIAL * self._tuner.end_of_trial()
         if not schedule.outdated and self._written is not None:
             flag |= WRITTEN
         exchanged = self._queue.submit("flags", lambda: self._transport.exchange_flags(flag))

@@ -113,18 +113,19 @@ class DeAR(SyncMethod):
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Waits until each rank has the average of its shard of the gradients, which are scaled by ``loss_scale``."""
-        # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
-        if self._fused.buckets and (self._loaded or self._members != group_members(self.optimizers)):
-            self._backpipe.restart()
-            self.return_optimizer_states()
-            self._compare_loaded()
-            self._set_parameters(self._agreed_parameters())
         if not self._fused.buckets:
             self._fused.plan(self._tuner.fusion)
         elif self._tuner.change_due:
             self._backpipe.wait()
             self._tuner.change()
-        self._backpipe.finish()
+        # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
+        changed = bool(self._loaded) or self._members != group_members(self.optimizers)
+        if self._backpipe.finish(changed):
+            self.return_optimizer_states()
+            self._compare_loaded()
+            self._set_parameters(self._agreed_parameters())
+            self._fused.plan(self._tuner.fusion)
+            self._backpipe.finish()
         if self._early.due:
             self._early.plan()
             self._tuner.restart_trial()
@@ -219,8 +220,7 @@ class DeAR(SyncMethod):
         index = self._index(optimizer)
         optimizer = self.optimizers[index]
         before = dict(optimizer.state)
-        if index not in self._loaded:  # otherwise the optimizer has the state that was loaded
-            optimizer.state.update(self._fused.optimizer_states(index))
+        self._return_states(index)
         try:
             return optimizer.state_dict()
         finally:
@@ -254,9 +254,8 @@ class DeAR(SyncMethod):
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizers, which :meth:`detach` would drop; a collective call."""
         self.synchronize()
-        for index, optimizer in enumerate(self.optimizers):
-            if index not in self._loaded:
-                optimizer.state.update(self._fused.optimizer_states(index))
+        for index, _ in enumerate(self.optimizers):
+            self._return_states(index)
 
     def _detach(self, timeout_s: float) -> None:
         """Ends the thread and the process groups. The weights stay as they are."""
@@ -272,6 +271,12 @@ class DeAR(SyncMethod):
     def _before_state_dict(self, *_: Any) -> None:
         """Waits for the weights of the last step, which a state_dict holds, or is about to replace."""
         self.synchronize()
+
+    def _return_states(self, index: int) -> None:
+        """Sets the whole state of an optimizer, unless one was loaded, on this rank alone maybe; a collective call."""
+        states = self._fused.optimizer_states(index)
+        if index not in self._loaded:
+            self.optimizers[index].state.update(states)
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         """Makes the next step start from the loaded state. The first buckets do so by themselves."""
