@@ -68,7 +68,11 @@ class Color(Enum):
     RED = 1
 
 
-@pytest.mark.parametrize("value", [OrderedDict(), Color.RED, os.getcwd, object(), int, torch.Generator()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [OrderedDict(), Color.RED, os.getcwd, object(), int, torch.Generator()],
+    ids=lambda value: type(value).__name__,
+)
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match=type(value).__name__):
         back({"x": [value]})
