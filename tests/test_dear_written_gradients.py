@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -77,14 +76,32 @@ def scale_own(factor: float) -> dict[str, Any]:
     return state(model)
 
 
+def share_memory() -> dict[str, Any]:
+    """All gradients are views of one buffer, as some libraries have them, so that a write to one counts for all."""
+    model = seeded_mlp()
+    sync = DeAR(model, OPTIMIZERS["sgd"](model), bucket_mb=1e-4)
+    buffer = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    parts = buffer.split([parameter.numel() for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad = part.view(parameter.shape).detach()
+    for step in range(5):
+        model.zero_grad(set_to_none=False)
+        loss(model, step, dist.get_rank()).backward()
+        sync.step()
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
 def look() -> list[bool]:
     """Returns whether DDP's weights are trained by what may look at gradients, and write to them in hooks."""
     expected = train_ddp("sgd", 5)
     looked = train(lambda model: [float(parameter.grad.norm()) for parameter in model.parameters()])
     results = [looked[0] is None, all(torch.equal(looked[1][name], value) for name, value in expected.items())]
-    return [*results, all(torch.equal(scale_own(2.0)[name], value) for name, value in expected.items())]
+    for trained in (scale_own(2.0), share_memory()):
+        results.append(all(torch.equal(trained[name], value) for name, value in expected.items()))
+    return results
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_a_gradient_may_be_read_and_changed_by_hooks(world_size: int) -> None:
-    assert all(all(of_rank) for of_rank in launch(look, world_size))
+def test_a_gradient_may_be_read_changed_by_hooks_and_share_memory() -> None:
+    assert launch(look, 2) == [[True] * 4] * 2

@@ -53,6 +53,12 @@ class Configuration:
         return [(self.method, self.settings), *([self.then] if self.then else [])]
 
     @property
+    def several_optimizers(self) -> bool:
+        """Whether there are several, one of which may have the parameters that another one does not accept."""
+        rest = self.optimizer == "Muon" or (self.optimizer == "Adafactor" and "empty" in self.layers)
+        return rest or self.num_optimizers > 1
+
+    @property
     def refused(self) -> tuple[str, ...]:
         """Words of the errors by one of which all ranks refuse it; none: it is trained."""
         of_layers = [LAYERS[name].refused for name in self.layers]

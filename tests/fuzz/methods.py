@@ -124,7 +124,7 @@ def _check_pipe_sgd(settings: Settings) -> Check:
 def _pipe_sgd_refuses(configuration: Configuration, settings: Settings) -> str:
     if settings["pipeline_level"] == 1:
         return ""
-    if configuration.num_optimizers > 1 or configuration.optimizer == "Muon":
+    if configuration.several_optimizers:
         return "pipeline_level=2"
     return "no_sync" if configuration.accumulate > 1 and not configuration.no_sync else ""
 
@@ -213,7 +213,7 @@ def _draw_parameter_server(random: Random) -> Settings:
 
 
 def _parameter_server_refuses(configuration: Configuration, settings: Settings) -> str:
-    if settings["policy"] == "downpour" and (configuration.num_optimizers > 1 or configuration.optimizer == "Muon"):
+    if settings["policy"] == "downpour" and configuration.several_optimizers:
         return "policy='downpour'"
     return _no_sharding(configuration) if settings["servers"] != 1 else ""
 

@@ -107,13 +107,18 @@ class FusedBucket:
 
     @property
     def written(self) -> str | None:
-        """The name of a parameter whose gradient was written to since :meth:`note_gradients`; None if none was."""
+        """The name of a parameter whose gradient was written to since :meth:`note_gradients`; None if none was.
+
+        Of gradients that share memory, as views of one buffer, only the replaced ones are known.
+        """
         now = _versions(self._tensors)
         if now == self._noted:
             return None
-        return next(
-            member.name for member, *pair in zip(self.members, now, self._noted, strict=True) if pair[0] != pair[1]
-        )
+        for member, current, noted in zip(self.members, now, self._noted, strict=True):
+            same = current and noted and current[0] == noted[0]
+            if current != noted and not (same and _is_part(member.tensor.grad)):
+                return member.name
+        return None
 
     def gather_early(self, queue: CommQueue, pieces: int) -> None:
         """Starts the all-gather of the next of ``pieces`` equal pieces of each rank's shard, after the reduce-scatter.
@@ -278,3 +283,8 @@ def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
     """Returns for each parameter which gradient it has, and how often that was written to; None without one."""
     gradients = [parameter.grad for parameter in parameters]
     return [None if gradient is None else (gradient.data_ptr(), version(gradient)) for gradient in gradients]
+
+
+def _is_part(gradient: Tensor | None) -> bool:
+    """Returns whether other tensors may share the memory of a gradient, and so its number of writes."""
+    return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes
