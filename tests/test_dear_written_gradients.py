@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync import DeAR
 from tests.harness import launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state, train_ddp
+from tests.models import OPTIMIZERS, average_gradients, loss, seeded_mlp, state, train_ddp
 
 Write = Callable[[nn.Module], object]
 
@@ -24,41 +26,106 @@ WRITES: dict[str, tuple[Write, tuple[int, ...]]] = {
 }
 
 
-def train(write: Write | None, reduces_first: bool = False, on: tuple[int, ...] = (0, 1)) -> tuple[Any, Any]:
-    """Returns the error of the step in which something is written, and the state of the model."""
+def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) -> tuple[Any, Any]:
+    """Returns the error of a step before which something is written, and the state of the model."""
     model = seeded_mlp()
     optimizer: Optimizer = OPTIMIZERS["sgd"](model)
     sync = DeAR(model, optimizer, bucket_mb=1e-4, timeout_s=10)
-    for step in range(4):
+
+    def step() -> None:
+        sync.step()
+        sync.flush()
+
+    for i in range(4):
         optimizer.zero_grad()
-        loss(model, step, dist.get_rank()).backward()
+        loss(model, i, dist.get_rank()).backward()
         sync.step()
     optimizer.zero_grad()
     loss(model, 4, dist.get_rank()).backward()
-    if reduces_first:
+    if after == "after_backward":
         sync.after_backward()
+    elif after == "clip":
+        sync.clip(1e9)
+    elif after == "no_sync":
+        with sync.no_sync():
+            loss(model, 5, dist.get_rank()).backward()
     if write is not None and dist.get_rank() in on:
         write(model)
-    error = raised(sync.step)
-    if error is None:
-        sync.flush()
+    error = raised(step)
     sync.detach()
     return error, state(model)
 
 
-def write_everywhere() -> dict[tuple[str, bool], Any]:
-    """A write after the gradient was reduced is the same on all ranks here: a rank learns of it by itself."""
-    written = {(what, False): train(write, False, on)[0] for what, (write, on) in WRITES.items()}
-    return {**written, ("clip", True): train(WRITES["clip"][0], True)[0]}
+def write_everywhere() -> dict[str, Any]:
+    clip = WRITES["clip"][0]
+    later = {after: train(clip, after)[0] for after in ("after_backward", "clip")}
+    return {"clip": train(clip)[0], **later, "no_sync": train(None, "no_sync")[0]}
 
 
-def test_a_written_gradient_is_refused_on_all_ranks() -> None:
-    for of_rank in launch(write_everywhere, 2):
-        for error in of_rank.values():
+def write_on_one_rank(what: str) -> tuple[str, str] | None:
+    write, on = WRITES[what]
+    return train(write, on=on)[0]
+
+
+def test_a_written_gradient_is_refused() -> None:
+    for errors in launch(write_everywhere, 2):
+        for error in errors.values():
             assert error is not None
             assert error[0] == "RuntimeError"
-            assert "sync.clip" in error[1]
-        assert "The gradient of 2.bias was written to" in of_rank["clip", False][1]
+            assert "was written to after the backward pass, or by a further one under no_sync()" in error[1]
+
+
+@pytest.mark.parametrize("what", ["new tensor", "none"])
+def test_a_rank_that_alone_writes_is_named(what: str) -> None:
+    outcomes = launch(write_on_one_rank, 2, what)
+    [writer] = WRITES[what][1]
+    assert outcomes[writer] is not None
+    assert "was written to after the backward pass" in outcomes[writer][1]
+    assert outcomes[1 - writer] is not None
+    assert f"Rank {writer} " in outcomes[1 - writer][1]
+
+
+def take_turns() -> dict[str, Any]:
+    """Each of two optimizers discards what the other's loss has left in its gradients, and zeroes its own."""
+    model = seeded_mlp()
+    first, second = OPTIMIZERS["sgd"](model[0]), OPTIMIZERS["sgd"](model[2])
+    sync = DeAR(model, [first, second], bucket_mb=1e-4, timeout_s=10)
+
+    def update(optimizer: Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(4):
+        for own, other in ((first, second), (second, first)):
+            own.zero_grad()
+            loss(model, step, dist.get_rank()).backward()
+            other.zero_grad()
+            sync.after_backward(own)
+            sync.step(partial(update, own), own)
+    sync.flush()
+    sync.detach()
+    return state(model)
+
+
+def take_turns_plainly() -> dict[str, Any]:
+    model = seeded_mlp()
+    first, second = OPTIMIZERS["sgd"](model[0]), OPTIMIZERS["sgd"](model[2])
+    for step in range(4):
+        for own in (first, second):
+            model.zero_grad()
+            loss(model, step, dist.get_rank()).backward()
+            average_gradients(model)
+            own.step()
+    return state(model)
+
+
+def both_turns() -> tuple[dict[str, Any], dict[str, Any]]:
+    return take_turns(), take_turns_plainly()
+
+
+def test_what_is_not_applied_may_be_discarded() -> None:
+    for actual, expected in launch(both_turns, 2):
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def scale_own(factor: float) -> dict[str, Any]:

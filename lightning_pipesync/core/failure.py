@@ -102,7 +102,7 @@ class PeerWatch:
             world_size = dist.get_world_size()
             # A later watch of the same process, also in a later group if an agent keeps the store, has keys of its own.
             try:
-                number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), STORE_S)
+                number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._patience_s)
             except RuntimeError as error:
                 raise RuntimeError(f"{self._accuse_store()}; rank {self._rank} has not joined it yet.") from error
             store = dist.PrefixStore(f"pipesync/{number}", store)
@@ -151,7 +151,7 @@ class PeerWatch:
         """
         assert self._heartbeat is not None
         try:
-            return self._heartbeat.call(function, STORE_S)
+            return self._heartbeat.call(function, self._patience_s)
         except RuntimeError as error:
             raise dist.DistStoreError(str(error)) from error
 
@@ -297,6 +297,11 @@ class PeerWatch:
             self.ahead,
             lost_peer=error is not None and is_lost_peer(error),
         )
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds to wait for the store before the training: it is slow where many ranks ask it at the same time."""
+        return self.timeout.total_seconds()
 
     @property
     def is_open(self) -> bool:

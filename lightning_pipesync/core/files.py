@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     After an error, such as a full disk, it is removed, and ``path`` is what it was before.
     """
-    temporary = path.with_name(f"{path.name}.new")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")  # several jobs may write the same file
     try:
         yield temporary
         temporary.replace(path)

@@ -10,6 +10,7 @@ process dies, or, where that is not Gloo's, by asking the store again and again.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -37,7 +38,8 @@ def watch_job(timeout: timedelta) -> PeerWatch:
     group = dist.group.WORLD
     assert group is not None
     _job = PeerWatch(timeout, end_waits=lambda: end_waits(group))
-    _job.start(group)
+    with suppress(RuntimeError):  # rank 0 may have ended already, and nobody need wait for it
+        _job.start(group)
     return _job
 
 

@@ -19,6 +19,7 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimize
 
 from lightning_pipesync.core.buckets import flattened, shaped
 from lightning_pipesync.core.torch_private import twin_optimizer
+from lightning_pipesync.methods.reshard import whole_state
 
 #: Element-wise optimizers, which can update a shard without the rest.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)
@@ -127,14 +128,11 @@ class BucketUpdate:
         return states
 
     def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sets the optimizer state of the pieces to what :meth:`states` returned for the same pieces."""
+        """Sets the optimizer state of the pieces to what :meth:`flat_states` returned for the same pieces."""
         loaded = self._states()
         for piece in self._pieces:
             if piece.name in states:
-                loaded[piece.values] = {
-                    kind: value.to(piece.values.device) if isinstance(value, Tensor) and value.dim() else value
-                    for kind, value in states[piece.name].items()
-                }
+                loaded[piece.values] = {k: whole_state(v, piece.values) for k, v in states[piece.name].items()}
         self._set_states(loaded)
 
     def apply(self, present: Sequence[bool]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipesync.core.buckets import shaped
 from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.core.transport import Transport
 
@@ -74,6 +75,14 @@ def reshard(
         for name, received in _exchange(values, dtype, old, wanted, transport).items():
             result[name][kind] = received
     return result
+
+
+def whole_state(value: Any, parameter: Tensor) -> Any:
+    """Returns a copy of a value of a parameter's state; in its shape and format if it is flat, with as many values."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.to(value.device if value.dim() == 0 else parameter.device, copy=True)
+    return shaped(copy, parameter) if copy.dim() == 1 and copy.numel() == parameter.numel() else copy
 
 
 def _exchange(

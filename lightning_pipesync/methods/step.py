@@ -41,7 +41,7 @@ class StepProtocol:
 
     def __init__(self, num_optimizers: int, together: bool = False) -> None:
         self._stages = [Stage.ACCUMULATING] * num_optimizers
-        self._overflowed = [False] * num_optimizers
+        self._overflowed, self._scaled = [False] * num_optimizers, [False] * num_optimizers
         # Gradients that a backward pass has added to since they were reduced. deque.append, the hook, is not in Python.
         self._added_to: list[deque[Tensor]] = [deque(maxlen=1) for _ in range(1 if together else num_optimizers)]
         self._together = together
@@ -81,9 +81,10 @@ class StepProtocol:
         self._added_by(index).clear()
         self._reduced_in_step = index == self._stepping
 
-    def unscaled(self, index: int, overflow: bool) -> None:
-        """Records that the gradient is unscaled, and whether it is not finite on some rank."""
-        self._stages[index], self._overflowed[index] = Stage.UNSCALED, overflow
+    def unscaled(self, index: int, overflow: bool, scaled: bool) -> None:
+        """Records that the gradient is unscaled, whether it was scaled, and whether it is not finite on some rank."""
+        self._stages[index] = Stage.UNSCALED
+        self._overflowed[index], self._scaled[index] = overflow and scaled, scaled
 
     def check_unscaled(self, index: int) -> None:
         """Checks that the gradient that is about to be applied is reduced and unscaled.
@@ -95,6 +96,17 @@ class StepProtocol:
             raise RuntimeError(
                 "The gradient was not reduced before the optimizer stepped: call after_backward() when it is complete, "
                 f"before or within update, and after the last backward pass. {SCALER_RECIPE}"
+            )
+
+    def check_scaled(self, index: int) -> None:
+        """Checks that the method knew of the loss scaler that makes an optimizer step.
+
+        Raises:
+            RuntimeError: the gradient was reduced as if it were not scaled.
+        """
+        if not self._scaled[index]:
+            raise RuntimeError(
+                f"The method was not told of the loss scaler, and would apply the scaled gradient. {SCALER_RECIPE}"
             )
 
     def check_skipped(self, index: int) -> None:

@@ -96,7 +96,14 @@ class SyncMethod(Method):
         self._began = False
         self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
-        self.user_steps = UserSteps(self.optimizers, type(self).__name__, self._protocol, self.after_backward)
+        self.user_steps = UserSteps(
+            self.optimizers,
+            type(self).__name__,
+            self._protocol,
+            self.after_backward,
+            self._check_gradient,
+            unscales=not self.applies_grad,
+        )
         try:
             parameters = self._agreed_parameters()
             raise_on_all_ranks(self.transport, self._problem())
@@ -154,7 +161,7 @@ class SyncMethod(Method):
         if self._protocol.stage(index) == Stage.UNSCALED:
             return False
         overflow = self._unscale(index, loss_scale)
-        self._protocol.unscaled(index, overflow and loss_scale is not None)
+        self._protocol.unscaled(index, overflow, scaled=loss_scale is not None)
         return overflow
 
     def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
@@ -351,6 +358,13 @@ class SyncMethod(Method):
     def _unscale(self, index: int, loss_scale: float | None) -> bool:
         """Completes :meth:`_reduce` after ``p.grad`` is unscaled; returns as :meth:`after_backward`."""
         return False
+
+    def _check_gradient(self, index: int) -> None:
+        """Checks the gradient of an optimizer that is about to step.
+
+        Raises:
+            RuntimeError: it is not what the method applies.
+        """
 
     def _skip(self, index: int) -> None:
         """Undoes :meth:`_reduce`: the step was skipped."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pipesync.methods.step import StepProtocol
@@ -48,6 +50,16 @@ class StepGuard:
             )
 
 
+def is_scaler_stepping() -> bool:
+    """Returns whether a loss scaler that is enabled makes the step. It leaves no other trace in the optimizer."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+    return False
+
+
 def is_skipped(optimizer: Optimizer) -> bool:
     """Returns whether a loss scaler, which calls the step of a fused optimizer anyway, makes it skip the update."""
     found_inf = getattr(optimizer, "found_inf", None)
@@ -76,6 +88,8 @@ class UserSteps:
         method: name of the method's class.
         protocol: tells at which stage a step is.
         after_backward: reduces and unscales the gradient of an optimizer.
+        check: checks the gradient of an optimizer, by its index, that is about to step.
+        unscales: whether the method unscales what it applies by itself, which is not in ``p.grad``.
 
     Attributes:
         guards: of each optimizer.
@@ -87,8 +101,11 @@ class UserSteps:
         method: str,
         protocol: StepProtocol,
         after_backward: Callable[[Optimizer], object],
+        check: Callable[[int], object],
+        unscales: bool,
     ) -> None:
         self._optimizers, self._protocol, self._after_backward = optimizers, protocol, after_backward
+        self._check, self._unscales = check, unscales
         self.guards = [StepGuard(optimizer, method) for optimizer in optimizers]
 
     def release(self) -> None:
@@ -109,6 +126,9 @@ class UserSteps:
         if by_closure:
             self._after_backward(self._optimizers[index])
         self._protocol.check_unscaled(index)
+        if self._unscales and not by_closure and is_scaler_stepping():
+            self._protocol.check_scaled(index)
+        self._check(index)
 
     def update_own(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates this rank's weights by its own optimizer.

@@ -19,9 +19,8 @@ from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.execution_order import ExecutionOrder
 
 # The bits of a rank's flag: a parameter has no gradient; a backward pass has changed one after its reduce-scatter
-# started; rank 0 knows which bucket size to try next; something else has changed one; an optimizer has another state or
-# other parameters.
-MISSING, OUTDATED, END_OF_TRIAL, WRITTEN, CHANGED = 1, 2, 4, 8, 16
+# started; rank 0 knows which bucket size to try next; an optimizer has another state or other parameters.
+MISSING, OUTDATED, END_OF_TRIAL, CHANGED = 1, 2, 4, 8
 
 
 class BackPipe:
@@ -74,14 +73,12 @@ class BackPipe:
             Whether one of some rank has: then nothing is averaged, since the buckets have to change.
 
         Raises:
-            RuntimeError: a peer is lost; or a gradient was written to since the backward pass, on some rank.
+            RuntimeError: a peer is lost.
         """
         flags = self._finish_round(CHANGED * changed)
         if flags & CHANGED:
             self._schedule = None
             return True
-        if flags & WRITTEN:
-            raise error_of_written(self._written)
         if flags & OUTDATED:  # on some rank, so that all reduce again
             self._schedule = None
             flags = self._finish_round()
@@ -114,19 +111,12 @@ class BackPipe:
         self._start(schedule.finish())
         missing = not all(all(bucket.present) for bucket in self._fused.buckets)
         flag |= MISSING * missing | OUTDATED * schedule.outdated | END_OF_TRIAL * self._tuner.end_of_trial()
-        if not schedule.outdated and self._written is not None:
-            flag |= WRITTEN
         exchanged = self._queue.submit("flags", lambda: self._transport.exchange_flags(flag))
         self._queue.wait_all()
         flags = functools.reduce(operator.or_, exchanged.wait())
         if flags & END_OF_TRIAL:
             self._tuner.change_due = True
         return flags
-
-    @property
-    def _written(self) -> str | None:
-        """The name of a parameter whose gradient was written to since its reduce-scatter started; None if none was."""
-        return next((name for bucket in self._fused.buckets if (name := bucket.written) is not None), None)
 
     def _begin(self) -> BackPipeSchedule:
         """Begins the schedule of a backward pass."""
@@ -146,13 +136,3 @@ class BackPipe:
         somewhere = iter(self._transport.union(flags).wait())
         for bucket in self._fused.buckets:
             bucket.present = [next(somewhere) for _ in bucket.present]
-
-
-def error_of_written(name: str | None) -> RuntimeError:
-    """Returns the error if the gradient of a parameter was written to; without its name: on another rank."""
-    what = "A gradient of another rank" if name is None else f"The gradient of {name}"
-    return RuntimeError(
-        f"{what} was written to after the backward pass. DeAR has sent it by then, and applies the average: this would "
-        "be lost. Clip by sync.clip() or gradient_clip_val, and change a gradient in a hook on its parameter "
-        "(Tensor.register_hook)."
-    )

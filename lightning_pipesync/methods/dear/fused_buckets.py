@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import Fusion, plan_buckets, shaped
+from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.execution_order import ExecutionOrder
 from lightning_pipesync.methods.feedpipe import FeedPipeSchedule
-from lightning_pipesync.methods.reshard import Slices, reshard
+from lightning_pipesync.methods.reshard import Slices, reshard, whole_state
 
 V = TypeVar("V")
 
@@ -97,7 +97,7 @@ class FusedBuckets:
 
         No communication may be in flight.
         """
-        states = _joined(bucket.update.states() for bucket in self.buckets)
+        states = _joined(bucket.update.flat_states() for bucket in self.buckets)
         residuals = _joined(bucket.residuals_of_shard() for bucket in self.buckets)
         residuals_of_gradients = _joined(bucket.residuals_of_gradients() for bucket in self.buckets)
         updated, owned = self._by_rank(FusedBucket.updated_slices), self._by_rank(FusedBucket.shard_slices)
@@ -115,11 +115,9 @@ class FusedBuckets:
         buckets = self.of_optimizer(index)
         old = self._by_rank(FusedBucket.updated_slices, buckets)
         whole = [_joined(bucket.whole_slices() for bucket in buckets)] * self._transport.world_size
-        states = reshard(_joined(bucket.update.states() for bucket in buckets), old, whole, self._transport)
+        states = reshard(_joined(bucket.update.flat_states() for bucket in buckets), old, whole, self._transport)
         return {
-            member.tensor: {
-                kind: _copied(value, member.tensor, flat=bucket.sharded) for kind, value in states[member.name].items()
-            }
+            member.tensor: {kind: whole_state(value, member.tensor) for kind, value in states[member.name].items()}
             for bucket in buckets
             for member in bucket.members
             if member.name in states
@@ -175,11 +173,3 @@ def _names(plan: Iterable[Sequence[NamedParameter]]) -> tuple[tuple[str, ...], .
 
 def _joined(mappings: Iterable[Mapping[str, V]]) -> dict[str, V]:
     return {key: value for mapping in mappings for key, value in mapping.items()}
-
-
-def _copied(value: Any, parameter: Tensor, flat: bool) -> Any:
-    """Returns a copy of a value of a whole parameter's state; in its shape, if it was put together from shards."""
-    if not isinstance(value, Tensor):
-        return value
-    copy = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
-    return shaped(copy, parameter) if flat and copy.dim() else copy

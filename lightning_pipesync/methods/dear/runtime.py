@@ -15,7 +15,7 @@ from lightning_pipesync.core.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.methods.dear.backpipe import BackPipe, error_of_written
+from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
@@ -136,10 +136,10 @@ class DeAR(SyncMethod):
         Returns:
             Whether some value of it is not finite, on any rank.
         """
-        for bucket in self._fused.of_optimizer(index):
-            bucket.note_gradients()
         if loss_scale is None:
             return False
+        for bucket in self._fused.of_optimizer(index):
+            bucket.note_gradients()
         for flat in self._averaged_gradients(index):
             flat.mul_(1 / loss_scale)
         finite = [bool(torch.isfinite(flat).all()) for flat in self._own_gradients(index)]
@@ -168,9 +168,6 @@ class DeAR(SyncMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
         stepped, result = self.user_steps.update_nothing(index, update)
-        for bucket in self._fused.of_optimizer(index):
-            if (written := bucket.written) is not None:
-                raise error_of_written(written)
         if stepped:
             self._feedpipe.start(self._fused.of_optimizer(index))
         if index == 0:
@@ -181,6 +178,16 @@ class DeAR(SyncMethod):
         if self._waits:
             self.synchronize()
         return result
+
+    def _check_gradient(self, index: int) -> None:
+        for bucket in self._fused.of_optimizer(index):
+            if (written := bucket.written) is not None:
+                raise RuntimeError(
+                    f"The gradient of {written} was written to after the backward pass, or by a further one under "
+                    "no_sync(). DeAR has sent it by then, and applies the average: this would be lost. Clip by "
+                    "sync.clip() or gradient_clip_val, change a gradient in a hook on its parameter "
+                    "(Tensor.register_hook), and make all passes but the last under no_sync()."
+                )
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass.

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.buckets import shaped
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.shards import ServedShard, SharedBucket
-from lightning_pipesync.methods.reshard import reshard
+from lightning_pipesync.methods.reshard import reshard, whole_state
 
 
 class ServedOptimizers:
@@ -89,7 +88,7 @@ class ServedOptimizers:
         else:
             states = _joined(self._ask_servers(index))
         return {
-            member.tensor: {kind: _shaped(value, member.tensor) for kind, value in states[member.name].items()}
+            member.tensor: {kind: whole_state(value, member.tensor) for kind, value in states[member.name].items()}
             for bucket in buckets
             for member in bucket.members
             if member.name in states
@@ -129,11 +128,3 @@ def _joined(parts: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str
 def _one_after(before: Any, value: Any) -> Any:
     """Returns the values of two neighbouring slices; a counter is the same for both."""
     return torch.cat([before, value]) if isinstance(value, Tensor) and value.dim() else value
-
-
-def _shaped(value: Any, parameter: Tensor) -> Any:
-    """Returns a copy of a value of a whole parameter's state, in its shape and format if it has as many values."""
-    if not isinstance(value, Tensor):
-        return value
-    copy = value.to(value.device if value.dim() == 0 else parameter.device, copy=True)
-    return shaped(copy, parameter) if copy.dim() == 1 and copy.numel() == parameter.numel() else copy

@@ -81,7 +81,7 @@ class GradientInFlight:
         Raises:
             RuntimeError: it was complete before.
         """
-        if id(parameter) in self._ready:
+        if id(parameter) in self._ready or self._plan.place[id(parameter)] < self._num_sent:
             raise RuntimeError(
                 "pipeline_level=2 has sent this gradient already, and a further backward pass changes it: put all "
                 "backward passes of a step but the last under no_sync() (in a LightningModule: "

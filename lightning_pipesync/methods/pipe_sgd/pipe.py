@@ -107,10 +107,15 @@ class GradientPipe:
             self._started = self._new_gradient()
         self._started.is_ready(parameter)
 
-    def send_started(self) -> None:
-        """Starts what is left of an all-reduce that has begun: ranks may have started different numbers of segments."""
-        if self._started is not None:
-            self._started.send_all()
+    @property
+    def has_started(self) -> bool:
+        """Whether the all-reduce of some segments of this step's gradient has started."""
+        return self._started is not None
+
+    def send_all(self) -> None:
+        """Starts the all-reduce of all segments of this step's gradient, since some rank has started some."""
+        self._started = self._started or self._new_gradient()
+        self._started.send_all()
 
     def submit(self, loss_scale: float) -> None:
         """Submits this step's gradient, and sets ``p.grad`` to the gradient that is about to be applied.

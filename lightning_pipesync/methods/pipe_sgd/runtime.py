@@ -123,8 +123,10 @@ class PipeSGD(SyncMethod):
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _compare_loaded(self) -> None:
-        for pipe in self._pipes:
-            pipe.send_started()
+        if self.config.pipeline_level == 2:  # ranks may have started different segments, or none
+            [pipe] = self._pipes
+            if any(self.transport.exchange_flags(pipe.has_started).wait()):
+                pipe.send_all()
         self._queue.wait_all()
         super()._compare_loaded()
 
