@@ -61,7 +61,8 @@ class Embedded(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.MultiheadAttention(2, 1, batch_first=True)
+        # The gradient of a bias of keys is zero but for rounding, which optimizers such as RMSprop make a step of.
+        self.inner = nn.MultiheadAttention(2, 1, bias=False, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, 3, 2)
