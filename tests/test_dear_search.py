@@ -21,7 +21,7 @@ from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.dear.search import SEARCHES, Trial, fastest
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
 from tests.harness import assert_refused, launch, raised
-from tests.models import OPTIMIZERS, state
+from tests.models import OPTIMIZERS, average_gradients, loss, seeded_mlp, state
 from tests.test_dear import assert_same_state
 from tests.test_dear_models import Backwards, loss_of, one_step
 
@@ -391,3 +391,39 @@ def test_settings_that_cannot_be(tmp_path: Path) -> None:
     path.write_text('{"other": 1}')
     for outcomes in launch(misuse, 2, path):
         assert_refused(outcomes)
+
+
+def load_in_a_search() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Loads an optimizer's state before each of the steps, in some of which buckets change; beside a plain loop."""
+    results = []
+    for loaded_at in range(2, 12):
+        states = []
+        for attached in (True, False):
+            model = seeded_mlp()
+            optimizer = OPTIMIZERS["adamw"](model)
+            small = {"fusion": "bo", "search_mb": (1e-4, 1e-2), "trial_steps": 4, "update": "sharded"}
+            sync = DeAR(model, optimizer, **small) if attached else None
+            for step in range(12):
+                if step == 1:
+                    saved = deepcopy(sync.optimizer_state_dict() if sync else optimizer.state_dict())
+                if step == loaded_at:
+                    optimizer.load_state_dict(saved)
+                optimizer.zero_grad()
+                loss(model, step, dist.get_rank()).backward()
+                if sync:
+                    sync.step()
+                else:
+                    average_gradients(model)
+                    optimizer.step()
+            if sync:
+                sync.flush()
+                sync.detach()
+            states.append(state(model))
+        results.append((states[0], states[1]))
+    return results
+
+
+def test_a_state_that_is_loaded_as_buckets_change_counts() -> None:
+    for of_rank in launch(load_in_a_search, 2):
+        for actual, expected in of_rank:
+            assert all(torch.equal(actual[name], value) for name, value in expected.items())

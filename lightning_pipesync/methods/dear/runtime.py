@@ -113,13 +113,14 @@ class DeAR(SyncMethod):
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Waits until each rank has the average of its shard of the gradients, which are scaled by ``loss_scale``."""
+        # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
+        changed = bool(self._loaded) or self._members != group_members(self.optimizers)
         if not self._fused.buckets:
             self._fused.plan(self._tuner.fusion)
         elif self._tuner.change_due:
             self._backpipe.wait()
-            self._tuner.change()
-        # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
-        changed = bool(self._loaded) or self._members != group_members(self.optimizers)
+            if not any(self.transport.exchange_flags(changed).wait()):  # otherwise the old states would replace it
+                self._tuner.change()
         if self._backpipe.finish(changed):
             self.return_optimizer_states()
             self._compare_loaded()
