@@ -196,3 +196,24 @@ def train_without_scaling() -> bool:
 def test_a_disabled_scaler_is_none() -> None:
     """A gradient that is not finite is applied, as it is by DDP."""
     assert all(launch(train_without_scaling, 2))
+
+
+def overflow_at_first() -> dict[str, bool]:
+    """Returns whether the optimizer has a state after a first step that overflows on rank 1."""
+    states = {}
+    for name, method in (("selsync", SelSync), ("local_sgd", LocalSGD)):
+        model, optimizer, scaler = prepared("fused momentum")
+        sync = method(model, optimizer)
+        scaled_backward(model, scaler, OVERFLOW)
+        sync.unscale(scaler)
+        sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
+        states[name] = any(bool(state) for state in optimizer.state.values())
+        sync.detach()
+    return states
+
+
+def test_a_fused_optimizer_that_skips_its_first_step_gets_no_state() -> None:
+    """PyTorch would give it momentum from memory that nobody has written to."""
+    first, second = launch(overflow_at_first, 2)
+    assert all(first.values())
+    assert not any(second.values())

@@ -153,7 +153,8 @@ class UserSteps:
 
             if closure is None:
                 evaluate()
-                return optimizer_step(**kwargs)
+                # A fused SGD that is left to skip its first step keeps momentum that was never initialized.
+                return None if is_skipped(optimizer) else optimizer_step(**kwargs)
             return optimizer_step(evaluate, **kwargs)
 
         with self.guards[index].stepping(), replaced_step(optimizer, step):
