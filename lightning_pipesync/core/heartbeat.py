@@ -171,19 +171,7 @@ class Heartbeat:
         """
         if not self._thread.is_alive():
             raise RuntimeError("The store does not answer any more.")
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except Exception as error:
-                answer.set_exception(error)
-
-        self._jobs.put(run)
-        try:
-            return answer.result(timeout_s)
-        except Exception as error:
-            raise RuntimeError("The store does not answer.") from error
+        return _in_time(function, timeout_s, self._jobs.put)
 
     def tell(self, fault: Fault) -> None:
         """Publishes the rank at fault, and a beat of this rank; does not wait."""
@@ -247,6 +235,11 @@ def call_in_time(function: Callable[[], T], timeout_s: float) -> T:
     Raises:
         RuntimeError: the store does not answer within ``timeout_s`` seconds, or fails.
     """
+    return _in_time(function, timeout_s, lambda run: Thread(target=run, name="pipesync-store", daemon=True).start())
+
+
+def _in_time(function: Callable[[], T], timeout_s: float, start: Callable[[Callable[[], None]], object]) -> T:
+    """Returns the result of ``function``, which ``start`` has another thread run."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -255,7 +248,7 @@ def call_in_time(function: Callable[[], T], timeout_s: float) -> T:
         except Exception as error:
             answer.set_exception(error)
 
-    Thread(target=run, name="pipesync-store", daemon=True).start()
+    start(run)
     try:
         return answer.result(timeout_s)
     except Exception as error:
