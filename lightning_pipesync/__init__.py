@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name in ("fabric", "lightning"):
         return import_module(f"{__name__}.{name}")
     if name == "PlanCallback":
-        return import_module(f"{__name__}.plan.callback").PlanCallback
+        return import_module(f"{__name__}.lab.plan.callback").PlanCallback
     if name == "StepReport" or name.endswith("Strategy"):
         return getattr(import_module(f"{__name__}.lightning"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

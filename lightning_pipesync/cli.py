@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from lightning_pipesync import __version__
-from lightning_pipesync.bench.commands import collectives, converge, pipeline, stages, step, timeline
-from lightning_pipesync.bench.extras import check_installed
-from lightning_pipesync.netlab.command import netlab
-from lightning_pipesync.plan.command import accuracy, plan
+from lightning_pipesync.lab.bench.commands import collectives, converge, pipeline, stages, step, timeline
+from lightning_pipesync.lab.bench.extras import check_installed
+from lightning_pipesync.lab.netlab.command import netlab
+from lightning_pipesync.lab.plan.command import accuracy, plan
 
 
 def launch(arguments: Sequence[str]) -> int:

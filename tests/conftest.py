@@ -22,7 +22,7 @@ def nothing_left_behind() -> Iterator[None]:
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of a benchmark on this machine are forked: starting them anew takes longer than what they measure."""
     # Imported here, as the process that only hands out the tests needs neither.
-    from lightning_pipesync.bench import job, worker
+    from lightning_pipesync.lab.bench import job, worker
     from tests.harness import launch
 
     def run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
@@ -35,7 +35,7 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def machine() -> None:
     """Skips where the README says that hosts cannot be emulated; what goes wrong elsewhere is a failure."""
-    from lightning_pipesync.netlab import requirements
+    from lightning_pipesync.lab.netlab import requirements
 
     try:
         requirements.check_requirements()

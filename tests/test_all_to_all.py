@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_pipesync.core.all_to_all import AllToAllExchange
-from lightning_pipesync.core.messages import Messages
+from lightning_pipesync.core.comm.all_to_all import AllToAllExchange
+from lightning_pipesync.core.comm.messages import Messages
 
 
 class Posted:

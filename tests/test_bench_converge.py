@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.bench import converge_report
-from lightning_pipesync.bench.converge import ConvergeSettings, evaluate, parse_method, spread_of, train
-from lightning_pipesync.bench.tasks import TASK_NAMES, build_task
 from lightning_pipesync.cli import main
+from lightning_pipesync.lab.bench import converge_report
+from lightning_pipesync.lab.bench.converge import ConvergeSettings, evaluate, parse_method, spread_of, train
+from lightning_pipesync.lab.bench.tasks import TASK_NAMES, build_task
 from tests.harness import launch
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.bench import host_speed_report, passes
-from lightning_pipesync.bench.converge import parse_method
-from lightning_pipesync.bench.host_speed import HostSpeeds
-from lightning_pipesync.bench.own_pace import AtOwnPace
-from lightning_pipesync.bench.passes import Passes
-from lightning_pipesync.bench.tasks import build_task
-from lightning_pipesync.bench.throughput import Throughput
 from lightning_pipesync.cli import main
+from lightning_pipesync.lab.bench import host_speed_report, passes
+from lightning_pipesync.lab.bench.converge import parse_method
+from lightning_pipesync.lab.bench.host_speed import HostSpeeds
+from lightning_pipesync.lab.bench.own_pace import AtOwnPace
+from lightning_pipesync.lab.bench.passes import Passes
+from lightning_pipesync.lab.bench.tasks import build_task
+from lightning_pipesync.lab.bench.throughput import Throughput
 from lightning_pipesync.methods.parameter_server import ParameterServerConfig
 from tests.harness import launch
 

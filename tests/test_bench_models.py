@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from lightning_pipesync.bench.models import (
+from lightning_pipesync.lab.bench.models import (
     MODEL_NAMES,
     TABLES,
     BenchModel,
@@ -26,7 +26,7 @@ from lightning_pipesync.bench.models import (
     build_model,
     computation_seconds,
 )
-from lightning_pipesync.bench.models.emulated_compute import EmulatedCompute
+from lightning_pipesync.lab.bench.models.emulated_compute import EmulatedCompute
 from tests.harness import launch
 
 # DeAR Table I: layers, tensors; the exact number of values of which it gives millions, and GFLOP of a forward pass, are
@@ -137,7 +137,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in ("emulated", "emulated_compute"):
-        monkeypatch.setattr(f"lightning_pipesync.bench.models.{module}.time", clock)
+        monkeypatch.setattr(f"lightning_pipesync.lab.bench.models.{module}.time", clock)
     return clock
 
 

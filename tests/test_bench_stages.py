@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.bench import stages_report
-from lightning_pipesync.bench.stages import StagesSettings, measure_stages, parse_candidate
 from lightning_pipesync.cli import main
+from lightning_pipesync.lab.bench import stages_report
+from lightning_pipesync.lab.bench.stages import StagesSettings, measure_stages, parse_candidate
 from tests.harness import launch
 
 METHODS = ("ea_pipe", "ea_pipe:replicas=4", "naive", "gpipe")

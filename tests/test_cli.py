@@ -9,8 +9,8 @@ import pytest
 
 import lightning_pipesync
 from lightning_pipesync import PlanCallback
-from lightning_pipesync.bench import sweep
 from lightning_pipesync.cli import main
+from lightning_pipesync.lab.bench import sweep
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from lightning_pipesync.core.comm_queue import IN_FLIGHT, CommQueue
-from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.traffic import Traffic
+from lightning_pipesync.core.comm.comm_queue import IN_FLIGHT, CommQueue
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.traffic import Traffic
 from tests.harness import raised
 
 

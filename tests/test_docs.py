@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pipesync.lab.netlab.links import burst_bytes
 from lightning_pipesync.methods.settings import docs_of
-from lightning_pipesync.netlab.links import burst_bytes
 from lightning_pipesync.training.registry import METHODS
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lightning_pipesync.core.heartbeat import Beat, Fault, Heartbeat
+from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat
 
 #: Values that no rank writes: no text, no JSON, another shape, other types.
 BAD_VALUES = ("\x00\xff", "no json", "[]", "{}", '{"number": "many"}', '{"rank": 0, "kind": 3}')

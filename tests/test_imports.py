@@ -15,11 +15,10 @@ STOREYS = [
     ["data"],
     ["methods"],
     ["training"],
-    ["fabric", "netlab"],
+    ["fabric"],
     ["lightning", "accelerate"],
     ["transformers"],
-    ["bench"],
-    ["plan"],
+    ["lab"],
 ]
 FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"}
 ADAPTERS = {
@@ -27,8 +26,7 @@ ADAPTERS = {
     "fabric": {"lightning", "lightning_fabric", "lightning_utilities"},
     "accelerate": {"accelerate"},
     "transformers": {"transformers"},
-    "bench": {"transformers"},  # takes models from there
-    "plan": {"lightning", "pytorch_lightning"},  # plans in a Trainer, too
+    "lab": {"lightning", "pytorch_lightning", "transformers"},  # plans in a Trainer, and takes models
 }
 FLOOR = {name: floor for floor, names in enumerate(STOREYS) for name in names}
 
@@ -67,4 +65,4 @@ def test_every_folder_is_on_a_floor() -> None:
 def test_pictures_have_one_palette() -> None:
     """A figure of matplotlib's own would have other colours."""
     drawn_by = [path for path in ROOT.rglob("*.py") if "matplotlib.figure" in set(imports_of(path))]
-    assert drawn_by == [ROOT / "bench" / "palette.py"]
+    assert drawn_by == [ROOT / "lab" / "bench" / "palette.py"]

@@ -7,10 +7,10 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from lightning_pipesync.bench import job_sockets
-from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.job_sockets import JobSockets
-from lightning_pipesync.plan.links import measure_links
+from lightning_pipesync.lab.bench import job_sockets
+from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.job_sockets import JobSockets
+from lightning_pipesync.lab.plan.links import measure_links
 from tests.harness import launch
 
 #: What strangers send first: nothing, and then silence or the end; another token; a part of a token.

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync import DeARStrategy, PlanCallback, StepReport
-from lightning_pipesync.bench.candidates import in_ddp
-from lightning_pipesync.plan.model import PlanSettings
-from lightning_pipesync.plan.predictions import Prediction
-from lightning_pipesync.plan.proof import run_in_turns
-from lightning_pipesync.plan.report import as_markdown
-from lightning_pipesync.plan.saved import read_plan
+from lightning_pipesync.lab.bench.candidates import in_ddp
+from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.predictions import Prediction
+from lightning_pipesync.lab.plan.proof import run_in_turns
+from lightning_pipesync.lab.plan.report import as_markdown
+from lightning_pipesync.lab.plan.saved import read_plan
 from tests.harness import launch, raised
 from tests.lightning_models import Classifier, train_loader, trainer
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
-from lightning_pipesync.core.heartbeat import Heartbeat
+from lightning_pipesync.core.faults.heartbeat import Heartbeat
 from tests.harness import DIED, launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate

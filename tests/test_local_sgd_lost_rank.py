@@ -20,8 +20,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
-from lightning_pipesync.core.gloo import GlooExchange
-from lightning_pipesync.core.messages import Messages
+from lightning_pipesync.core.comm.gloo import GlooExchange
+from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.methods.local_sgd import recovery
 from lightning_pipesync.methods.local_sgd.fragments import Fragments
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds

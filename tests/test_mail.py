@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.transport import Transport
 from tests.harness import kill_stopped_siblings, launch
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.gloo import GlooExchange
+from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.gloo import GlooExchange
-from lightning_pipesync.core.nccl import NcclExchange
-from lightning_pipesync.core.transport import Transport
 from tests.harness import launch
 from tests.test_transport import DTYPES, LOSSY, SIZES, values
 
@@ -87,7 +87,10 @@ def is_near(codec_name: str, on_cpu: Tensor, other: Tensor) -> bool:
 def exchange_on_the_host() -> dict[str, Any]:
     cuda = MagicMock()
     cuda.stream = lambda _: nullcontext()
-    with patch("lightning_pipesync.core.nccl.torch.cuda", cuda), patch.object(Tensor, "record_stream", lambda *_: None):
+    with (
+        patch("lightning_pipesync.core.comm.nccl.torch.cuda", cuda),
+        patch.object(Tensor, "record_stream", lambda *_: None),
+    ):
         return exchange_all_kinds(NcclExchange(dist.new_group(backend="gloo"), CPU), CPU)
 
 

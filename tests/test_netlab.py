@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.netlab import TIMED_OUT, Freeze, Kill, Network, Slow, requirements, run_job
-from lightning_pipesync.netlab.faults import parse_slow
-from lightning_pipesync.netlab.output import Lines
-from lightning_pipesync.netlab.processes import NAMESPACES, processes_in
-from lightning_pipesync.netlab.units import parse_rate, parse_seconds, parse_share
+from lightning_pipesync.lab.netlab import TIMED_OUT, Freeze, Kill, Network, Slow, requirements, run_job
+from lightning_pipesync.lab.netlab.faults import parse_slow
+from lightning_pipesync.lab.netlab.output import Lines
+from lightning_pipesync.lab.netlab.processes import NAMESPACES, processes_in
+from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse_share
 from tests.harness import _CONTEXT as PROCESSES
 from tests.harness import default_signals
 
@@ -202,7 +202,7 @@ def test_a_kernel_without_the_token_bucket_is_named_and_all_is_undone(
 ) -> None:
     from pyroute2.netlink.exceptions import NetlinkError
 
-    from lightning_pipesync.netlab import links
+    from lightning_pipesync.lab.netlab import links
 
     def unknown_queue(rate: int) -> int:
         raise NetlinkError(errno.ENOENT, "as the kernel answers")

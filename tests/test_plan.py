@@ -13,31 +13,31 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipesync.bench.candidate import Candidate
-from lightning_pipesync.bench.models import BenchModel, stand_in
-from lightning_pipesync.bench.profile import Profile, StepRecorder
-from lightning_pipesync.bench.step import predict_ddp
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
-from lightning_pipesync.plan import proof
-from lightning_pipesync.plan.candidates import candidate_of
-from lightning_pipesync.plan.cluster import Cluster
-from lightning_pipesync.plan.layers import LayerWork, measure_layers
-from lightning_pipesync.plan.model import PlanSettings
-from lightning_pipesync.plan.predictions import (
+from lightning_pipesync.lab.bench.candidate import Candidate
+from lightning_pipesync.lab.bench.models import BenchModel, stand_in
+from lightning_pipesync.lab.bench.profile import Profile, StepRecorder
+from lightning_pipesync.lab.bench.step import predict_ddp
+from lightning_pipesync.lab.plan import proof
+from lightning_pipesync.lab.plan.candidates import candidate_of
+from lightning_pipesync.lab.plan.cluster import Cluster
+from lightning_pipesync.lab.plan.layers import LayerWork, measure_layers
+from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.predictions import (
     Prediction,
     bucket_sizes,
     enough_accumulation,
     enough_bandwidth,
     predict,
 )
-from lightning_pipesync.plan.proof import run_in_turns, to_prove
-from lightning_pipesync.plan.report import as_markdown
-from lightning_pipesync.plan.rules import with_refusals
-from lightning_pipesync.plan.saved import of_result, read_plan
-from lightning_pipesync.plan.verdict import verdict_of
-from lightning_pipesync.plan.work import Work
+from lightning_pipesync.lab.plan.proof import run_in_turns, to_prove
+from lightning_pipesync.lab.plan.report import as_markdown
+from lightning_pipesync.lab.plan.rules import with_refusals
+from lightning_pipesync.lab.plan.saved import of_result, read_plan
+from lightning_pipesync.lab.plan.verdict import verdict_of
+from lightning_pipesync.lab.plan.work import Work
 from lightning_pipesync.training.registry import METHODS
 from tests.harness import launch
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.plan.accuracy import AccuracySettings
-from lightning_pipesync.plan.accuracy_report import as_markdown, draw, extrapolated, outcomes, read
-from lightning_pipesync.plan.predictions import considered
+from lightning_pipesync.lab.plan.accuracy import AccuracySettings
+from lightning_pipesync.lab.plan.accuracy_report import as_markdown, draw, extrapolated, outcomes, read
+from lightning_pipesync.lab.plan.predictions import considered
 from tests.test_plan import WORK, cluster
 
 

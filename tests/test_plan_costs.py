@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipesync.bench.models import BenchModel, build_model, stand_in
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.plan import measured_cost, own_work
-from lightning_pipesync.plan.candidates import WithShareOfLocalSteps, candidate_of
-from lightning_pipesync.plan.cluster import Cluster
-from lightning_pipesync.plan.measured_cost import MeasuredCost, measure_in_a_row, sizes_for
-from lightning_pipesync.plan.method_cost import measure_averages, measure_servers
-from lightning_pipesync.plan.own_work import measure_own_work
-from lightning_pipesync.plan.predictions import OUTER, Prediction
-from lightning_pipesync.plan.work import activation_bytes
+from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
+from lightning_pipesync.lab.plan import measured_cost, own_work
+from lightning_pipesync.lab.plan.candidates import WithShareOfLocalSteps, candidate_of
+from lightning_pipesync.lab.plan.cluster import Cluster
+from lightning_pipesync.lab.plan.measured_cost import MeasuredCost, measure_in_a_row, sizes_for
+from lightning_pipesync.lab.plan.method_cost import measure_averages, measure_servers
+from lightning_pipesync.lab.plan.own_work import measure_own_work
+from lightning_pipesync.lab.plan.predictions import OUTER, Prediction
+from lightning_pipesync.lab.plan.work import activation_bytes
 from tests.harness import launch
 
 MIB = 2**20

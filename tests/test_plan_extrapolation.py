@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.bench.models.bert_tables import bert_base, bert_large
-from lightning_pipesync.bench.models.image_tables import inceptionv4, resnet50
-from lightning_pipesync.bench.models.table import ModelTable
-from lightning_pipesync.bench.profile import Profile
 from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes
-from lightning_pipesync.plan.changes import changes_since
-from lightning_pipesync.plan.cluster import Cluster
-from lightning_pipesync.plan.predictions import bucket_sizes, fastest
-from lightning_pipesync.plan.schedules import dear_step
-from lightning_pipesync.plan.work import Work, slow_ranks, slowest
+from lightning_pipesync.lab.bench.models.bert_tables import bert_base, bert_large
+from lightning_pipesync.lab.bench.models.image_tables import inceptionv4, resnet50
+from lightning_pipesync.lab.bench.models.table import ModelTable
+from lightning_pipesync.lab.bench.profile import Profile
+from lightning_pipesync.lab.plan.changes import changes_since
+from lightning_pipesync.lab.plan.cluster import Cluster
+from lightning_pipesync.lab.plan.predictions import bucket_sizes, fastest
+from lightning_pipesync.lab.plan.schedules import dear_step
+from lightning_pipesync.lab.plan.work import Work, slow_ranks, slowest
 from tests.test_plan import MIB, PROFILE, WORK, cluster
 
 # --- DeAR, Table II ---------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from lightning_pipesync.bench import job_sockets, preflight
-from lightning_pipesync.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.bench.job_sockets import JobSockets
-from lightning_pipesync.bench.preflight import HostFacts, exchange_facts, findings
-from lightning_pipesync.plan import links as plan_links
-from lightning_pipesync.plan.links import Links, measure_links, outliers, partners, several_connections
+from lightning_pipesync.lab.bench import job_sockets, preflight
+from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.job_sockets import JobSockets
+from lightning_pipesync.lab.bench.preflight import HostFacts, exchange_facts, findings
+from lightning_pipesync.lab.plan import links as plan_links
+from lightning_pipesync.lab.plan.links import Links, measure_links, outliers, partners, several_connections
 from tests.harness import launch
 
 MIB = 2**20

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from lightning_pipesync.core import ring
 from lightning_pipesync.core.buckets import shard_of
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm import ring
+from lightning_pipesync.core.comm.transport import Transport
 from tests.harness import launch
 from tests.test_transport import through, values
 

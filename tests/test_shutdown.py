@@ -14,7 +14,7 @@ SCRIPT = """
 import atexit
 atexit.register(lambda: print("open at the end:", dist.is_initialized()))
 import torch.distributed as dist
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.transport import Transport
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
 Transport().close()
 {last}

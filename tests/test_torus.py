@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.core.torus import Torus
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.torus import Torus
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_refused, launch, raised
 from tests.models import OPTIMIZERS, seeded_mlp, train_ddp

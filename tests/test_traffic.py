@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipesync.core.comm_queue import CommQueue
-from lightning_pipesync.core.handle import Promise, Worker
-from lightning_pipesync.core.traffic import Traffic
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.handle import Promise, Worker
+from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.pipe_sgd import PipeSGD

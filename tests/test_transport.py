@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.core import all_to_all
 from lightning_pipesync.core.buckets import shard_numel, shard_of
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.nccl import NcclExchange
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm import all_to_all
+from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.transport import Transport
 from tests.harness import DIED, kill_stopped_siblings, launch, raised
 
 SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 40_003]  # larger ones take the ring on 3 ranks, which has its own tests

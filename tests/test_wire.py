@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.transport import Transport
-from lightning_pipesync.core.wire import packed, start_unpacking
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.comm.wire import packed, start_unpacking
 from tests.harness import launch, raised
 
 

@@ -27,7 +27,7 @@ from lightning_pipesync.accelerate.private import (
     replace_prepared_optimizer,
 )
 from lightning_pipesync.accelerate.saving import SavingAccelerator
-from lightning_pipesync.core.shutdown import at_shutdown
+from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig

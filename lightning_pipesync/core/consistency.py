@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import dense_strides
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
-from lightning_pipesync.core.transport import Transport
 
 #: Of the differences between two ranks, how many a message names.
 NAMED_DIFFERENCES = 5

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
 from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (

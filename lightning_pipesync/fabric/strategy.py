@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.core.buckets import buffer_reader
-from lightning_pipesync.core.exchange import exchange_fused
-from lightning_pipesync.core.failure import PeerWatch
-from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.meeting import watch_job
-from lightning_pipesync.core.shutdown import at_shutdown
+from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.meeting import watch_job
+from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped

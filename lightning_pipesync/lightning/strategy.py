@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_pipesync.core.failure import PeerWatch
-from lightning_pipesync.core.meeting import watch_job
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.private_names import Overriding
 from lightning_pipesync.core.rng import set_rng_states
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.loaders import begin_at
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.private import (

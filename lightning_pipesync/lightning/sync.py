@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
-from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.fabric.private import scaler_of, unwrapped

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.failure import is_normal_end
-from lightning_pipesync.core.shutdown import AFTER_ERROR_S
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.faults.failure import is_normal_end
+from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.methods.settings import Settings
 
 #: MiB in one message when weights and buffers are broadcast.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.buckets import shaped
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import foreach_copy_
-from lightning_pipesync.core.transport import Transport
 
 #: By the name of a parameter, the slice of it, flattened, that a rank has.
 Slices = Mapping[str, slice]

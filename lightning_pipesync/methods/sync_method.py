@@ -14,15 +14,15 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
+from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import (
     check_same_values,
     collect_consistent_parameters,
     raise_on_all_ranks,
 )
-from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.torch_private import mark_overflow
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.loads import Loads

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import raise_on_all_ranks
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.rng import rng_states
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.settings import Settings
 
 #: The key of that section, which holds everything that a plain checkpoint does not.

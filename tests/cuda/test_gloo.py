@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync import EAPipe
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.transport import Transport
 from tests.conformance.cases import CASES, cases_of
 from tests.conformance.launches import Outcomes, attempt, result_of
 from tests.conformance.methods import METHODS

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.nccl import NcclExchange
-from lightning_pipesync.core.transport import Transport
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, recorded, sleep
 from tests.test_nccl import exchange_all_kinds
 from tests.test_transport import BROADCAST, DTYPES, SIZES, values

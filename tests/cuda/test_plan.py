@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipesync.plan.measure import CODECS, codec_speed
-from lightning_pipesync.plan.model import PlanSettings
-from lightning_pipesync.plan.work import Work, measure_work
+from lightning_pipesync.lab.plan.measure import CODECS, codec_speed
+from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.work import Work, measure_work
 from tests.cuda.device import DEVICE, launch_on_device, needs_cuda, sleep
 
 pytestmark = needs_cuda

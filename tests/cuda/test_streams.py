@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.clock import Clock
-from lightning_pipesync.core.comm_queue import CommQueue
-from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.core.rng import rng_states, set_rng_states
-from lightning_pipesync.core.traffic import Traffic
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from tests.cuda.device import DEVICE, needs_cuda, recorded, sleep
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.comm_queue import CommQueue
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import hook_gradient
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.backpipe_schedule import BackPipeSchedule
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket, shard_numel
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.comm_queue import CommQueue, Queued
-from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import version
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.reshard import slices_in_shard

@@ -21,10 +21,10 @@ from statistics import mean
 import torch
 
 from lightning_pipesync.core.clock import Clock
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.execution_order import ExecutionOrder

@@ -14,9 +14,9 @@ import torch
 
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, of_one_kind
 from lightning_pipesync.core.clock import Clock, Moment
-from lightning_pipesync.core.handle import Promise, Worker
+from lightning_pipesync.core.comm.handle import Promise, Worker
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial, fastest

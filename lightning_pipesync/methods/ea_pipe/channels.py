@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_pipesync.core.channel import LocalChannel, Receiver, Sender
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.channel import LocalChannel, Receiver, Sender
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 
 _WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}

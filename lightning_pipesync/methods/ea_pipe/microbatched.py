@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe.channels import rank_of
 from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, Source, Stage
 from lightning_pipesync.methods.ea_pipe.stage_input import StageInput

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_consistency, check_same, raise_on_all_ranks
-from lightning_pipesync.core.exchange import exchange_fused
-from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.parameters import check_optimizer, check_values, collect_parameters
-from lightning_pipesync.core.traffic import Traffic
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipesync.core.channel import LocalChannel
+from lightning_pipesync.core.comm.channel import LocalChannel
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
 from lightning_pipesync.methods.ea_pipe.torch_private import has_hooks

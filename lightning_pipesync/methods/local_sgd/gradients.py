@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.comm_queue import CommQueue, Queued
-from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.core.torch_private import version
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.backpipe_schedule import BackPipeSchedule
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same
-from lightning_pipesync.core.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.local_sgd.algorithm import Rounds, number_of_participants, participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipesync.core.admission import Applicants, Application, Job
 from lightning_pipesync.core.buckets import shard_slice
-from lightning_pipesync.core.failure import FRACTION_OF_TIMEOUT, INTERVAL, is_lost_peer
-from lightning_pipesync.core.membership import LEADER, Agreement, Membership
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.faults.admission import Applicants, Application, Job
+from lightning_pipesync.core.faults.failure import FRACTION_OF_TIMEOUT, INTERVAL, is_lost_peer
+from lightning_pipesync.core.faults.membership import LEADER, Agreement, Membership
 from lightning_pipesync.core.torch_private import map_tensors, store_of
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.replicas.tensors import Agreed
 
 #: The most seconds that each thread of a broken transport is waited for.

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.core.admission import Job, start_job
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import describe, raise_if_different
+from lightning_pipesync.core.faults.admission import Job, start_job
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.local_sgd.algorithm import number_of_participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig

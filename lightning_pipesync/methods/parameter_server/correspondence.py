@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.core.transport import Transport
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient
 from lightning_pipesync.methods.parameter_server.messages import Weights
 from lightning_pipesync.methods.parameter_server.shards import SharedBucket

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.buckets import buffer_reader
-from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.data.train_loader import TrainLoader

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import map_tensors
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.shards import ServedShard, SharedBucket
 from lightning_pipesync.methods.reshard import reshard, whole_state

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.core.handle import Worker
+from lightning_pipesync.core.comm.handle import Worker
 from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Update, weights_and_factor
 from lightning_pipesync.methods.parameter_server.backups import Backups

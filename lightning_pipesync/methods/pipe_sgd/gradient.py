@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
-from lightning_pipesync.core.comm_queue import CommQueue
-from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import foreach_norm
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.gradient_plan import GradientPlan
 from lightning_pipesync.methods.pipe_sgd.own_gradient import OwnGradient

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import MIB, Bucket, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 
 #: Bytes of a piece that each rank sums: so much that messages are large, and so little that one half of an all-reduce

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.comm_queue import CommQueue
+from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig

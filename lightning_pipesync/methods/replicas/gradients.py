@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
-from lightning_pipesync.core.collectives import Collectives
-from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.comm.collectives import Collectives
+from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.torch_private import foreach_copy_
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.core.collectives import Collectives
+from lightning_pipesync.core.comm.collectives import Collectives
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.handle import Handle
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
 
 

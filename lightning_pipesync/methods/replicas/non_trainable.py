@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import foreach_norm, version
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.replicas.tensors import differing, to_cpu
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipesync.core.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import hook_gradient
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.execution_order import ExecutionOrder
 from lightning_pipesync.methods.feedpipe import FeedPipe
 from lightning_pipesync.methods.module_hook import ModuleHook

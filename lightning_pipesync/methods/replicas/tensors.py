@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.handle import Handle
 from lightning_pipesync.core.torch_private import foreach_add_, foreach_lerp_
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_of
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer, OuterStep
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.replicas.gradients import GradientAggregation
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.selsync.config import SelSyncConfig

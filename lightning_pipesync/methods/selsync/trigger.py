@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.core.handle import Handle
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.norm import SquaredNorm
-from lightning_pipesync.core.transport import Transport
 from lightning_pipesync.methods.replicas.groups import exchange_flags
 from lightning_pipesync.methods.selsync.algorithm import Decision, SelectiveSync, TriggerSettings
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.exchange import exchange_fused
+from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.sync_method import SyncMethod
 from tests.conformance.example_method.config import AveragingConfig

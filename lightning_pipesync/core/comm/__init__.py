@@ -1,0 +1,1 @@
+"""Carries communication between ranks: collectives over Gloo and NCCL, wire formats, one queue."""

@@ -1,0 +1,157 @@
+"""Channels: ordered messages of nested tensors from one pipeline stage to the next.
+
+[Note: receives are posted first]
+Gloo transfers a tensor only once the receiver has posted its receive, which needs the header of the message: so a
+thread waits for the header while the stage computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.comm.wire import narrow, packed, start_unpacking
+from lightning_pipesync.core.torch_private import map_tensors, tensors_in
+
+
+class Sender(ABC):
+    """The sending end of a channel."""
+
+    @abstractmethod
+    def send(self, tree: Any) -> None:
+        """Starts sending tensors in nested containers, with small picklable objects among them; does not wait.
+
+        The tensors must not be changed afterwards.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Blocks until all messages are delivered."""
+
+
+class Receiver(ABC):
+    """The receiving end of a channel. Messages arrive in the order in which they were sent."""
+
+    @abstractmethod
+    def expect(self) -> None:
+        """Starts receiving the next message in the background."""
+
+    @abstractmethod
+    def receive(self) -> Any:
+        """Returns the next message. Its tensors are new; they require a gradient if the sent ones did.
+
+        Raises:
+            RuntimeError: the other rank is lost.
+        """
+
+    def close(self, timeout_s: float) -> None:  # noqa: B027 - not all have a thread
+        """Ends the thread, after the messages in flight or after ``timeout_s`` seconds."""
+
+
+class LocalChannel(Sender, Receiver):
+    """A channel within one process.
+
+    Args:
+        wire_dtype: the dtype that wider floating-point tensors are rounded to; None: no rounding.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
+        self._wire_dtype = wire_dtype
+        self._messages: deque[Any] = deque()
+
+    def send(self, tree: Any) -> None:
+        self._messages.append(map_tensors(self._copy, tree))
+
+    def finish(self) -> None:
+        pass
+
+    def expect(self) -> None:
+        pass
+
+    def receive(self) -> Any:
+        return self._messages.popleft()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        narrowed = narrow(tensor.detach(), self._wire_dtype).to(tensor.dtype, copy=True)
+        return narrowed.requires_grad_(tensor.requires_grad)
+
+
+class MessageSender(Sender):
+    """Sends to another rank.
+
+    Args:
+        messages: with a tag that no other messages in flight have.
+        peer: rank of the receiver.
+        traffic: counts the bytes sent, and the seconds that training waits for deliveries.
+        wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
+        window: the most messages in flight; the next one waits for the delivery of the oldest.
+    """
+
+    def __init__(
+        self, messages: Messages, peer: int, traffic: Traffic, wire_dtype: torch.dtype | None, window: int
+    ) -> None:
+        self._messages, self._peer, self._traffic = messages, peer, traffic
+        self._wire_dtype, self._window = wire_dtype, window
+        self._sent: deque[list[dist.Work]] = deque()
+
+    def send(self, tree: Any) -> None:
+        while len(self._sent) >= self._window:
+            self._wait_for_oldest()
+        parts = packed(tree, self._wire_dtype, objects=True)
+        self._traffic.count("send", sum(part.nbytes for part in parts))
+        self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
+
+    def finish(self) -> None:
+        while self._sent:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        with self._traffic.waiting("send"):
+            for work in self._sent.popleft():
+                self._messages.wait_sent(work, self._peer)
+
+
+class MessageReceiver(Receiver):
+    """Receives from another rank.
+
+    Args:
+        messages: with a tag that no other messages in flight have.
+        peer: rank of the sender.
+        device: the device of the received tensors.
+        name: the thread's name.
+        traffic: counts the seconds that training waits for messages.
+    """
+
+    def __init__(self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic) -> None:
+        self._messages, self._peer, self._device = messages, peer, device
+        self._queue = CommQueue(name, device, traffic)
+        self._expected: deque[Handle[Any]] = deque()
+
+    def expect(self) -> None:
+        self._expected.append(self._queue.submit("recv", self._start))
+        self._queue.flush()  # its tensors must arrive before the thread waits for the next header
+
+    def receive(self) -> Any:
+        if not self._expected:
+            self.expect()
+        with self._messages.awaiting(self._peer):
+            message = self._expected.popleft().wait()
+        for tensor in tensors_in(message):
+            if tensor.is_cuda:  # allocated on the queue's stream, used on this one
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return message
+
+    def close(self, timeout_s: float) -> None:
+        self._queue.close(timeout_s)
+
+    def _start(self) -> Handle[Any]:
+        return Handle(start_unpacking(self._messages, self._peer, self._device, objects=True))

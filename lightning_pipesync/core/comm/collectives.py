@@ -1,0 +1,265 @@
+"""Collectives among the ranks of a process group.
+
+[Note: one order]
+Every rank must issue the same operations in the same order. So no operation may depend on the gradients of one rank
+alone: the ranks first exchange their flags (:meth:`Collectives.exchange_flags`), then all take the same decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import shard_slice
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.comm.gloo import Between, GlooExchange
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.torus import Torus, TorusExchange
+from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.torch_private import foreach_copy_
+
+T = TypeVar("T")
+
+
+class Collectives:
+    """Asynchronous collectives among the ranks of a process group.
+
+    Tensors are 1-D and contiguous; the collectives work in place. The number of values need not be a multiple of the
+    number of ranks. CPU tensors use Gloo. CUDA tensors use NCCL, or, without it, Gloo through the host.
+
+    Attributes:
+        rank: this process, in ``range(world_size)``.
+        world_size: number of processes.
+        ranks: what the processes' ranks are in the default process group.
+        traffic: bytes sent and seconds waited, per kind of operation.
+        watch: names the rank at fault when a wait times out.
+
+    Args:
+        rank: this process' rank in the default process group.
+        ranks: all of these ranks.
+        gloo: exchanges flags, and tensors on the host.
+        nccl: exchanges tensors on CUDA devices; None: Gloo does.
+        traffic: what is sent is added to it.
+        watch: names the rank at fault when a wait times out.
+        kind: what the kinds of operations begin with in ``traffic``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        gloo: GlooExchange,
+        nccl: NcclExchange | None,
+        traffic: Traffic,
+        watch: PeerWatch,
+        kind: str = "",
+    ) -> None:
+        self.rank, self.world_size, self.ranks = ranks.index(rank), len(ranks), ranks
+        self.traffic, self.watch = traffic, watch
+        self._gloo, self._nccl = gloo, nccl
+        self._exchange: GlooExchange | NcclExchange | TorusExchange = nccl or gloo
+        self._torus: Torus | None = None
+        self._kind, self._closed = kind, False
+
+    def reduce_scatter(
+        self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
+    ) -> Handle[Tensor]:
+        """Sums ``flat`` over the ranks; each rank gets a slice of the sum.
+
+        Args:
+            flat: 1-D contiguous tensor, not to be used until the handle has been waited for. Then this rank's
+                :meth:`shard` of it holds the sum and the rest is undefined.
+            codec: the wire format. The owner of a slice decodes and sums in fp32 (fp64 for fp64).
+            mean: whether to divide the sum by the number of ranks.
+            feedback: the residuals of this buffer, for error feedback.
+
+        Returns:
+            A handle of this rank's slice, of shape ``[ceil(numel / world_size)]``, or less on the last ranks.
+        """
+        codec = self._check(flat, codec, mean)
+        self._issue("reduce_scatter", self._contribution_bytes(flat, codec))
+        start = self._exchange_of(flat).reduce_scatter
+        return self._launch("reduce_scatter", flat, lambda t: start(t, codec, mean, feedback))
+
+    def all_gather(
+        self,
+        flat: Tensor,
+        *,
+        codec: str | Codec = "none",
+        feedback: ErrorFeedback | None = None,
+        part: slice | None = None,
+    ) -> Handle[Tensor]:
+        """Fills ``flat`` with every rank's :meth:`shard` of it; arguments as in :meth:`reduce_scatter`.
+
+        With a lossy codec this rank's own slice is decoded, too, so that all ranks hold the same values.
+
+        Args:
+            part: fills only this slice of every rank's shard; where :attr:`gathers_parts`, and without compression.
+        """
+        codec = self._check(flat, codec)
+        if part is not None and not (self.gathers_parts and codec.lossless):
+            raise ValueError(f"A part of a shard cannot be gathered with {codec}, or on a 2-D torus.")
+        self._issue("all_gather", self._gather_bytes(flat, codec, part))
+        start = self._exchange_of(flat).all_gather
+        return self._launch("all_gather", flat, lambda t: start(t, codec, feedback, part), part)
+
+    def all_reduce(
+        self,
+        flat: Tensor,
+        *,
+        codec: str | Codec = "none",
+        mean: bool = False,
+        feedback: ErrorFeedback | None = None,
+        between: Between | None = None,
+    ) -> Handle[Tensor]:
+        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both in the background.
+
+        Args:
+            between: changes this rank's slice of the sum, in place, before it is gathered; called on another thread.
+        """
+        codec = self._check(flat, codec, mean)
+        self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
+        if self.world_size == 1 and between is not None:
+            between(flat)
+        start = self._exchange_of(flat).all_reduce
+        return self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, between))
+
+    def exchange_flags(self, flag: int) -> Handle[list[int]]:
+        """All-gathers ``flag``, one byte (0 to 255); the handle's result is every rank's flag, by rank."""
+        return self._exchange_bytes("flags", [flag], lambda flags: flags[:, 0].tolist())
+
+    def union(self, flags: Sequence[bool]) -> Handle[list[bool]]:
+        """Reduces ``flags``, the same number on every rank, by "or" over the ranks.
+
+        This and :meth:`exchange_flags` do not wait for other operations in flight, and may be called on another thread
+        than the collectives. Their order must be the same on all ranks, so that two threads may take turns only if one
+        waits for the other in between: DeAR's main thread calls when its queue has no operation in flight.
+        """
+        return self._exchange_bytes("union", flags, lambda of_ranks: of_ranks.bool().any(dim=0).tolist())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent, of the kinds of operations that begin as these."""
+        return sum(number for kind, number in self.traffic.bytes_sent.items() if kind.startswith(self._kind))
+
+    @property
+    def gathers_parts(self) -> bool:
+        """Whether :meth:`all_gather` can fill a part of each shard."""
+        return self._torus is None
+
+    def parts(self, flat: Tensor, part: slice) -> list[Tensor]:
+        """Returns a slice of every rank's :meth:`shard`, by rank: views."""
+        return [flat[self.shard_slice(flat.numel(), rank)][part] for rank in range(self.world_size)]
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """Returns the slice of ``flat`` that this rank owns: a view."""
+        return flat[self.shard_slice(flat.numel(), self.rank)]
+
+    def shard_slice(self, numel: int, rank: int) -> slice:
+        """Returns the slice of a buffer of ``numel`` values that ``rank`` owns."""
+        if self._torus is not None:
+            return self._torus.shard_slice(numel, rank)
+        return shard_slice(numel, rank, self.world_size)
+
+    def feedback(self, flat: Tensor) -> ErrorFeedback:
+        """Returns new residuals for ``flat``, on the device where it is encoded."""
+        return ErrorFeedback(flat.cpu() if self._staged(flat) else flat, self.world_size)
+
+    def release_memory(self) -> None:
+        """Frees the buffers that are kept for reuse."""
+        self._exchange.release_memory()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends the threads; waits at most ``timeout_s`` seconds for operations in flight."""
+        self._closed = True
+        self._exchange.close(timeout_s)
+        if self._exchange is not self._gloo:
+            self._gloo.close(timeout_s)
+
+    def _exchange_bytes(self, kind: str, own: Sequence[int], read: Callable[[Tensor], T]) -> Handle[T]:
+        """All-gathers bytes; ``read`` makes the result from those of all ranks, shape ``[world_size, len(own)]``."""
+        self._issue(kind, len(own) * (self.world_size - 1))
+        of_ranks = torch.zeros(self.world_size, len(own), dtype=torch.uint8)
+        of_ranks[self.rank] = torch.tensor(own, dtype=torch.uint8)
+        peers = [peer for peer in range(self.world_size) if peer != self.rank and own]
+        exchange = self._gloo.all_to_all(
+            dict.fromkeys(peers, of_ranks[self.rank]), {peer: of_ranks[peer] for peer in peers}
+        )
+
+        def wait() -> T:
+            exchange.finish()
+            return read(of_ranks)
+
+        return self._handle(kind, wait)
+
+    def _check(self, flat: Tensor, codec: str | Codec, mean: bool = False) -> Codec:
+        codec = get_codec(codec)
+        if flat.dim() != 1 or not flat.is_contiguous():
+            raise ValueError(f"A collective takes a 1-D contiguous tensor, got shape {tuple(flat.shape)}.")
+        if self._torus is not None and not codec.lossless:
+            raise ValueError(
+                f"A 2-D torus sums in two directions, and carries nothing compressed: {codec} does not fit."
+            )
+        if not flat.is_floating_point() and (mean or not codec.lossless):
+            raise ValueError(f"A tensor of {flat.dtype} cannot be averaged or compressed; sum it with codec='none'.")
+        return codec
+
+    def _issue(self, kind: str, num_bytes: int) -> None:
+        """Counts an operation that is about to start."""
+        if self._closed:
+            raise RuntimeError("The transport is closed.")
+        self.traffic.count(self._kind + kind, num_bytes)
+
+    def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
+        """Returns the bytes that a rank sends in a reduce-scatter: to each other rank its slice."""
+        numel, world_size = flat.numel(), self.world_size
+        slices = (shard_slice(numel, rank, world_size) for rank in range(world_size) if rank != self.rank)
+        return sum(codec.wire_bytes(each.stop - each.start, flat.dtype) for each in slices)
+
+    def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None) -> int:
+        """Returns the bytes that a rank sends in an all-gather: as many slices as there are other ranks."""
+        own = self.shard_slice(flat.numel(), self.rank)
+        numel = own.stop - own.start
+        if part is not None:
+            numel = len(range(*part.indices(numel)))
+        return codec.wire_bytes(numel, flat.dtype) * (self.world_size - 1)
+
+    def _exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange | TorusExchange:
+        """Returns what exchanges a tensor: NCCL carries none of the host, such as a buffer that a user keeps there."""
+        return self._exchange if flat.is_cuda or self._nccl is None else self._gloo
+
+    def _staged(self, flat: Tensor) -> bool:
+        return flat.is_cuda and self._nccl is None
+
+    def _launch(
+        self, kind: str, flat: Tensor, start: Callable[[Tensor], Callable[[], Tensor]], part: slice | None = None
+    ) -> Handle[Tensor]:
+        if self.world_size == 1:
+            return self._handle(kind, lambda: flat)
+        if not self._staged(flat):
+            return self._handle(kind, start(flat))
+        host = flat.cpu()
+        wait = start(host)
+
+        def wait_and_copy() -> Tensor:
+            result = wait()
+            if part is None:
+                flat.copy_(host)
+            else:  # other parts may have arrived since ``host`` was copied
+                foreach_copy_(self.parts(flat, part), self.parts(host, part))
+            return flat if result is host else self.shard(flat)
+
+        return self._handle(kind, wait_and_copy)
+
+    def _handle(self, kind: str, wait: Callable[[], T]) -> Handle[T]:
+        def counted() -> T:
+            with self.traffic.waiting(self._kind + kind):
+                return wait()
+
+        return Handle(counted)

@@ -1,0 +1,45 @@
+"""A collective on many tensors, fused into buckets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.parameters import NamedParameter
+
+#: Buckets in flight at a time in :func:`exchange_fused`, which bounds its additional memory.
+IN_FLIGHT = 2
+
+
+@torch.no_grad()
+def exchange_fused(tensors: Sequence[Tensor], bucket_mb: float, start: Callable[[Tensor], Handle[Any]]) -> None:
+    """Runs a collective in place on ``tensors``, fused into temporary buckets.
+
+    Args:
+        tensors: of any dtypes and devices, the same on all ranks.
+        bucket_mb: the most MiB of a bucket.
+        start: starts the collective, in place on a flat buffer.
+    """
+    named = [NamedParameter("", tensor, "", None) for tensor in tensors]
+    pending: deque[tuple[Handle[Any], Bucket, list[Tensor]]] = deque()
+
+    def finish_oldest() -> None:
+        handle, bucket, members = pending.popleft()
+        handle.wait()
+        bucket.unpack(members)
+
+    for plan in plan_buckets(named, Fusion(bucket_mb=bucket_mb)):
+        if len(pending) == IN_FLIGHT:
+            finish_oldest()
+        members = [parameter.tensor for parameter in plan]
+        bucket = Bucket(members)
+        bucket.pack(members)
+        pending.append((start(bucket.flat), bucket, members))
+    while pending:
+        finish_oldest()

@@ -1,0 +1,249 @@
+"""Reduce-scatter and all-gather over Gloo, as rings or all-to-all exchanges of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import shard_of
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.codecs.codec import accumulation_dtype
+from lightning_pipesync.core.comm.all_to_all import AllToAllExchange
+from lightning_pipesync.core.comm.handle import Promise, Worker
+from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.ring import RingExchange, worthwhile
+from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.feedback import ErrorFeedback, encode_with_feedback
+from lightning_pipesync.core.pool import BufferPool
+
+#: Operations are numbered by tags modulo this, in two series.
+NUM_TAGS = 2**29
+
+#: What an all-reduce does in place with a rank's slice of the sum, before it is gathered.
+Between = Callable[[Tensor], object]
+
+
+class GlooExchange:
+    """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
+
+    The caller's thread posts the first messages of a reduce-scatter. One worker thread sums the arriving slices and
+    posts the all-gather; another completes the all-gathers. So a whole all-reduce runs while training goes on.
+
+    Args:
+        group: a Gloo process group that nothing else uses.
+        watch: has the timeout of a message, and names the rank at fault if it does not arrive.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: PeerWatch) -> None:
+        self._messages = Messages(group, 0, watch)
+        self._rank, self._world_size = self._messages.rank, self._messages.world_size
+        self._pool = BufferPool()
+        self._tag = self._small_tag = 0
+        self._reducing = Worker("pipesync-reduce")
+        self._gathering = Worker("pipesync-gather")
+
+    def all_to_all(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
+        """Starts one small message to and from each peer, all at once.
+
+        These have a series of tags of their own: a thread other than that of the collectives may send them at any time.
+        """
+        self._small_tag = (self._small_tag + 1) % NUM_TAGS
+        messages = self._messages.tagged(NUM_TAGS + self._small_tag)
+        return AllToAllExchange(messages, outgoing, incoming, window=self._world_size)
+
+    def reduce_scatter(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
+        promise: Promise[Tensor] = Promise()
+        reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
+        self._reducing.submit(lambda: promise.run(reduce))
+        return promise.wait
+
+    def all_gather(
+        self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+    ) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others.
+
+        Args:
+            part: the part of each slice that is sent, without a codec; None: all.
+        """
+        promise: Promise[Tensor] = Promise()
+        gather = self._start_all_gather(self._next_tag(), flat, codec, feedback, part)
+        self._gathering.submit(lambda: promise.run(gather))
+        return promise.wait
+
+    def all_reduce(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
+    ) -> Callable[[], Tensor]:
+        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
+        reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
+        gather_tag = self._next_tag()
+        gathering: Promise[Callable[[], Tensor]] = Promise()
+        promise: Promise[Tensor] = Promise()
+
+        def reduce_and_start_to_gather() -> Callable[[], Tensor]:
+            own = reduce()
+            if between is not None:
+                between(own)
+            return self._start_all_gather(gather_tag, flat, codec, feedback)
+
+        self._reducing.submit(lambda: gathering.run(reduce_and_start_to_gather))
+        # In the order of the calls, not the order in which this rank's sums are ready: see ring.py.
+        self._gathering.submit(lambda: promise.run(lambda: gathering.wait()()))
+        return promise.wait
+
+    def release_memory(self) -> None:
+        """Frees the buffers that are kept for reuse."""
+        self._pool.clear()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads, after the operations in flight or after ``timeout_s`` seconds each."""
+        self._reducing.close(timeout_s)
+        self._gathering.close(timeout_s)
+
+    def _start_reduce_scatter(
+        self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        slices = self._slices(flat)
+        summed_as_they_are = codec.lossless and accumulation_dtype(flat.dtype) == flat.dtype
+        if summed_as_they_are and worthwhile(slices[0].nbytes, self._world_size):
+            return self._start_ring_reduce_scatter(tag, slices, mean)
+        own = slices[self._rank]
+        num_bytes = codec.wire_bytes(own.numel(), flat.dtype)
+        received = {peer: self._pool.take(num_bytes) for peer in self._peers if num_bytes}
+        if codec.lossless:  # the values themselves are sent, without a copy
+            incoming = {peer: buffer.view(flat.dtype) for peer, buffer in received.items()}
+            outgoing = {peer: slices[peer] for peer in self._peers}
+            encoded: dict[int, Tensor] = {}
+        else:
+            incoming, outgoing = received, self._encode_slices(slices, codec, feedback)
+            encoded = outgoing.copy()
+        own_wire = outgoing.pop(self._rank, own)
+        exchange = self._all_to_all(tag, outgoing, incoming)
+
+        def reduce() -> Tensor:
+            contributions = {**incoming, self._rank: own_wire}
+            divisor = self._world_size if mean else 1
+            if own.numel():
+                if summed_as_they_are:
+                    self._sum_values(exchange, contributions, own, divisor)
+                else:
+                    self._sum_wires(exchange, contributions, codec, own, divisor)
+            exchange.finish()
+            self._pool.give([*received.values(), *encoded.values()])
+            return own
+
+        return reduce
+
+    def _start_ring_reduce_scatter(self, tag: int, slices: list[Tensor], mean: bool) -> Callable[[], Tensor]:
+        own, first = slices[self._rank], (self._rank - 1) % self._world_size
+        exchange = RingExchange(self._messages.tagged(tag), slices, first, adding=self._pool)
+
+        def reduce() -> Tensor:
+            exchange.finish()
+            return own.div_(self._world_size) if mean else own
+
+        return reduce
+
+    def _encode_slices(self, slices: list[Tensor], codec: Codec, feedback: ErrorFeedback | None) -> dict[int, Tensor]:
+        """Encodes every rank's slice, this rank's too, so that only encoded values are summed, on every rank."""
+        wires = {}
+        for rank, source in enumerate(slices):
+            wires[rank] = self._pool.take(codec.wire_bytes(source.numel(), source.dtype))
+            residual = None if feedback is None else shard_of(feedback.contribution, rank, self._world_size)
+            encode_with_feedback(codec, source, wires[rank], residual)
+        return wires
+
+    def _sum_values(
+        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], own: Tensor, divisor: int
+    ) -> None:
+        """Adds in rank order, so that the result depends neither on the summing rank nor on the order of arrival."""
+        order = sorted(contributions)
+        if self._rank == 1:
+            order[:2] = [1, 0]  # the same sum, in place
+        exchange.wait_for(order[0])
+        total = contributions[order[0]]
+        for rank in order[1:]:
+            exchange.wait_for(rank)
+            total.add_(contributions[rank])
+        if divisor != 1:
+            total.div_(divisor)
+        if total is not own:
+            own.copy_(total)
+
+    def _sum_wires(
+        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor, divisor: int
+    ) -> None:
+        """Decodes and adds in rank order; only the quotient is rounded to the dtype of ``own``."""
+        dtype = accumulation_dtype(own.dtype)
+        total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
+        for rank in sorted(contributions):
+            exchange.wait_for(rank)
+            wire = contributions[rank].view(torch.uint8)
+            if rank == 0:
+                codec.decode(wire, total, own.dtype)
+            else:
+                codec.decode_add(wire, total, own.dtype)
+        if divisor != 1:
+            total.div_(divisor)
+        if total is not own:
+            own.copy_(total)
+
+    def _start_all_gather(
+        self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+    ) -> Callable[[], Tensor]:
+        slices = self._slices(flat) if part is None else [values[part] for values in self._slices(flat)]
+        if codec.lossless:
+            exchange = self._gather_slices(tag, slices)
+
+            def gather() -> Tensor:
+                exchange.finish()
+                return flat
+
+            return gather
+
+        own = slices[self._rank]
+        wires = [self._pool.take(codec.wire_bytes(piece.numel(), flat.dtype)) for piece in slices]
+        encode_with_feedback(codec, own, wires[self._rank], None if feedback is None else feedback.shard[: own.numel()])
+        codec.decode(wires[self._rank], own, flat.dtype)  # the owner, too, uses the values that the others decode
+        encoded = self._gather_slices(tag, wires)
+
+        def gather_and_decode() -> Tensor:
+            for peer in self._peers:
+                encoded.wait_for(peer)
+                if slices[peer].numel():
+                    codec.decode(wires[peer], slices[peer], flat.dtype)
+            encoded.finish()
+            self._pool.give(wires)
+            return flat
+
+        return gather_and_decode
+
+    def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
+        """Starts sending this rank's slice to all others, and receiving theirs."""
+        if worthwhile(slices[0].nbytes, self._world_size):
+            return RingExchange(self._messages.tagged(tag), slices, first=self._rank)
+        own = slices[self._rank]
+        return self._all_to_all(
+            tag, dict.fromkeys(self._peers, own), {p: slices[p] for p in self._peers if slices[p].numel()}
+        )
+
+    def _all_to_all(self, tag: int, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
+        filled = {peer: message for peer, message in outgoing.items() if message.numel()}
+        return AllToAllExchange(self._messages.tagged(tag), filled, incoming)
+
+    @property
+    def _peers(self) -> list[int]:
+        """The other ranks, in the order in which their slices arrive."""
+        return [(self._rank - step) % self._world_size for step in range(1, self._world_size)]
+
+    def _slices(self, flat: Tensor) -> list[Tensor]:
+        return [shard_of(flat, rank, self._world_size) for rank in range(self._world_size)]
+
+    def _next_tag(self) -> int:
+        self._tag = (self._tag + 1) % NUM_TAGS
+        return self._tag

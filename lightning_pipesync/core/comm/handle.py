@@ -1,0 +1,105 @@
+"""Handles of asynchronous operations, and the threads that run them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from lightning_pipesync.core.faults.shutdown import join_thread
+
+T = TypeVar("T")
+
+_this_thread = threading.local()
+
+
+class Handle(Generic[T]):
+    """A handle of an asynchronous operation. Handles may be waited for in any order, and more than once."""
+
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self._wait: Callable[[], T] | None = wait
+        self._result: T
+
+    def wait(self) -> T:
+        """Blocks until the operation is complete and returns its result.
+
+        Raises:
+            RuntimeError: a peer died, or did not answer within the transport's timeout.
+        """
+        if self._wait is not None:
+            self._result = self._wait()
+            self._wait = None
+        return self._result
+
+
+class Promise(Generic[T]):
+    """A result that another thread will supply.
+
+    Attributes:
+        done: whether there is a result or an error.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self._undone = threading.Lock()  # an Event would make two locks and a queue
+        self._undone.acquire()
+        self._error: BaseException | None = None
+        self._result: T
+
+    def run(self, function: Callable[[], T]) -> None:
+        """Runs ``function`` and keeps its result, or the exception that it raises."""
+        try:
+            self._result = function()
+        except BaseException as error:
+            self._error = error
+        self.done = True
+        self._undone.release()
+
+    def wait(self) -> T:
+        """Blocks until :attr:`done`; returns the result or raises the error."""
+        if not self.done:
+            with self._undone:
+                pass
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Worker:
+    """A thread that runs jobs one after the other. It is a daemon: it never keeps a dying process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queues ``job``, which must not raise.
+
+        Raises:
+            RuntimeError: the thread is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("The transport is closed.")
+            self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread after the queued jobs; waits at most ``timeout_s`` seconds."""
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
+        join_thread(self._thread, timeout_s)
+
+    def _run(self) -> None:
+        _this_thread.is_worker = True
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def on_worker_thread() -> bool:
+    """Returns whether the calling thread is a :class:`Worker`'s. All others, autograd's included, count as training."""
+    return getattr(_this_thread, "is_worker", False)

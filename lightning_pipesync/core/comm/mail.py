@@ -1,0 +1,229 @@
+"""Mail: messages among all ranks, at any time and in any number, which threads send and receive.
+
+[Note: signs of life]
+A rank may have nothing to tell for longer than the timeout of a message, and when a message times out, Gloo ends all
+connections of the group. So messages have no timeout. Each rank sends an empty message when it has nothing to tell, and
+a rank that is not heard of for as long as the timeout counts as lost.
+
+A rank that raises, and lives on, is one that the others need not wait for.
+
+[Note: one direction a connection]
+Who receives does not know what comes until it has the header, and posts the receives of the tensors then. In Gloo the
+notice of that queues behind what it sends itself over the same connection: two ranks that send large tensors to each
+other would take turns. So there are two groups, one for messages to higher ranks and one for those to lower ones.
+
+[Note: the end of the mail]
+A rank that closes its mail says goodbye: it asks for nothing any more, and still answers. Once the peer has said
+goodbye, too, all is answered, and each sends the other a last message. After an error nothing is said.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from lightning_pipesync.core.comm.handle import Worker
+from lightning_pipesync.core.comm.messages import Messages
+from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.comm.wire import packed, start_unpacking
+from lightning_pipesync.core.faults.failure import KNOWN, is_normal_end
+from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown, join_thread
+
+#: The most seconds between two messages, and the most as a fraction of the timeout.
+INTERVAL_S, FRACTION_OF_TIMEOUT = 10.0, 1 / 4
+
+#: Takes a message from a rank.
+Deliver = Callable[[int, Any], object]
+#: Takes a rank that is lost, and the error that names the rank at fault.
+Lose = Callable[[int, Exception], object]
+#: Takes a rank that has ended without an error.
+End = Callable[[int], object]
+
+
+class _Sign(Enum):
+    """Messages of the threads' own, see [Note: the end of the mail]; and what is sent if there is nothing to tell."""
+
+    ALIVE = "alive"
+    GOODBYE = "goodbye"
+    LAST = "last"
+    STOP = "stop"
+
+
+class Mail:
+    """Messages of nested tensors and plain values among all ranks. Those between two ranks keep their order.
+
+    Args:
+        upwards: messages from lower to higher ranks, of a group that nothing else uses, without a timeout.
+        downwards: messages from higher to lower ranks, of another such group.
+        traffic: counts the bytes sent.
+        timeout_s: seconds after which a rank that is not heard of counts as lost.
+    """
+
+    def __init__(self, upwards: Messages, downwards: Messages, traffic: Traffic, timeout_s: float) -> None:
+        self._upwards, self._downwards, self._rank = upwards, downwards, upwards.rank
+        self._traffic, self._timeout_s = traffic, timeout_s
+        self._interval_s = min(INTERVAL_S, timeout_s * FRACTION_OF_TIMEOUT)
+        self._outboxes: dict[int, _Outbox] = {}
+        self._inboxes: list[_Inbox] = []
+        self._closing = threading.Event()
+
+    def start(self, deliver: Deliver, lose: Lose, end: End) -> None:
+        """Starts to send and to receive.
+
+        Args:
+            deliver: called with each message, by a thread of its own for each sender; if it raises, the sender counts
+                as lost.
+            lose: called with a rank that is lost, once, by another thread.
+            end: called with a rank that has closed its mail without an error, by the thread that has delivered all its
+                messages.
+        """
+        self._deliver, self._lose = deliver, lose
+        up, down = self._upwards, self._downwards
+        ways = {peer: (up, down) if peer > self._rank else (down, up) for peer in range(up.world_size)}
+        del ways[self._rank]
+        self._own = Worker("pipesync-mail-own")
+        self._outboxes = {peer: _Outbox(to, peer, self._traffic, self._interval_s) for peer, (to, _) in ways.items()}
+        self._inboxes = [_Inbox(back, peer, deliver, end) for peer, (_, back) in ways.items()]
+        self._listener = threading.Thread(target=self._listen, name="pipesync-mail-listener", daemon=True)
+        self._listener.start()
+        self._at_end = at_shutdown(self.close)
+
+    def send(self, rank: int, message: Any) -> None:
+        """Sends a message to a rank, or to this one; does not wait. Its tensors must not be changed afterwards.
+
+        Nothing happens if that rank is lost.
+        """
+        if rank != self._rank:
+            self._outboxes[rank].put(message)
+            return
+
+        def deliver() -> None:
+            try:
+                self._deliver(rank, message)
+            except Exception as error:
+                self._lose(rank, error)
+
+        self._own.submit(deliver)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads, once all others have closed theirs or after ``timeout_s`` seconds; for good.
+
+        If an exception is being handled, this rank counts as lost for the others.
+        """
+        self._at_end.cancel()
+        self._closing.set()
+        self._own.close(timeout_s)
+        succeeds = is_normal_end(sys.exc_info()[1] or error_at_shutdown())
+        for outbox in self._outboxes.values():
+            outbox.put(_Sign.GOODBYE if succeeds else _Sign.STOP)
+        deadline = time.monotonic() + timeout_s
+        for inbox in self._inboxes if succeeds else ():
+            inbox.has_ended.wait(max(0.0, deadline - time.monotonic()))
+            self._outboxes[inbox.peer].put(_Sign.LAST)
+        threads = [outbox.thread for outbox in self._outboxes.values()] + [inbox.thread for inbox in self._inboxes]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            self._upwards.end_waits()
+            self._downwards.end_waits()
+        for thread in (*threads, self._listener):
+            join_thread(thread, 1.0)
+
+    def _listen(self) -> None:
+        """Tells which ranks are lost, see [Note: signs of life]."""
+        listened = {inbox.peer: inbox for inbox in self._inboxes}
+        last = time.monotonic()
+        while not self._closing.wait(self._interval_s / 4):
+            now = time.monotonic()
+            if now - last > self._interval_s:  # this process was frozen, too
+                for inbox in listened.values():
+                    inbox.heard = now
+            last = now
+            for inbox in list(listened.values()):
+                error = inbox.error or self._outboxes[inbox.peer].error
+                if error is None and self._upwards.is_known_lost(inbox.peer):
+                    error = self._upwards.accuse(RuntimeError(KNOWN), inbox.peer)
+                if error is None and now - inbox.heard > self._timeout_s and not inbox.has_ended.is_set():
+                    silent = RuntimeError(f"no sign of life for {self._timeout_s:g} s")
+                    error = self._upwards.accuse(silent, inbox.peer)
+                if error is not None:
+                    del listened[inbox.peer]
+                    self._lose(inbox.peer, error)
+
+
+class _Outbox:
+    """The messages to one rank, and the thread that sends them.
+
+    Attributes:
+        error: what has ended the messages; None: nothing.
+    """
+
+    def __init__(self, messages: Messages, peer: int, traffic: Traffic, interval_s: float) -> None:
+        self._messages, self._peer, self._traffic = messages, peer, traffic
+        self._interval_s = interval_s
+        self.error: Exception | None = None
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=f"pipesync-mail-to-{peer}", daemon=True)
+        self.thread.start()
+
+    def put(self, message: Any) -> None:
+        parts = packed(message)
+        if not isinstance(message, _Sign):
+            self._traffic.count("send", sum(part.nbytes for part in parts))
+        self._queue.put((message, parts))
+
+    def _run(self) -> None:
+        try:
+            message = None
+            while message is not _Sign.LAST:
+                try:
+                    message, parts = self._queue.get(timeout=self._interval_s)
+                except queue.Empty:
+                    parts = packed(_Sign.ALIVE)
+                if message is _Sign.STOP:
+                    return
+                for work in [self._messages.start_sending(part, self._peer) for part in parts]:
+                    self._messages.wait_sent(work, self._peer)
+        except RuntimeError as error:  # the peer is lost
+            self.error = error
+
+
+class _Inbox:
+    """The thread that receives the messages from one rank.
+
+    Attributes:
+        peer: the rank.
+        heard: when the last message arrived, by the monotonic clock.
+        has_ended: set once the rank has said goodbye, or is lost.
+        error: what has ended the messages; None: nothing.
+    """
+
+    def __init__(self, messages: Messages, peer: int, deliver: Deliver, end: End) -> None:
+        self._messages, self.peer, self._deliver, self._end = messages, peer, deliver, end
+        self.heard, self.has_ended = time.monotonic(), threading.Event()
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name=f"pipesync-mail-from-{peer}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = start_unpacking(self._messages, self.peer, torch.device("cpu"))()
+                self.heard = time.monotonic()
+                if message is _Sign.LAST:
+                    return
+                if message is _Sign.GOODBYE:
+                    self.has_ended.set()
+                    self._end(self.peer)
+                elif message is not _Sign.ALIVE:
+                    self._deliver(self.peer, message)
+        except Exception as error:
+            self.error = error
+            self.has_ended.set()

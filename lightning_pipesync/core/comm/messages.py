@@ -1,0 +1,107 @@
+"""Point-to-point messages between two ranks of a Gloo process group."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, suppress
+from copy import copy
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipesync.core.faults.failure import PeerWatch, Waiting
+
+#: The tag of no message.
+UNUSED_TAG = 2**31 - 1
+
+
+class Messages:
+    """Sends to and receives from peers, by rank in the group. Messages between two ranks keep their order.
+
+    Every method raises RuntimeError, which names the rank at fault, if a process has died or does not answer in time.
+
+    Attributes:
+        rank: the rank of this process in the group.
+        world_size: the number of ranks in the group.
+
+    Args:
+        group: the process group.
+        tag: distinguishes these messages from others in flight.
+        watch: has the timeout of a message, and names the rank at fault if it does not arrive.
+        ahead: whether a thread receives messages before this rank needs them, see :meth:`awaiting`.
+        timeout: the time to wait for a message, after which all waits of the group end; None: the watch's.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        watch: PeerWatch,
+        *,
+        ahead: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._group, self._tag, self._watch, self._ahead = group, tag, watch, ahead
+        self._timeout = timeout or watch.timeout
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = [dist.get_global_rank(group, peer) for peer in range(self.world_size)]
+        self._arrivals = [f"a message from rank {rank}" for rank in self._ranks]
+        self._deliveries = [f"the delivery of a message to rank {rank}" for rank in self._ranks]
+
+    def tagged(self, tag: int) -> Messages:
+        """Returns messages among the same ranks with another tag."""
+        messages = copy(self)
+        messages._tag = tag
+        return messages
+
+    def start_receiving(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Posts a receive into the contiguous ``tensor``."""
+        with self._receiving(peer):
+            return self._group.recv([tensor], peer, self._tag)  # irecv takes ten calls to come here
+
+    def start_sending(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Posts a send of the contiguous ``tensor``, which must not change until it has been delivered."""
+        with self._sending(peer):
+            return self._group.send([tensor], peer, self._tag)
+
+    def wait_received(self, work: dist.Work, peer: int) -> None:
+        """Blocks until a receive of :meth:`start_receiving` is complete."""
+        with self._receiving(peer):
+            work.wait(self._timeout)
+
+    def wait_sent(self, work: dist.Work, peer: int) -> None:
+        """Blocks until a send of :meth:`start_sending` is complete, and its tensor may be changed."""
+        with self._sending(peer):
+            work.wait(self._timeout)
+
+    def awaiting(self, peer: int) -> AbstractContextManager[None]:
+        """Context in which this rank waits for a message that a thread receives from ``peer``."""
+        return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], ahead=False)
+
+    def accuse(self, error: Exception, peer: int) -> RuntimeError:
+        """Returns the error that names the rank at fault for a message from ``peer`` that does not arrive."""
+        return self._watch.accuse(self._arrivals[peer], self._ranks[peer], error)
+
+    def is_known_lost(self, peer: int) -> bool:
+        """Returns whether a rank has told that ``peer`` has raised, or has fallen silent."""
+        fault = self._watch.fault
+        return fault is not None and fault.rank == self._ranks[peer] and fault.kind in ("raised", "silent")
+
+    def end_waits(self) -> None:
+        """Ends all waits of the group, see :func:`end_waits`."""
+        end_waits(self._group)
+
+    def _receiving(self, peer: int) -> Waiting:
+        return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], self._ahead)
+
+    def _sending(self, peer: int) -> Waiting:
+        return Waiting(self._watch, self._deliveries[peer], self._ranks[peer], ahead=False)
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Ends all waits of a Gloo group with an error, for good: that is what Gloo does when one of them times out."""
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # one whose connection is closed already fails at once, and ends nothing else
+                group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -1,0 +1,130 @@
+"""Reduce-scatter and all-gather on a 2-D torus: along rows, then along columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import shard_slice
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.comm.gloo import Between, GlooExchange
+from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.feedback import ErrorFeedback
+
+
+class Torus:
+    """The grid of ranks, row by row: ranks 0, 1, ... are the first row.
+
+    Attributes:
+        columns: number of ranks in a row.
+        rows: number of rows.
+
+    Args:
+        world_size: number of ranks.
+        columns: ranks in a row, as many as a host has accelerators or a rack hosts; None: as square as possible.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of ``columns``, or has no divisor.
+    """
+
+    def __init__(self, world_size: int, columns: int | None) -> None:
+        divisors = [size for size in range(2, world_size) if world_size % size == 0]
+        if columns is None and divisors:
+            columns = min(divisors, key=lambda size: (abs(math.log(size * size / world_size)), -size))
+        if columns not in divisors:
+            possible = f"rows of {', '.join(map(str, divisors))} are possible" if divisors else "use topology='flat'"
+            asked = "" if columns is None else f" with rows of torus_columns={columns}"
+            raise ValueError(
+                f"topology='torus2d'{asked} cannot divide {world_size} ranks into rows and columns: {possible}."
+            )
+        self.columns, self.rows = columns, world_size // columns
+
+    def row_of(self, rank: int) -> list[int]:
+        """Returns the ranks in the row of ``rank``."""
+        first = rank - rank % self.columns
+        return list(range(first, first + self.columns))
+
+    def column_of(self, rank: int) -> list[int]:
+        """Returns the ranks in the column of ``rank``."""
+        return list(range(rank % self.columns, self.rows * self.columns, self.columns))
+
+    def row_slice(self, numel: int, rank: int) -> slice:
+        """Returns the slice of ``numel`` values that ``rank`` sums for its row."""
+        return shard_slice(numel, rank % self.columns, self.columns)
+
+    def shard_slice(self, numel: int, rank: int) -> slice:
+        """Returns the slice of ``numel`` values that ``rank`` owns: a part of its :meth:`row_slice`."""
+        outer = self.row_slice(numel, rank)
+        inner = shard_slice(outer.stop - outer.start, rank // self.columns, self.rows)
+        return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+class TorusExchange:
+    """The 2-D torus of the lecture: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
+
+    The all-reduce along columns has two halves, too, so that each rank owns a shard of the sum in between. Only
+    1 / columns of a buffer travels between rows, and a ring has columns + rows - 2 steps instead of the number of ranks
+    less 1. An operation runs along its first direction in the background; the second direction starts when the
+    operation is waited for: wait in the order of the calls, on all ranks.
+
+    Args:
+        torus: the ranks in rows.
+        rank: of this process.
+        row: exchanges among the ranks of this row.
+        column: exchanges among the ranks of this column.
+    """
+
+    def __init__(
+        self, torus: Torus, rank: int, row: GlooExchange | NcclExchange, column: GlooExchange | NcclExchange
+    ) -> None:
+        self._torus, self._rank, self._row, self._column = torus, rank, row, column
+
+    def reduce_scatter(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
+    ) -> Callable[[], Tensor]:
+        """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
+        summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
+        return lambda: self._column.reduce_scatter(summed_in_row(), codec, mean, feedback)()
+
+    def all_gather(
+        self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
+    ) -> Callable[[], Tensor]:
+        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others.
+
+        A slice has no parts here: its ranks' rows and columns differ.
+        """
+        assert part is None
+        gathered_in_column = self._column.all_gather(self._row_slice(flat), codec, feedback)
+
+        def gather_in_row() -> Tensor:
+            gathered_in_column()
+            return self._row.all_gather(flat, codec, feedback)()
+
+        return gather_in_row
+
+    def all_reduce(
+        self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
+    ) -> Callable[[], Tensor]:
+        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
+        summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
+
+        def reduce_in_column() -> Tensor:
+            self._column.all_reduce(summed_in_row(), codec, mean, feedback, between)()
+            return self._row.all_gather(flat, codec, feedback)()
+
+        return reduce_in_column
+
+    def release_memory(self) -> None:
+        """Frees the buffers that are kept for reuse."""
+        self._row.release_memory()
+        self._column.release_memory()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads of both directions."""
+        self._row.close(timeout_s)
+        self._column.close(timeout_s)
+
+    def _row_slice(self, flat: Tensor) -> Tensor:
+        return flat[self._torus.row_slice(flat.numel(), self._rank)]

@@ -1,0 +1,75 @@
+"""Counters of bytes sent and seconds waited."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_pipesync.core.comm.handle import on_worker_thread
+
+
+class Traffic:
+    """Bytes sent and seconds waited, counted per kind of operation.
+
+    Attributes:
+        bytes_sent: payload bytes that this rank has sent, by kind, without the headers of TCP or NCCL.
+        seconds_waited: seconds that communication has blocked training, by kind: the exposed communication. Without the
+            waits of this package's threads, of CUDA streams, and of a framework's own barriers.
+        operations: the number of operations issued, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_sent: Counter[str] = Counter()
+        self.seconds_waited: dict[str, float] = {}
+        self.operations: Counter[str] = Counter()
+        self._this_thread = threading.local()
+
+    def count(self, kind: str, num_bytes: int) -> None:
+        """Counts one operation of ``kind`` that sends ``num_bytes`` bytes from this rank."""
+        self.operations[kind] += 1
+        self.bytes_sent[kind] += num_bytes
+
+    @contextmanager
+    def waiting(self, kind: str) -> Iterator[None]:
+        """Counts the seconds spent inside as waited for ``kind``, except on worker threads and within another wait."""
+        if on_worker_thread() or getattr(self._this_thread, "waits", False):
+            yield
+            return
+        start, self._this_thread.waits = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._this_thread.waits = False
+            self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + time.perf_counter() - start
+
+    @property
+    def num_operations(self) -> int:
+        """The number of operations issued, of all kinds; may be read by another thread."""
+        return sum(list(self.operations.values()))
+
+    @property
+    def total_bytes_sent(self) -> int:
+        """Bytes sent, all kinds together."""
+        return sum(self.bytes_sent.values())
+
+    @property
+    def total_seconds_waited(self) -> float:
+        """Seconds waited, all kinds together."""
+        return sum(self.seconds_waited.values())
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Returns the counters as plain dictionaries."""
+        return {
+            "bytes_sent": dict(self.bytes_sent),
+            "seconds_waited": dict(self.seconds_waited),
+            "operations": dict(self.operations),
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        """Continues from the counters that :meth:`state_dict` returned."""
+        self.bytes_sent = Counter({kind: int(count) for kind, count in state["bytes_sent"].items()})
+        self.seconds_waited = dict(state["seconds_waited"])
+        self.operations = Counter({kind: int(count) for kind, count in state["operations"].items()})

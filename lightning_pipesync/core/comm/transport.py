@@ -1,0 +1,301 @@
+"""The transport: all communication of a method, over process groups that nothing else uses."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, serialization
+
+from lightning_pipesync.core.comm.channel import MessageReceiver, MessageSender
+from lightning_pipesync.core.comm.collectives import Collectives
+from lightning_pipesync.core.comm.gloo import NUM_TAGS, GlooExchange
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.mail import Mail
+from lightning_pipesync.core.comm.messages import Messages, end_waits
+from lightning_pipesync.core.comm.nccl import NcclExchange
+from lightning_pipesync.core.comm.torus import Torus, TorusExchange
+from lightning_pipesync.core.comm.traffic import Traffic
+from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.meeting import meet
+from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
+
+#: A timeout that never comes; Gloo counts in nanoseconds.
+FOREVER = timedelta(days=365)
+
+
+#: What a number of NumPy, such as a learning rate, consists of in a state.
+NUMPY_NUMBERS: list[Any] = [
+    np.float64(0).__reduce__()[0],
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.float16, np.int64, np.int32, np.bool_)),
+]
+
+
+class Transport(Collectives):
+    """Asynchronous collectives and messages among the ranks of the default process group.
+
+    Attributes:
+        device: the device of the tensors.
+        backend: ``"gloo"`` or ``"nccl"``, which carries them.
+        row: collectives among this rank and its neighbors, with ``topology="rows"``, else None.
+        column: collectives among the ranks with the same place in their rows, with ``topology="rows"``, else None.
+
+    Args:
+        device: the device of the tensors.
+        timeout_s: seconds after which a peer that does not answer counts as lost.
+        backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices if available, else Gloo.
+        topology: ``"flat"``: every rank exchanges with every other. ``"torus2d"``: along rows, then along columns;
+            without compression. ``"rows"``: as ``"flat"``, and there are :attr:`row` and :attr:`column`.
+        torus_columns: neighboring ranks in a row; None: as square as possible.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialized, or a rank did not connect in time.
+        ValueError: ``timeout_s`` is not positive, the backend does not fit the device, the ranks cannot form the torus,
+            or they differ in the topology.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        timeout_s: float = 1800.0,
+        backend: str | None = None,
+        topology: str = "flat",
+        torus_columns: int | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialized: call init_process_group() first.")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}.")
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # a thread has a current device of its own
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        backend = backend or ("nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo")
+        if backend not in ("gloo", "nccl") or (backend == "nccl" and self.device.type != "cuda"):
+            raise ValueError(
+                f"backend={backend!r} cannot carry tensors on {self.device}: use 'gloo', or 'nccl' on CUDA."
+            )
+        self.backend = backend
+        self._groups: list[dist.ProcessGroup] = []
+        self._mail_groups: list[dist.ProcessGroup] = []
+        self._timeout = timedelta(seconds=timeout_s)
+        destroy_process_groups_at_shutdown()
+        meet(self._timeout)
+        # Flags, objects and single messages use Gloo on the host: reading them must not wait for the device.
+        self._control = self._new_group("gloo")
+        traffic = Traffic()
+        watch = PeerWatch(self._timeout, lambda: traffic.num_operations, self._end_waits)
+        nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
+        gloo = GlooExchange(self._control, watch)
+        super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, nccl, traffic, watch)
+        self.row: Collectives | None = None
+        self.column: Collectives | None = None
+        try:
+            self._arrange(topology, torus_columns)
+        except ValueError:
+            self.close()
+            raise
+        for group in self._groups:
+            if dist.get_backend(group) == "gloo":
+                dist.barrier(group)  # its connections are in use before the store is used at the same time
+        self.watch.start(self._control)
+        # A rank that closes early must not break the connections that a slower one is still making.
+        with self.watch.waiting("all ranks to connect"):
+            dist.barrier(self._control)
+
+    def send(self, tensor: Tensor, dst: int) -> Handle[None]:
+        """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
+        self._issue("send", tensor.numel() * tensor.element_size())
+        work = dist.isend(tensor, dst, self._control)
+        return self._handle("send", lambda: self._finish(work, f"rank {dst} to receive a message", dst))
+
+    def recv(self, tensor: Tensor, src: int) -> Handle[None]:
+        """Receives a message of :meth:`send` from rank ``src`` into a contiguous CPU tensor."""
+        self._issue("recv", 0)
+        work = dist.irecv(tensor, src, self._control)
+        return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}", src))
+
+    def channel_to(
+        self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1
+    ) -> MessageSender:
+        """Returns the sending end of a channel to rank ``dst``, which calls :meth:`channel_from` with the same series.
+
+        Args:
+            dst: the rank of the receiver.
+            series: the number of the channel, unique among the open channels between the two ranks.
+            wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
+            window: the most messages in flight.
+        """
+        return MessageSender(self._series(series), dst, self.traffic, wire_dtype, window)
+
+    def channel_from(self, src: int, series: int) -> MessageReceiver:
+        """Returns the receiving end of a channel from rank ``src``."""
+        messages = self._series(series, ahead=True)
+        return MessageReceiver(messages, src, self.device, f"pipesync-channel-{series}", self.traffic)
+
+    def mail(self) -> Mail:
+        """Returns mail among all ranks; a collective call."""
+
+        def messages() -> Messages:
+            group = self._new_group("gloo")
+            self._mail_groups.append(group)
+            dist.barrier(group)  # its connections are made before the store is used at the same time
+            return Messages(group, 0, self.watch, ahead=True, timeout=FOREVER)
+
+        return Mail(messages(), messages(), self.traffic, self._timeout.total_seconds())
+
+    def broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
+        """Copies rank ``src``'s ``flat`` (1-D, contiguous, of any dtype) to all ranks, in place; counted at ``src``."""
+        self._issue("broadcast", flat.numel() * flat.element_size() if self.rank == src and self.world_size > 1 else 0)
+        if self._nccl is not None and flat.is_cuda:
+            return self._handle("broadcast", self._nccl.broadcast(flat, src))
+        host = flat.cpu()
+        work = dist.broadcast(host.view(torch.uint8), src, self._control, async_op=True)
+
+        def wait() -> Tensor:
+            self._finish(work, f"the broadcast of rank {src}", None if self.rank == src else src)
+            return flat if host is flat else flat.copy_(host)
+
+        return self._handle("broadcast", wait)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Bytes are not counted."""
+        objects: list[Any] = [None] * self.world_size
+        with self.traffic.waiting("objects"), self.watch.waiting("what all ranks have to tell"):
+            dist.all_gather_object(objects, obj, group=self._control)
+        return objects
+
+    def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Returns every rank's ``state`` on rank 0, by rank, and None elsewhere; blocks.
+
+        The states are sent one after the other. Their tensors are on the CPU.
+
+        Raises:
+            TypeError: as :meth:`receive_state`.
+        """
+        if self.rank != 0:
+            self.send_state(state, 0)
+            return None
+        # The own one, too, is a copy.
+        return [_read(_written(state), 0), *(self.receive_state(rank) for rank in range(1, self.world_size))]
+
+    def send_state(self, state: dict[str, Any], dst: int) -> None:
+        """Sends a state to rank ``dst``, which calls :meth:`receive_state`; blocks."""
+        wire = _written(state)
+        self.send(torch.tensor([wire.numel()]), dst).wait()
+        self.send(wire, dst).wait()
+
+    def receive_state(self, src: int) -> dict[str, Any]:
+        """Returns a state from rank ``src``, with tensors on the CPU; blocks.
+
+        Raises:
+            TypeError: it holds an object that ``torch.load(weights_only=True)`` does not read from a checkpoint either.
+        """
+        size = torch.zeros(1, dtype=torch.int64)
+        self.recv(size, src).wait()
+        wire = torch.empty(int(size), dtype=torch.uint8)
+        self.recv(wire, src).wait()
+        return _read(wire, src)
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Returns a process group of all ranks for a library that communicates by itself; a collective call."""
+        return self._new_group(self.backend)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends the threads and the process groups; waits at most ``timeout_s`` seconds for operations in flight.
+
+        If an exception is being handled, the other ranks learn of it.
+        """
+        self.watch.close()
+        for collectives in (self.row, self.column):
+            if collectives is not None:
+                collectives.close(timeout_s)
+        super().close(timeout_s)
+        for group in self._groups:
+            with suppress(Exception):  # fails if a peer has died
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _end_waits(self) -> None:
+        """Ends all waits with an error, but those of mail, which loses one rank at a time, and those of NCCL."""
+        for group in [group for group in self._groups if group not in self._mail_groups]:
+            if group.name() == "gloo":
+                end_waits(group)
+
+    def _series(self, number: int, *, ahead: bool = False) -> Messages:
+        """Returns messages with a tag that the collectives, which use the same group, do not use."""
+        return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
+
+    def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """Returns a group of ``ranks``, all if None; a collective call on all ranks."""
+        group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
+        if ranks is None or self.rank in ranks:
+            self._groups.append(group)
+        return group
+
+    def _arrange(self, topology: str, columns: int | None) -> None:
+        """Creates what exchanges within rows and columns."""
+        wanted = self.gather_objects((topology, columns))
+        if len(set(wanted)) > 1:
+            raise ValueError(f"The ranks differ in (topology, torus_columns): {wanted}.")
+        if topology == "flat":
+            return
+        grid = Torus(self.world_size, columns)
+        if topology == "torus2d":
+            row, column = self._exchange_within(grid.row_of), self._exchange_within(grid.column_of)
+            self._torus, self._exchange = grid, TorusExchange(grid, self.rank, row, column)
+        else:
+            self.row = self._collectives_within(grid.row_of, "row ")
+            self.column = self._collectives_within(grid.column_of, "")
+
+    def _collectives_within(self, ranks_of: Callable[[int], list[int]], kind: str) -> Collectives:
+        """Returns the collectives in this rank's group, one of those that ``ranks_of`` divides all ranks into."""
+        gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch)
+        nccl = None if self._nccl is None else NcclExchange(self._group_within("nccl", ranks_of), self.device)
+        return Collectives(self.rank, ranks_of(self.rank), gloo, nccl, self.traffic, self.watch, kind)
+
+    def _exchange_within(self, ranks_of: Callable[[int], list[int]]) -> GlooExchange | NcclExchange:
+        if self._nccl is None:
+            return GlooExchange(self._group_within("gloo", ranks_of), self.watch)
+        return NcclExchange(self._group_within("nccl", ranks_of), self.device)
+
+    def _group_within(self, backend: str, ranks_of: Callable[[int], list[int]]) -> dist.ProcessGroup:
+        divided = dict.fromkeys(tuple(ranks_of(rank)) for rank in range(self.world_size))
+        groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
+        return groups[tuple(ranks_of(self.rank))]
+
+    def _finish(self, work: dist.Work | None, what: str, peer: int | None = None) -> None:
+        assert work is not None
+        with self.watch.waiting(what, peer):
+            work.wait(self._timeout)
+
+
+def _written(state: dict[str, Any]) -> Tensor:
+    """Returns a state as bytes."""
+    buffer = io.BytesIO()
+    serialization.save(state, buffer)  # not torch.save, which users may replace to count or redirect files
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def _read(wire: Tensor, rank: int) -> dict[str, Any]:
+    """Returns the state of a rank in these bytes. No code in them runs."""
+    try:
+        with serialization.safe_globals(NUMPY_NUMBERS):
+            state: dict[str, Any] = serialization.load(
+                io.BytesIO(wire.numpy().tobytes()), map_location="cpu", weights_only=True
+            )
+    except UnpicklingError as error:
+        raise TypeError(
+            f"The state of rank {rank} holds an object that a checkpoint cannot have, since "
+            f"torch.load(weights_only=True) would not read it: leave it out of the optimizer's state, or make it a "
+            f"tensor or a number. {error}"
+        ) from error
+    return state

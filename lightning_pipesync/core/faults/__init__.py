@@ -1,0 +1,1 @@
+"""Who takes part, who is lost, and who is to blame."""

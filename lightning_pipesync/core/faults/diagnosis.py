@@ -1,0 +1,121 @@
+"""Finds the rank at fault when a wait times out, from the heartbeats of all ranks.
+
+[Note: the first fault]
+A lost rank brings down the others: a rank that waits for it gives up, and is then lost to the ranks that wait for it.
+So the rank at fault is the first one that raised an exception of its own or fell silent; a silent rank may have lived
+for one more beat. If there is none, it is the rank at the end of the chain of waiting ranks, which waits for no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from lightning_pipesync.core.faults.heartbeat import Beat, Fault
+
+#: The description of each kind of fault; ``ago`` is the number of seconds since it happened.
+SENTENCES = {
+    "raised": "it raised {detail}, {ago:.0f} s ago",
+    "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
+    "missing": "it has raised or died before it came, hangs, or is too slow: look at what it has printed",
+    "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
+    "ahead": "{detail}, and others have not, {ago:.0f} s ago at the latest",
+    "absent": "it is alive, and has not joined, after {detail}: it computes, hangs or is too slow",
+    "unconnected": "it is alive, and waits, too, after {detail}: their connection is lost, or they "
+    "exchange different things",
+}
+
+
+def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interval: float) -> Fault | None:
+    """Returns the rank at fault, see [Note: the first fault]; None if the beats do not tell.
+
+    Args:
+        beats: the last beat of each rank, by rank.
+        silent: ranks whose beats have stopped.
+        rank: the rank whose wait has timed out.
+        interval: seconds between two beats.
+    """
+    missing = [peer for peer in silent if not beats[peer].number]
+    gone = [peer for peer in silent if beats[peer].number and beats[peer].blames is None]
+    suspects = [(beats[peer].at + interval, "silent", peer) for peer in gone]
+    suspects += [(beat.at, "raised", peer) for peer, beat in enumerate(beats) if has_raised(beat) and peer != rank]
+    if suspects:
+        _, kind, peer = min(suspects)
+        return _fault(kind, peer, beats[peer], beats[peer].at)
+    if missing:
+        return _fault("missing", missing[0], beats[missing[0]], 0.0) if len(missing) == 1 else None
+    live = [peer for peer, beat in enumerate(beats) if beat.left is None and peer not in silent]
+    ahead = [peer for peer in live if beats[peer].ahead is not None]
+    if len(ahead) == 1 < len(live):
+        return _fault("ahead", ahead[0], beats[ahead[0]], beats[ahead[0]].at)
+    own_waits = beats[rank].waits
+    if not own_waits:
+        return None
+    since = min(wait.since for wait in own_waits)
+    reached = [peer for peer in _reached(beats, rank) if peer != rank]
+    if absent := absent_ranks(beats, rank):
+        peer = min(absent, key=lambda peer: beats[peer].exchanges)
+        behind = [one for one in absent if beats[one].exchanges == beats[peer].exchanges]
+        # A rank in an operation of another library publishes no wait.
+        return _fault("absent", peer, beats[peer], since) if len(behind) == 1 else None
+    ended = [(beats[peer].at, peer) for peer in reached if beats[peer].left == "" and beats[peer].blames is None]
+    if ended:
+        peer = min(ended)[1]
+        return _fault("ended", peer, beats[peer], beats[peer].at)
+    peers = [wait.peer for wait in own_waits if wait.peer is not None]
+    return _fault("unconnected", peers[0], beats[peers[0]], since) if peers else None
+
+
+def has_raised(beat: Beat) -> bool:
+    """Returns whether a rank has ended with an exception that no other rank caused."""
+    return bool(beat.left) and not beat.lost_peer and beat.blames is None
+
+
+def describe_suspects(beats: Sequence[Beat], silent: Collection[int], rank: int) -> str:
+    """Returns in words who may be at fault, if no rank is known to be."""
+    if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
+        return f" (not heard of yet: ranks {', '.join(map(str, missing))})"
+    absent = ", ".join(map(str, absent_ranks(beats, rank)))
+    return f" (alive, and waiting for nobody: ranks {absent})" if absent else ""
+
+
+def absent_ranks(beats: Sequence[Beat], rank: int) -> list[int]:
+    """Returns the live ranks for which ``rank`` waits, directly or through others, and which wait for no rank."""
+    reached = sorted(peer for peer in _reached(beats, rank) if peer != rank)
+    return [peer for peer in reached if beats[peer].left is None and next(_awaited(beats, peer), None) is None]
+
+
+def chain(beats: Sequence[Beat], rank: int, end: int) -> list[int]:
+    """Returns the ranks from ``rank`` to ``end``, each of which waits for the next; none if the beats do not tell."""
+    before = _reached(beats, rank)
+    if end not in before:
+        return []
+    way = [end]
+    while way[-1] != rank:
+        way.append(before[way[-1]])
+    return way[::-1]
+
+
+def _reached(beats: Sequence[Beat], rank: int) -> dict[int, int]:
+    """Returns, for each rank for which ``rank`` waits directly or through others, the rank that waits for it."""
+    before, to_follow = {rank: rank}, [rank]
+    for waiting in to_follow:
+        for peer in _awaited(beats, waiting):
+            if peer not in before:
+                before[peer] = waiting
+                to_follow.append(peer)
+    return before
+
+
+def _awaited(beats: Sequence[Beat], rank: int) -> Iterator[int]:
+    """Yields the ranks for which ``rank`` waits, or the one that it has found at fault."""
+    beat = beats[rank]
+    for wait in beat.waits:
+        yield from [wait.peer] if wait.peer is not None else (peer for peer in range(len(beats)) if peer != rank)
+    if not beat.waits and beat.blames is not None:
+        yield beat.blames
+
+
+def _fault(kind: str, rank: int, beat: Beat, at: float) -> Fault:
+    details = {"raised": beat.left, "ahead": beat.ahead}
+    detail = details.get(kind) or f"{beat.exchanges} exchanges"
+    return Fault(kind, rank, beat.host, beat.pid, detail, at)

@@ -1,0 +1,368 @@
+"""The error of a lost peer: which rank is at fault, and why.
+
+[Note: nobody waits for a rank that is lost]
+A rank that raises publishes it, and may live on, so that no connection to it breaks. Who learns of a fault, and has not
+ended itself a beat later, ends all waits of its process groups with an error. In that beat an error that all ranks
+raise, such as a setting that is refused, ends them without breaking a group that a later training could use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from lightning_pipesync.core.faults.diagnosis import SENTENCES, chain, describe_suspects, find_fault, has_raised
+from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat, Wait, call_in_time
+from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown
+from lightning_pipesync.core.torch_private import address_of, store_of
+
+#: The most seconds between two beats, and the most as a fraction of the timeout.
+INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
+
+#: The number of beats that a rank may miss before it counts as silent.
+PATIENCE = 3
+
+T = TypeVar("T")
+
+#: The fields of a :class:`Wait`, which is made for each message, and seldom published.
+Waited: TypeAlias = "tuple[str, int | None, float]"
+
+UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
+
+#: Why a wait has ended that the watch has ended.
+KNOWN = "the job's store says so"
+
+#: The start of a connection error's message: a place in Gloo's source; none if the call has its own timeout or the
+#: connection has timed out before.
+CONNECTION_ERROR = re.compile(
+    r"(Gloo connectFullMesh failed with )?\[\S*/gloo/|Application timeout caused pair closure|Operation timed out!"
+)
+
+#: The timeout of the store, in seconds.
+STORE_S = 5.0
+
+#: The most seconds that a process waits to publish that it ends.
+GOODBYE_S = 1.0
+
+
+class PeerWatch:
+    """Publishes what this rank waits for, and names the rank at fault when a wait times out.
+
+    Before :meth:`start` it names no rank.
+
+    Attributes:
+        timeout: the time after which a peer that does not answer counts as lost.
+        ahead: what this rank has done that others may not have, in words, such as that it has ended its epoch.
+
+    Args:
+        timeout: the time after which a peer that does not answer counts as lost.
+        exchanges: returns the number of operations that this rank has started.
+        end_waits: ends all waits of this rank with a connection error, see [Note: nobody waits for a rank that ...].
+    """
+
+    def __init__(
+        self, timeout: timedelta, exchanges: Callable[[], int] = int, end_waits: Callable[[], object] = lambda: None
+    ) -> None:
+        self.timeout = timeout
+        self._end_waits, self._has_ended_waits = end_waits, False
+        self.ahead: str | None = None
+        self._rank, self._exchanges = dist.get_rank(), exchanges
+        self._begin = time.monotonic()
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._waits: dict[int, Waited] = {}  # by thread
+        self._error: BaseException | None = None
+        self._left = False
+        self._diagnosing = threading.Lock()
+        self._diagnosis: tuple[str, str] | None = None
+        self._heartbeat: Heartbeat | None = None
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Starts the heartbeat; a collective call, which also starts the job's clock.
+
+        Args:
+            group: a group of all ranks, which must be connected.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        self._begin = time.monotonic()
+        if dist.get_world_size() > 1:
+            store = store_of(group)
+            self._address = address_of(store)
+            world_size = dist.get_world_size()
+            # A later watch of the same process, also in a later group if an agent keeps the store, has keys of its own.
+            try:
+                number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._patience_s)
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._accuse_store()}; rank {self._rank} has not joined it yet.") from error
+            store = dist.PrefixStore(f"pipesync/{number}", store)
+            interval = min(INTERVAL, self.timeout.total_seconds() * FRACTION_OF_TIMEOUT)
+            self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe, self._act_on_fault)
+            self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
+
+    def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Waiting:
+        """Returns a context in which this rank waits; a connection error becomes one that names the rank at fault.
+
+        Args:
+            what: a description of what it waits for.
+            peer: the rank that it waits for; None: any other.
+            ahead: whether a thread waits before this rank needs the result.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        return Waiting(self, what, peer, ahead)
+
+    def begin_wait(self, what: str, peer: int | None, ahead: bool) -> Waited | None:
+        """Publishes that the calling thread waits, unless ``ahead``; returns what it has waited for until now."""
+        thread = threading.get_ident()
+        outer = self._waits.get(thread)
+        if not ahead:
+            self._waits[thread] = (what, peer, self._now())
+        return outer
+
+    def end_wait(self, outer: Waited | None) -> None:
+        """Publishes that the calling thread waits for ``outer`` again; None: for nothing."""
+        thread = threading.get_ident()
+        self._waits.pop(thread, None)
+        if outer is not None:
+            self._waits[thread] = outer
+
+    def accuse(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
+        """Returns the error that names the rank at fault for the failed wait of the calling thread."""
+        self._waits.setdefault(threading.get_ident(), (what, peer, self._now()))
+        return RuntimeError(self._accusation(what, error))
+
+    def ask_store(self, function: Callable[[], T]) -> T:
+        """Returns the result of ``function``, which calls the store; after :meth:`start`, with several ranks.
+
+        Raises:
+            DistStoreError: the store does not answer.
+        """
+        assert self._heartbeat is not None
+        try:
+            return self._heartbeat.call(function, self._patience_s)
+        except RuntimeError as error:
+            raise dist.DistStoreError(str(error)) from error
+
+    def go_on_without(self, rank: int) -> None:
+        """Takes it that a rank is lost, and that nobody waits for it any more: the next loss is another one's fault."""
+        if self._heartbeat is not None:
+            self._heartbeat.go_on_without(rank)
+        with self._diagnosing:
+            self._diagnosis = None
+
+    def leave(self, error: BaseException) -> None:
+        """Publishes that this rank ends with an exception.
+
+        To a connection error of another library it appends a line that names the rank at fault.
+        """
+        if self._heartbeat is not None and is_connection_error(error):
+            what = "an operation of the default process group"
+            self._waits[threading.get_ident()] = (what, None, self._now())
+            error.args = (f"{error}\n{self._accusation(what, error)}",)
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Publishes that this rank has ended, and ends the thread.
+
+        Args:
+            error: the exception that it ends with; None: the one that is being handled, if any.
+        """
+        if self._heartbeat is None or self._left:
+            return
+        error = error or sys.exc_info()[1]
+        self._left, self._error = True, None if is_normal_end(error) else error
+        last = self._describe(0)
+        if has_raised(last) and self.fault is None:
+            self._heartbeat.tell(Fault("raised", self._rank, self._host, self._pid, last.left or "", last.at))
+            if self._rank == 0:
+                self._wait_until_known({0})
+        self._heartbeat.close(GOODBYE_S)
+        self._at_end.cancel()
+
+    def _act_on_fault(self) -> None:
+        if not self._left:
+            self._has_ended_waits = True
+            self._end_waits()
+
+    def _accusation(self, what: str, error: BaseException) -> str:
+        """Returns one line that names the rank at fault for the failed wait for ``what``."""
+        seconds = f"timeout_s={self.timeout.total_seconds():g}"
+        # The message without the place in the backend's source and without its advice.
+        cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0].strip()
+        if self._has_ended_waits:
+            cause = KNOWN
+        with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
+            if self._diagnosis is None:
+                self._diagnosis = self._diagnose()
+            who, way = self._diagnosis
+        return f"{who}; rank {self._rank} waited in vain for {what}{way} ({seconds}; {cause})."
+
+    def _diagnose(self) -> tuple[str, str]:
+        """Returns who is at fault, and through which ranks this one has waited for it; publishes the fault."""
+        if self._heartbeat is None:
+            return UNKNOWN, ""
+        heartbeat = self._heartbeat
+        silent: set[int] = set()
+        try:
+            beats = heartbeat.read(STORE_S)
+            if heartbeat.fault is None:
+                beats, silent = self._listen(beats)
+        except RuntimeError:
+            if heartbeat.fault is not None:
+                return self._accuse(heartbeat.fault), ""
+            return (UNKNOWN if self._left else self._accuse_store()), ""
+        told = heartbeat.fault
+        fault = told or find_fault(beats, silent, self._rank, heartbeat.interval)
+        if fault is None:
+            return UNKNOWN + describe_suspects(beats, silent, self._rank), ""
+        if told is None:
+            heartbeat.tell(fault)
+        if self._rank == 0:
+            self._wait_until_known(silent | {fault.rank})
+        way = chain(beats, self._rank, fault.rank)
+        through = "".join(_because(beats[waiting]) for waiting in way[1:-1])
+        return self._accuse(fault), through
+
+    def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
+        """Waits until all ranks have published a beat since ``first``, or have had the time for it.
+
+        Returns:
+            The last beats, and the ranks that are silent.
+        """
+        for beats in self._later_beats():
+            pairs = enumerate(zip(first, beats, strict=True))
+            silent = {rank for rank, (before, now) in pairs if now.number == before.number and now.left is None}
+            if not silent or self.fault is not None:
+                break
+        return beats, silent
+
+    def _wait_until_known(self, lost: Collection[int]) -> None:
+        """Waits until all ranks but ``lost`` know the fault: this process may run the store, and will end."""
+        with suppress(RuntimeError):  # the store does not answer: no rank can learn of it any more
+            for beats in self._later_beats():
+                live = (beat for rank, beat in enumerate(beats) if rank not in lost)
+                if all(beat.blames is not None or beat.left is not None for beat in live):
+                    break
+
+    def _later_beats(self) -> Iterator[list[Beat]]:
+        """Yields the last beats repeatedly, for the time in which a live rank publishes one.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        assert self._heartbeat is not None
+        deadline = time.monotonic() + PATIENCE * self._heartbeat.interval
+        while True:
+            time.sleep(self._heartbeat.interval / 10)
+            yield self._heartbeat.read(STORE_S)
+            if time.monotonic() > deadline:
+                return
+
+    def _accuse(self, fault: Fault) -> str:
+        sentence = SENTENCES[fault.kind].format(detail=fault.detail, ago=max(0.0, self._now() - fault.at))
+        where = f" (host {fault.host}, pid {fault.pid})" if fault.pid else ""
+        return f"Rank {fault.rank}{where} is at fault: {sentence}"
+
+    def _accuse_store(self) -> str:
+        where = "" if self._address is None else f" at {self._address}"
+        return (
+            f"The store of the job{where} does not answer: look first at that machine, where rank 0 runs; its process "
+            "has ended, has died or is frozen, or the network is down"
+        )
+
+    def _describe(self, number: int) -> Beat:
+        error = self._error
+        left = None if not self._left else "" if error is None else _in_short(error)
+        return Beat(
+            number,
+            self._now(),
+            self._host,
+            self._pid,
+            self._exchanges(),
+            [Wait(*waited) for waited in list(self._waits.values())],
+            None if self.fault is None else self.fault.rank,
+            left,
+            self.ahead,
+            lost_peer=error is not None and is_lost_peer(error),
+        )
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds to wait for the store before the training: it is slow where many ranks ask it at the same time."""
+        return self.timeout.total_seconds()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank still takes part."""
+        return not self._left
+
+    @property
+    def fault(self) -> Fault | None:
+        """The fault that this rank or another one has found."""
+        return None if self._heartbeat is None else self._heartbeat.fault
+
+    def _now(self) -> float:
+        return time.monotonic() - self._begin
+
+
+class Waiting:
+    """A context in which a thread waits, see :meth:`PeerWatch.waiting`. A class, as each message is in some of them."""
+
+    __slots__ = ("_ahead", "_outer", "_peer", "_watch", "_what")
+
+    def __init__(self, watch: PeerWatch, what: str, peer: int | None, ahead: bool) -> None:
+        self._watch, self._what, self._peer, self._ahead = watch, what, peer, ahead
+        self._outer: Waited | None = None
+
+    def __enter__(self) -> None:
+        self._outer = self._watch.begin_wait(self._what, self._peer, self._ahead)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if isinstance(error, RuntimeError) and is_connection_error(error):
+                raise self._watch.accuse(self._what, self._peer, error) from error
+        finally:
+            self._watch.end_wait(self._outer)
+
+
+def is_connection_error(error: BaseException | None) -> bool:
+    """Returns whether ``error`` is a connection error of PyTorch."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and CONNECTION_ERROR.match(str(error)) is not None
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Returns whether another rank has caused ``error``: a connection error, or what names the rank at fault."""
+    return is_connection_error(error) or is_connection_error(error.__cause__)
+
+
+def is_normal_end(error: BaseException | None) -> bool:
+    """Returns whether a process that ends with ``error``, or with none, has succeeded."""
+    if type(error) is SystemExit:  # not one derived from it, such as that of Lightning after a SIGTERM
+        return error.code in (0, None)
+    return error is None or isinstance(error, (GeneratorExit, StopIteration))
+
+
+def _because(beat: Beat) -> str:
+    """Returns a clause that says why a rank has made another one wait."""
+    if beat.waits:
+        return f", which waited for {beat.waits[0].what}"
+    return f", which has given up because of rank {beat.blames}"
+
+
+def _in_short(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()[:200]}" if lines else type(error).__name__

@@ -1,0 +1,287 @@
+"""Heartbeats: each rank publishes its state in the job's store, so that a lost rank can be named.
+
+[Note: only the heartbeat's thread calls the store]
+A call to a store whose server is frozen may never return, whatever its timeout. So the thread of the heartbeat makes
+all calls, and other threads wait for it with a timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_pipesync.core.faults.shutdown import join_thread
+
+#: The key of the first fault that a rank has found.
+_FAULT_KEY = "pipesync/fault"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for.
+
+    Attributes:
+        what: a description.
+        peer: the rank that it waits for; None: any other.
+        since: seconds since the start of the job's clock.
+    """
+
+    what: str
+    peer: int | None
+    since: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The state of a rank, as it publishes it.
+
+    Attributes:
+        number: the number of the beat; while it grows, the rank is alive. 0: the rank has not published any.
+        at: seconds since the start of the job's clock.
+        host: the name of its machine.
+        pid: its process id there.
+        exchanges: the number of operations that it has started.
+        waits: what it waits for now.
+        blames: the rank that it has found at fault.
+        left: None while it takes part; then the exception that it ended with, empty if there was none.
+        ahead: what it has done that others may not have, in words; None: nothing.
+        lost_peer: whether that exception is a connection error, so that another rank is the cause.
+    """
+
+    number: int = 0
+    at: float = 0.0
+    host: str = "unknown"
+    pid: int = 0
+    exchanges: int = 0
+    waits: list[Wait] = field(default_factory=list)
+    blames: int | None = None
+    left: str | None = None
+    ahead: str | None = None
+    lost_peer: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The rank at fault, and the kind of fault.
+
+    Attributes:
+        kind: a key of :data:`lightning_pipesync.core.faults.diagnosis.SENTENCES`.
+        rank: the rank.
+        host: the name of its machine.
+        pid: its process id there.
+        detail: the exception, or the number of operations.
+        at: when it happened, in seconds since the start of the job's clock.
+    """
+
+    kind: str
+    rank: int
+    host: str
+    pid: int
+    detail: str
+    at: float
+
+
+class Heartbeat:
+    """Publishes this rank's state every ``interval`` seconds, and learns of a fault that another rank has found.
+
+    A beat is one write to the store and one query; the other ranks' beats are read on request only.
+
+    Attributes:
+        interval: seconds between two beats.
+
+    Args:
+        store: a store with keys of its own.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        interval: seconds between two beats.
+        describe: returns this rank's beat, given its number.
+        on_fault: called once a fault has been known for the time of a beat.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        interval: float,
+        describe: Callable[[int], Beat],
+        on_fault: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._store, self._describe, self._on_fault = store, describe, on_fault
+        self._keys = [_key_of(peer) for peer in range(world_size)]
+        self._own_key = self._keys[rank]
+        self.interval = interval
+        self._told: Fault | None = None
+        self._known: tuple[Fault, float] | None = None  # the last fault, and when this thread learned of it
+        self._acted_on: Fault | None = None
+        self._left_behind: set[int] = set()
+        self._number = 0
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def last_beat(store: dist.Store, rank: int) -> Beat:
+        """Returns the last beat of a rank; calls the store."""
+        key = _key_of(rank)
+        return (_read_as(_beat_from, key, store.get(key)) if store.check([key]) else None) or Beat()
+
+    @property
+    def fault(self) -> Fault | None:
+        """The fault that a rank has published, if any, and if this rank has not gone on without the one at fault."""
+        told = self._told
+        return None if told is None or told.rank in self._left_behind else told
+
+    def go_on_without(self, rank: int) -> None:
+        """Takes it that a rank is lost, and that nobody waits for it any more: it is not at fault for what follows."""
+        self._left_behind.add(rank)
+
+    def read(self, timeout_s: float) -> list[Beat]:
+        """Publishes a beat, and returns the last beat of each rank, by rank; updates :attr:`fault`.
+
+        The beat of a rank that this one has gone on without is that of one that is nobody's fault.
+
+        Raises:
+            RuntimeError: as :meth:`call`.
+        """
+
+        def read() -> list[Beat]:
+            self._beat()
+            return self._read()
+
+        return self.call(read, timeout_s)
+
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """Returns the result of ``function``, which calls the store, see [Note: only the heartbeat's thread ...].
+
+        Raises:
+            RuntimeError: the store does not answer within ``timeout_s`` seconds, or has failed before.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("The store does not answer any more.")
+        return _in_time(function, timeout_s, self._jobs.put)
+
+    def tell(self, fault: Fault) -> None:
+        """Publishes the rank at fault, and a beat of this rank; does not wait."""
+        self._told = fault
+
+        def tell() -> None:
+            with suppress(Exception):
+                self._store.set(_FAULT_KEY, json.dumps(asdict(fault)))
+                self._beat()
+
+        self._jobs.put(tell)
+
+    def close(self, timeout_s: float) -> None:
+        """Publishes a last beat and ends the thread; waits at most ``timeout_s`` seconds."""
+        self._jobs.put(None)
+        join_thread(self._thread, timeout_s)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store is gone for good
+            while True:
+                self._beat()
+                self._learn_fault()
+                self._act_on_fault()
+                with suppress(queue.Empty):
+                    if (job := self._jobs.get(timeout=self.interval)) is None:
+                        break
+                    job()
+            self._beat()
+
+    def _beat(self) -> None:
+        self._number += 1
+        self._store.set(self._own_key, json.dumps(asdict(self._describe(self._number))))
+
+    def _learn_fault(self) -> None:
+        if self.fault is None and self._store.check([_FAULT_KEY]):
+            self._told = _read_as(_fault_from, _FAULT_KEY, self._store.get(_FAULT_KEY))
+
+    def _act_on_fault(self) -> None:
+        fault, now = self.fault, time.monotonic()
+        if fault is None or fault == self._acted_on:
+            return
+        if self._known is None or self._known[0] != fault:
+            self._known = fault, now
+        elif now - self._known[1] >= self.interval:
+            self._acted_on = fault
+            self._on_fault()
+
+    def _read(self) -> list[Beat]:
+        self._learn_fault()
+        if self._store.check(self._keys):  # a query of a missing key would block
+            values = zip(self._keys, self._store.multi_get(self._keys), strict=True)
+            beats = [_read_as(_beat_from, key, value) or Beat() for key, value in values]
+        else:
+            beats = [self.last_beat(self._store, peer) for peer in range(len(self._keys))]
+        return [Beat(left="", blames=peer) if peer in self._left_behind else beat for peer, beat in enumerate(beats)]
+
+
+def call_in_time(function: Callable[[], T], timeout_s: float) -> T:
+    """Returns the result of ``function``, which calls a store, in a thread of its own: where there is no heartbeat yet.
+
+    Raises:
+        RuntimeError: the store does not answer within ``timeout_s`` seconds, or fails.
+    """
+    return _in_time(function, timeout_s, lambda run: Thread(target=run, name="pipesync-store", daemon=True).start())
+
+
+def _in_time(function: Callable[[], T], timeout_s: float, start: Callable[[Callable[[], None]], object]) -> T:
+    """Returns the result of ``function``, which ``start`` has another thread run."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function())
+        except Exception as error:
+            answer.set_exception(error)
+
+    start(run)
+    try:
+        return answer.result(timeout_s)
+    except Exception as error:
+        raise RuntimeError("The store does not answer.") from error
+
+
+def _key_of(rank: int) -> str:
+    return f"pipesync/beat/{rank}"
+
+
+def _read_as(make: Callable[[dict[str, Any]], T], key: str, text: bytes) -> T | None:
+    """Returns what a rank has published under a key; None, and a warning, if no rank has written that."""
+    try:
+        return make(json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        warnings.warn(
+            f"The job's store has {text[:80]!r} under {key!r}, which no rank of this job writes "
+            f"({type(error).__name__}: {error}), and which is ignored. Does another job, or an older version of this "
+            "package, use the same store?",
+            stacklevel=2,
+        )
+        return None
+
+
+def _beat_from(values: dict[str, Any]) -> Beat:
+    beat = Beat(**{**values, "waits": [Wait(**wait) for wait in values["waits"]]})
+    if not all(isinstance(value, (int, float)) for value in (beat.number, beat.at, beat.exchanges)):
+        raise TypeError("a number is none")
+    return beat
+
+
+def _fault_from(values: dict[str, Any]) -> Fault:
+    fault = Fault(**values)
+    if not (isinstance(fault.rank, int) and isinstance(fault.kind, str)):
+        raise TypeError("rank is no number, or kind no text")
+    return fault

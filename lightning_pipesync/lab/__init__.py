@@ -1,0 +1,1 @@
+"""What users run before they pay for a cluster: emulated networks, benchmarks and plans."""

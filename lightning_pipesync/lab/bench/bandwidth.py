@@ -1,0 +1,76 @@
+"""The bandwidth of the network, measured by plain TCP."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch.distributed as dist
+
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.lab.bench import job_sockets
+from lightning_pipesync.lab.bench.job_sockets import JobSockets
+
+#: A transfer has from so many to so many bytes, and takes about so many seconds.
+LEAST_BYTES, MOST_BYTES, TRANSFER_S = MIB // 4, 8 * MIB, 0.3
+
+
+def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections: int = 1) -> float:
+    """Returns the bytes per second that a rank can send while it receives as many; a collective call.
+
+    All ranks form a ring, as in the collectives: each sends to the next and receives from the previous one.
+
+    Args:
+        num_bytes: the size of a transfer; None: one that takes about :data:`TRANSFER_S`, by a first measurement.
+        rounds: the number of transfers; the fastest counts, of the rank with the slowest: TCP takes a while to recover
+            from what it has sent too much, on a link that is slow.
+        connections: TCP connections from a rank to the next, which share a transfer.
+
+    Raises:
+        RuntimeError: a rank has closed its connection, or does not answer.
+    """
+    if num_bytes is None:
+        first = measure_bandwidth(LEAST_BYTES, 3, connections)
+        num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, TRANSFER_S * first)))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    try:
+        seconds = _time_transfers(following, num_bytes, rounds, connections)
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"Rank {rank} has waited {job_sockets.TIMEOUT_S:g} s in vain for rank {previous} or {following}, while the "
+            "bandwidth was measured."
+        ) from error
+    fastest: list[float] = [0.0] * world_size
+    dist.all_gather_object(fastest, min(seconds[1:]))
+    return num_bytes / max(fastest)
+
+
+def _time_transfers(following: int, num_bytes: int, rounds: int, connections: int) -> list[float]:
+    """Returns the seconds of each transfer to the rank ``following``, while as much comes from the previous one."""
+    with JobSockets(backlog=connections) as ranks, ExitStack() as sockets:
+        outgoing = [sockets.enter_context(ranks.connect(following)) for _ in range(connections)]
+        incoming = [sockets.enter_context(ranks.accept()) for _ in range(connections)]
+        payload, buffers = bytes(num_bytes // connections), [bytearray(num_bytes // connections) for _ in incoming]
+        pool = sockets.enter_context(ThreadPoolExecutor(2 * connections))
+        seconds = []
+        for _ in range(rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            transfers = [pool.submit(one.sendall, payload) for one in outgoing]
+            transfers += [pool.submit(_receive, one, buffer) for one, buffer in zip(incoming, buffers, strict=True)]
+            for transfer in transfers:
+                transfer.result()
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _receive(connection: socket.socket, buffer: bytearray) -> None:
+    view = memoryview(buffer)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            raise RuntimeError("A rank has closed its connection while the bandwidth was measured.")
+        view = view[received:]

@@ -1,0 +1,148 @@
+"""All-reduces of groups of tensors, after backward or under it: WFBP, MG-WFBP, and half an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.parameters import hook_gradient
+from lightning_pipesync.lab.bench.baselines.over_transport import OverTransport
+from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.methods.backpipe_schedule import BackPipeSchedule
+from lightning_pipesync.methods.dear.eager import measure_link
+from lightning_pipesync.methods.step_times import StepTimes
+
+
+class GroupedAllReduce(OverTransport):
+    """Averages the gradients of groups of tensors, each by one all-reduce of this package's transport.
+
+    Args:
+        name: the name in tables.
+        model: the model that it trains.
+        limit: the property of :class:`StepCost` that bounds its step.
+        bucket_mb: the most MiB of a group; None: every tensor by itself.
+        hidden: whether an all-reduce starts under backward, when the gradients of its group are ready.
+    """
+
+    _kind = "all_reduce"
+    _schedule: BackPipeSchedule  # of this backward pass
+
+    def __init__(
+        self, name: str, model: BenchModel, limit: str, bucket_mb: float | None, *, hidden: bool = True
+    ) -> None:
+        super().__init__(name, model, limit)
+        self._queue = CommQueue("pipesync-baseline", self.transport.device, self.transport.traffic)
+        self._ready_order = [parameter.tensor for parameter in self.in_ready_order]
+        plan = plan_buckets(self.in_ready_order, Fusion(bucket_mb=bucket_mb))
+        self._set_groups([[parameter.tensor for parameter in group] for group in plan])
+        self._hooks = [hook_gradient(p, self._gradient_is_ready) for p in self._ready_order] if hidden else []
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        self._start(self._schedule.finish())
+        self._queue.wait_all()
+        for bucket, group in zip(self._buckets, self._groups, strict=True):
+            bucket.unpack([parameter.grad for parameter in group if parameter.grad is not None])
+        self._schedule = self._new_schedule()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._queue.close(10.0)
+        super().close()
+
+    def _set_groups(self, groups: Sequence[list[Tensor]]) -> None:
+        self._groups = list(groups)
+        self._buckets = [Bucket(group) for group in groups]
+        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+        self._schedule = self._new_schedule()
+
+    def _new_schedule(self) -> BackPipeSchedule:
+        """Returns the schedule of a backward pass, that of DeAR's reduce-scatters, for the all-reduces."""
+        return BackPipeSchedule([len(group) for group in self._groups])
+
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        self._start(self._schedule.gradient_is_ready(self._group_of[id(parameter)]))
+
+    def _start(self, indices: range) -> None:
+        """Starts the all-reduces of groups."""
+        for index in indices:
+            bucket = self._buckets[index]
+            bucket.pack_gradients(self._groups[index])
+            self._queue.submit(self._kind, partial(self._exchange, bucket.flat))
+
+    def _exchange(self, flat: Tensor) -> Handle[Tensor]:
+        return self.transport.all_reduce(flat, mean=True)
+
+
+class MergedAllReduce(GroupedAllReduce):
+    """MG-WFBP (Shi et al., INFOCOM 2019): WFBP that merges tensors where a message costs more than waiting."""
+
+    def __init__(self, model: BenchModel) -> None:
+        super().__init__("MG-WFBP", model, "baseline", bucket_mb=None)
+        self._times = StepTimes(self.transport.device)
+
+    def prepare(self) -> dict[str, Any] | None:
+        self._times.begin()
+        while self._times.measuring:
+            self.step()
+            self._times.end_step()
+        moments = [self._times.ready[id(parameter)] for parameter in self._ready_order]
+        num_bytes = [parameter.nbytes for parameter in self._ready_order]
+        link = measure_link(self.transport, num_bytes)
+        sizes = merged(moments, num_bytes, link, self.transport.world_size) if self.transport.rank == 0 else []
+        tensors = iter(self._ready_order)
+        self._set_groups([[next(tensors) for _ in range(size)] for size in self.transport.gather_objects(sizes)[0]])
+        return None
+
+    def _gradient_is_ready(self, parameter: Tensor) -> None:
+        self._times.gradient_is_ready(parameter)
+        super()._gradient_is_ready(parameter)
+
+
+class ReduceScatterOnly(GroupedAllReduce):
+    """DeAR without its all-gathers (DeAR, Fig. 8): it shows what of them is hidden, and does not train."""
+
+    _kind = "reduce_scatter"
+
+    def __init__(self, model: BenchModel, bucket_mb: float) -> None:
+        name = f"reduce-scatter only, {bucket_mb:g} MiB"
+        super().__init__(name, model, "reduce_scatter_only", bucket_mb)
+
+    def _exchange(self, flat: Tensor) -> Handle[Tensor]:
+        return self.transport.reduce_scatter(flat, mean=True)
+
+
+def merged(ready: Sequence[float], num_bytes: Sequence[int], link: LinkCost, world_size: int) -> list[int]:
+    """Returns the number of tensors of each group (MG-WFBP, Algorithm 1).
+
+    A group is merged with the next tensor if that is ready before the group's all-reduce would start, or no later than
+    the startup time of an all-reduce after it: then one message less saves more than waiting costs.
+
+    Args:
+        ready: when each gradient is ready, in seconds, ascending.
+        num_bytes: the size of each gradient.
+        link: the cost of the network.
+        world_size: number of ranks.
+    """
+    startup = link.all_reduce(0, world_size)
+    sizes: list[int] = []
+    count, filled, free = 0, 0, 0.0  # of the present group; when the network is
+    for index, moment in enumerate(ready):
+        count, filled = count + 1, filled + num_bytes[index]
+        start = max(free, moment)
+        if index + 1 < len(ready) and ready[index + 1] < start + startup:
+            continue
+        free = start + link.all_reduce(filled, world_size)
+        sizes.append(count)
+        count, filled = 0, 0
+    return sizes

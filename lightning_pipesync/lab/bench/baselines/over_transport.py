@@ -1,0 +1,38 @@
+"""What the baselines have in common: an optimizer, a transport, and the order of the parameters."""
+
+from __future__ import annotations
+
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.parameters import collect_parameters
+from lightning_pipesync.lab.bench.candidate import Candidate, sgd
+from lightning_pipesync.lab.bench.models import BenchModel
+
+
+class OverTransport(Candidate):
+    """A candidate whose gradients are averaged by this package's transport.
+
+    Args:
+        name: the name in tables.
+        model: the model that it trains.
+        limit: the property of :class:`StepCost` that bounds its step.
+
+    Attributes:
+        optimizer: the optimizer.
+        transport: the way to the other ranks.
+        in_ready_order: the trained parameters in the order in which, as DDP assumes, their gradients become ready: the
+            reverse of their order in the module.
+    """
+
+    def __init__(self, name: str, model: BenchModel, limit: str) -> None:
+        super().__init__(name, model)
+        self.limit = limit
+        self.optimizer = sgd(model.module.parameters())
+        self.transport = Transport()
+        self.in_ready_order = collect_parameters(model.module, [self.optimizer])[::-1]
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def backward(self) -> None:
+        """Runs the forward and the backward pass."""
+        self.model.loss(self.model.module, self.batch).backward()

@@ -1,0 +1,58 @@
+"""Synchronous parameter servers on some of the ranks: all push gradients to them, then pull weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import shard_slice
+from lightning_pipesync.core.comm.transport import Transport
+
+
+class PushPull:
+    """Pushes to and pulls from servers on the first ranks, each of which holds a shard of the values.
+
+    All messages of a push, and of a pull, are under way at once. Every rank calls both, one after the other.
+
+    Args:
+        transport: the way to the other ranks.
+        numel: number of values, at least that of the servers.
+        servers: number of servers: 1 is a central one, the number of ranks spreads the load evenly.
+    """
+
+    def __init__(self, transport: Transport, numel: int, servers: int) -> None:
+        self._transport = transport
+        shards = [shard_slice(numel, server, servers) for server in range(servers)]
+        self._own = shards[transport.rank] if transport.rank < servers else None
+        # As in an all-to-all: not all ranks begin with the same peer.
+        peers = [(transport.rank + step) % transport.world_size for step in range(1, transport.world_size)]
+        self._remote = {server: shards[server] for server in peers if server < servers}
+        self._workers = sorted(peers) if self._own else []
+        self._pushed = [torch.empty(self._own.stop - self._own.start) for _ in self._workers] if self._own else []
+
+    def push(self, gradient: Tensor) -> None:
+        """Adds all ranks' gradients, in the order of the ranks, to the shard of ``gradient`` that this rank serves.
+
+        Args:
+            gradient: fp32, shape ``[numel]``.
+        """
+        arriving = [
+            self._transport.recv(pushed, rank) for pushed, rank in zip(self._pushed, self._workers, strict=True)
+        ]
+        sending = [self._transport.send(gradient[shard], server) for server, shard in self._remote.items()]
+        for handle, pushed in zip(arriving, self._pushed, strict=True):
+            handle.wait()
+            gradient[self._own].add_(pushed)
+        for sent in sending:
+            sent.wait()
+
+    def pull(self, weights: Tensor) -> None:
+        """Fills ``weights`` with the shards of all servers.
+
+        Args:
+            weights: fp32, shape ``[numel]``.
+        """
+        arriving = [self._transport.recv(weights[shard], server) for server, shard in self._remote.items()]
+        sending = [self._transport.send(weights[self._own], rank) for rank in self._workers]
+        for handle in [*arriving, *sending]:
+            handle.wait()

@@ -1,0 +1,253 @@
+"""Time, steps and bytes to a target quality, by method (SelSync, Table I)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain, islice, repeat
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_pipesync.lab.bench.host_speed import HostSpeeds
+from lightning_pipesync.lab.bench.named_settings import parse_named
+from lightning_pipesync.lab.bench.own_pace import AtOwnPace, ServedConfig, with_servers
+from lightning_pipesync.lab.bench.passes import Passes
+from lightning_pipesync.lab.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
+from lightning_pipesync.lab.bench.trainings import (
+    Alone,
+    AloneConfig,
+    DDPConfig,
+    Training,
+    WithDDP,
+    WithMethod,
+    WithReplicas,
+)
+from lightning_pipesync.methods.dear import DeAR, DeARConfig
+from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+
+#: The training and the settings of each method, by name.
+METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
+    "alone": (Alone, AloneConfig),
+    "ddp": (WithDDP, DDPConfig),
+    "dear": (partial(WithMethod, method=DeAR), DeARConfig),
+    "local_sgd": (partial(WithReplicas, method=LocalSGD), LocalSGDConfig),
+    "parameter_server": (with_servers, ServedConfig),
+    "pipe_sgd": (partial(WithMethod, method=PipeSGD), PipeSGDConfig),
+    "selsync": (partial(WithReplicas, method=SelSync), SelSyncConfig),
+}
+
+
+@dataclass(frozen=True)
+class ConvergeSettings:
+    """The settings of the benchmark.
+
+    Attributes:
+        task: a name for :func:`build_task`.
+        methods: names of ``METHODS``, each with its settings: ``selsync:delta=0.3,smoothing=0.16``.
+        target: the quality to reach; None means the task's own.
+        seeds: seeds of the weights and the order of the data; each method trains once for each.
+        epochs: the number of epochs of a training; None means the task's own.
+        evaluations: the number of evaluations in a training.
+        evaluate_on: the set of the evaluations: ``test``, or ``validation``, to choose settings.
+        labels_per_worker: the number of labels that each rank holds; None: the data are IID.
+        steps: the most steps of a training; None: all of its epochs.
+        compute: the least time of a step's computation, ``100ms``; None: what it takes.
+        slow: hosts that compute at a share of the speed, ``3:50%``.
+        stalls: the share of the passes that stall, and the mean stall over ``compute``: ``5%:10``.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    task: str
+    methods: tuple[str, ...]
+    target: float | None
+    seeds: tuple[int, ...]
+    epochs: int | None
+    evaluations: int
+    evaluate_on: str = "test"
+    labels_per_worker: int | None = None
+    steps: int | None = None
+    compute: str | None = None
+    slow: tuple[str, ...] = ()
+    stalls: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.task not in TASK_NAMES:
+            raise ValueError(f"task={self.task!r} is not known; there are {', '.join(TASK_NAMES)}.")
+        if self.evaluate_on not in EVALUATED_ON:
+            raise ValueError(f"evaluate_on must be one of {', '.join(EVALUATED_ON)}, got {self.evaluate_on!r}.")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods must be one or more different ones, got {self.methods!r}.")
+        for method in self.methods:
+            config_of(method)
+        if not self.seeds:
+            raise ValueError("seeds must be one or more numbers.")
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {self.epochs!r}.")
+        if self.evaluations < 1:
+            raise ValueError(f"evaluations must be at least 1, got {self.evaluations!r}.")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps!r}.")
+        if self.labels_per_worker is not None:
+            self.build_task()
+        self.host_speeds  # noqa: B018 - it is checked
+
+    @property
+    def host_speeds(self) -> HostSpeeds:
+        """How long the computation of a step takes on each host."""
+        return HostSpeeds.parse(self.compute, self.slow, self.stalls)
+
+    def build_task(self) -> Task:
+        """Returns the task with the data of the settings."""
+        task = build_task(self.task, self.evaluate_on)
+        return task if self.labels_per_worker is None else task.with_label_skew(self.labels_per_worker)
+
+
+def parse_method(text: str) -> Callable[[Task], Training]:
+    """Returns a factory of trainings with the method ``NAME`` or ``NAME:SETTING=VALUE,...``.
+
+    Raises:
+        ValueError: the method or a setting is unknown, or a value out of its range.
+    """
+    config = config_of(text)
+    begin, _ = METHODS[text.partition(":")[0]]
+    return lambda task: begin(task, config)
+
+
+def config_of(text: str) -> Any:
+    """Returns the settings of the method ``NAME`` or ``NAME:SETTING=VALUE,...``.
+
+    Raises:
+        ValueError: the method or a setting is unknown, or a value out of its range.
+    """
+    return parse_named(text, {name: config_type for name, (_, config_type) in METHODS.items()})
+
+
+def measure_converge(settings: ConvergeSettings, progress: Callable[[str], object]) -> dict[str, Any]:
+    """Trains with every method, seed by seed; a collective call.
+
+    Returns:
+        Settings; metric, target and whether higher is better; and ``runs``: the results of :func:`train`.
+    """
+    settings.host_speeds.check_hosts(dist.get_world_size())
+    task = settings.build_task()
+    runs = [train(task, method, seed, settings, progress) for seed in settings.seeds for method in settings.methods]
+    return {
+        "settings": asdict(settings),
+        "world_size": dist.get_world_size(),
+        "metric": f"{settings.evaluate_on} {task.metric}",
+        "higher_is_better": task.higher_is_better,
+        "target": task.target if settings.target is None else settings.target,
+        "runs": runs,
+    }
+
+
+def train(
+    task: Task, method: str, seed: int, settings: ConvergeSettings, progress: Callable[[str], object]
+) -> dict[str, Any]:
+    """Trains once; a collective call.
+
+    Returns:
+        ``method``, ``seed``, ``lssr``, ``staleness`` (its mean) and ``staleness_counts`` (of gradients that were 0, 1,
+        ... updates stale) where gradients are stale, and ``points``, one for each evaluation: steps, their seconds and
+        the MiB that rank 0 has sent in them, quality, :func:`spread_of` the ranks, None if they are not at the same
+        step, and what the consolidation of the weights took: ``consolidation_seconds`` and ``consolidation_mib``.
+    """
+    torch.manual_seed(seed)  # the same weights for every method
+    training = parse_method(method)(task)
+    training.passes = Passes(settings.host_speeds.seconds_of(dist.get_rank(), seed))
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    # The same number of steps for every method: with data injection a step uses fewer of the rank's own samples.
+    num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
+    num_steps = min(num_steps, settings.steps or num_steps)
+    points = []
+    for point in _points_of(training, seed, num_steps, settings.evaluations):
+        points.append(point)
+        progress(f"{method}, seed {seed}: {point['quality']:.2f}")
+    result = {"method": method, "seed": seed, "lssr": training.lssr, "points": points}
+    if isinstance(training, AtOwnPace) and dist.get_rank() == 0:
+        counts = training.staleness
+        mean = sum(staleness * count for staleness, count in enumerate(counts)) / sum(counts)
+        result |= {"staleness": mean, "staleness_counts": counts}
+    training.close()
+    return result
+
+
+def _points_of(training: Training, seed: int, num_steps: int, number: int) -> Iterator[dict[str, Any]]:
+    """Trains, and yields as many evaluations as ``number``; a collective call."""
+    if not isinstance(training, AtOwnPace):
+        yield from _train_together(training, seed, num_steps, evaluations(num_steps, number))
+        return
+    for point, module in training.train(seed, num_steps, number):
+        without = {"spread": None, "consolidation_seconds": 0.0, "consolidation_mib": 0.0}
+        yield {**point, "quality": evaluate(training.task, module), **without}
+
+
+def _train_together(training: Training, seed: int, num_steps: int, evaluated: set[int]) -> Iterator[dict[str, Any]]:
+    """Trains with as many steps on each rank, and yields an evaluation after some of them; a collective call."""
+    batches = islice(chain.from_iterable(repeat(training.loader(seed))), num_steps)
+    scheduler = training.task.scheduler(training.optimizer, num_steps)
+    seconds, mib_not_of_steps = 0.0, training.mib_sent  # the first weights, and consolidations
+    dist.barrier()
+    start = time.perf_counter()
+    for steps, batch in enumerate(batches, start=1):
+        training.step(batch)
+        scheduler.step()
+        if steps in evaluated:
+            own, mib = weights_of(training.module), training.mib_sent
+            dist.barrier()  # until the slowest rank has taken this step, too
+            seconds += time.perf_counter() - start
+            start = time.perf_counter()
+            with training.consolidated() as module:
+                consolidation = time.perf_counter() - start
+                quality, spread = evaluate(training.task, module), spread_of(own, weights_of(module))
+            point = {"steps": steps, "seconds": seconds, "mib": mib - mib_not_of_steps, "quality": quality}
+            consolidation_mib = training.mib_sent - mib
+            mib_not_of_steps += consolidation_mib
+            yield point | {
+                "spread": spread,
+                "consolidation_seconds": consolidation,
+                "consolidation_mib": consolidation_mib,
+            }
+            dist.barrier()
+            start = time.perf_counter()
+
+
+@torch.no_grad()
+def evaluate(task: Task, module: torch.nn.Module) -> float:
+    """Returns the quality on the test set, of which each rank evaluates a share; a collective call."""
+    module.eval()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share: Dataset[Any] = Subset(task.test_set, range(rank, len(cast(Sized, task.test_set)), world_size))
+    total = torch.zeros(2, dtype=torch.float64)
+    for batch in DataLoader(share, batch_size=100):
+        score, number = task.score(module, batch)
+        total += torch.tensor([score.item(), number], dtype=torch.float64)
+    dist.all_reduce(total)
+    module.train()
+    return task.quality((total[0] / total[1]).item())
+
+
+def weights_of(module: torch.nn.Module) -> Tensor:
+    """Returns a copy of all weights, of shape (number of values)."""
+    return parameters_to_vector(module.parameters()).detach()
+
+
+def spread_of(own: Tensor, consolidated: Tensor) -> float:
+    """Returns the distance of the ranks' own weights from the consolidated ones; a collective call.
+
+    It is the root mean square over the ranks, relative to the norm of the consolidated weights.
+    """
+    squared = (own - consolidated).double().square().sum()
+    dist.all_reduce(squared)
+    return (squared / dist.get_world_size()).sqrt().item() / consolidated.double().norm().item()

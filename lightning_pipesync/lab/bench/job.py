@@ -1,0 +1,134 @@
+"""Runs a benchmark on the ranks of a launcher, the hosts of an emulated network, or processes on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lightning_pipesync.lab import netlab
+from lightning_pipesync.lab.bench.worker import PROGRESS, Measure, run_rank, words_for
+from lightning_pipesync.lab.netlab import Network
+
+#: The number of lines of output that an error message quotes.
+QUOTED = 20
+
+#: Seconds in which the other ranks end, by themselves or by an error that names the one that has failed.
+GRACE_S = 150.0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a benchmark.
+
+    Attributes:
+        count: the number of hosts, with one rank each.
+        rate: the rate of each host's link in the notation of ``tc`` ("1gbit"); None for processes on this machine, over
+            loopback.
+        racks: the number of racks that the hosts are divided into.
+        uplink: the rate of each rack's link to the others.
+    """
+
+    count: int
+    rate: str | None = None
+    racks: int = 1
+    uplink: str | None = None
+
+
+def launched() -> bool:
+    """Returns whether a launcher (torchrun, Slurm, ``pipesync netlab``) has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[str], object]) -> dict[str, Any] | None:
+    """Runs a benchmark and returns its result.
+
+    Args:
+        measure: measures on each rank.
+        settings: its settings, a dataclass.
+        hosts: the hosts to run on; not used if a launcher has started this process.
+        progress: called with a description after each part.
+
+    Returns:
+        The result of rank 0, and None on the other ranks that a launcher has started.
+
+    Raises:
+        RuntimeError: a rank has failed (the message quotes its last lines), or the machine cannot emulate a network.
+        ValueError: the settings of the network are invalid.
+    """
+    if launched():
+        return run_rank(measure, settings, progress)
+    with TemporaryDirectory() as directory:
+        result = Path(directory) / "result.json"
+        worker = [sys.executable, "-m", "lightning_pipesync.lab.bench.worker"]
+        command = [*worker, *words_for(measure, settings), str(result)]
+        last: deque[str] = deque(maxlen=QUOTED)
+
+        def on_line(rank: int, line: str) -> None:
+            if line.startswith(PROGRESS):
+                progress(line.removeprefix(PROGRESS).strip())
+            else:
+                last.append(f"rank {rank}: {line.rstrip()}")
+
+        if hosts.rate is None:
+            status = _run_here(command, hosts.count, on_line)
+        else:
+            with Network(hosts.count, hosts.rate, hosts.racks, hosts.uplink) as network:
+                status = netlab.run_job(network, command, output=on_line)
+        if status or not result.exists():
+            raise RuntimeError("\n".join([f"The benchmark ended with exit status {status}.", *last]))
+        measured: dict[str, Any] = json.loads(result.read_text())
+        return measured
+
+
+def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
+    """Runs ``command`` as ``num_ranks`` ranks on this machine; returns the first exit status that is not 0, else 0.
+
+    Those that have not ended some time after another one are killed, so that none waits for ever.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+
+    def read(rank: int) -> None:
+        for line in ranks[rank].stdout or ():
+            on_line(rank, line)
+
+    readers = [threading.Thread(target=read, args=(rank,)) for rank in range(num_ranks)]
+    try:
+        for reader in readers:
+            reader.start()
+        while all(process.poll() is None for process in ranks):
+            time.sleep(0.1)
+        deadline = time.monotonic() + GRACE_S
+        for process in ranks:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        for reader in readers:
+            reader.join()
+        return next((status for process in ranks if (status := process.wait())), 0)
+    finally:
+        for process in ranks:
+            process.kill()

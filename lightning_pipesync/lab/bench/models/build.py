@@ -1,0 +1,114 @@
+"""All models of the benchmarks, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipesync.lab.bench.models import bert_tables, from_transformers, image_tables, small
+from lightning_pipesync.lab.bench.models.bench_model import BenchModel
+from lightning_pipesync.lab.bench.models.emulated import EmulatedModel
+from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable, TensorSpec
+
+#: The networks that can be emulated, by name: those of DeAR Table I, and AlexNet.
+TABLES: dict[str, Callable[[], ModelTable]] = {
+    "alexnet": image_tables.alexnet,
+    "resnet50": image_tables.resnet50,
+    "densenet201": image_tables.densenet201,
+    "inceptionv4": image_tables.inceptionv4,
+    "bert-base": bert_tables.bert_base,
+    "bert-large": bert_tables.bert_large,
+}
+
+#: What the name of an emulated network begins with.
+EMULATED = "emulated-"
+_REAL: dict[str, Callable[..., BenchModel]] = {
+    "transformer": small.transformer,
+    "cnn": small.cnn,
+    "resnet50": from_transformers.resnet50,
+    "bert-base": from_transformers.bert_base,
+}
+
+#: The names for :func:`build_model`.
+MODEL_NAMES = (*_REAL, *(EMULATED + name for name in TABLES))
+
+
+def build_model(
+    name: str,
+    *,
+    batch_size: int | None = None,
+    scale: float = 1.0,
+    forward_seconds: float = 0.0,
+    backward_seconds: float = 0.0,
+) -> BenchModel:
+    """Builds a model; the weights of a real one come from torch's global generator.
+
+    Args:
+        name: one of ``MODEL_NAMES``: ``resnet50`` computes, ``emulated-resnet50`` sleeps.
+        batch_size: samples in a rank's batch, of a real model; by default one for a CPU.
+        scale: the number of values of an emulated model over the true number.
+        forward_seconds: the duration of the forward pass of an emulated model.
+        backward_seconds: the duration of its backward pass.
+
+    Raises:
+        ValueError: the name is unknown, or a setting is out of range or not one of this model.
+        ModuleNotFoundError: the model is built by ``transformers``, which is not installed.
+    """
+    if name not in MODEL_NAMES:
+        raise ValueError(f"Unknown model {name!r}; there are {', '.join(MODEL_NAMES)}.")
+    if name in _REAL:
+        if (scale, forward_seconds, backward_seconds) != (1.0, 0.0, 0.0):
+            raise ValueError(
+                f"scale={scale!r}, forward_seconds={forward_seconds!r} and backward_seconds={backward_seconds!r} are "
+                f"settings of emulated models: {name} has its own size and takes its own time."
+            )
+        if batch_size is None:
+            return _REAL[name]()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size!r}.")
+        return _REAL[name](batch_size)
+    if batch_size is not None:
+        raise ValueError(f"batch_size={batch_size!r}: {name} has none; set its forward_seconds and backward_seconds.")
+    module = EmulatedModel(
+        TABLES[name.removeprefix(EMULATED)](),
+        scale,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+    )
+    return _emulated(name, module)
+
+
+def stand_in(model: nn.Module, scale: float = 0.0) -> BenchModel:
+    """Returns a model with as many layers and trainable tensors as another, on its device, that takes no time.
+
+    Args:
+        model: the other one.
+        scale: number of values of a tensor over that of the other one's; 0: each has one value.
+    """
+    layers, seen = [], set[Tensor]()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in seen]
+        seen |= set(own)
+        if own:
+            sizes = [max(1, round(scale * tensor.numel())) for tensor in own]
+            tensors = tuple(TensorSpec(f"tensor{i}", (size,)) for i, size in enumerate(sizes))
+            layers.append(LayerSpec(name, name, tensors, forward_flops=1))
+    table = ModelTable(type(model).__name__, tuple(layers))
+    module = EmulatedModel(table, forward_seconds=0.0, backward_seconds=0.0)
+    return _emulated("stand-in", module).to(next(model.parameters()).device)
+
+
+def _emulated(name: str, module: EmulatedModel) -> BenchModel:
+    return BenchModel(name, module, list(module), _value_of_rank, _half_square)
+
+
+def _value_of_rank(rank: int) -> Tensor:
+    """Returns the batch of an emulated model, a 0-dim tensor that is also its gradient with ``_half_square``."""
+    return torch.tensor(float(rank + 1))
+
+
+def _half_square(module: nn.Module, batch: Tensor) -> Tensor:
+    output: Tensor = module(batch)
+    return output.square() / 2

@@ -1,0 +1,128 @@
+"""A module with the tensors of a real network, whose layers sleep instead of computing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipesync.lab.bench.models.emulated_compute import EmulatedCompute
+from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable
+
+
+class EmulatedModel(nn.Sequential):
+    """A network with real parameter tensors and the timing of an accelerator.
+
+    Its members are its blocks, for ``fully_shard``, each an ``nn.Sequential`` of layers.
+
+    A layer sleeps for its share of the forward and of the backward pass, by its floating-point operations, which leaves
+    the processor to communication. Gradients become ready as in a real backward pass: the last layer first,
+    those of one layer when its backward ends. The network is a chain, in the order of the table.
+
+    The input and the output are one value, a 0-dim tensor. The gradient of every value of every
+    parameter is the gradient of the loss by the output: with the loss ``output ** 2 / 2`` it is the input.
+
+    Memory traffic: a layer writes its gradients once in each backward pass, within its time, into tensors that it
+    keeps. If ``param.grad`` was None it shares their memory, without a copy except into DDP's buckets, and **the next
+    backward pass overwrites a gradient that is kept by reference**. Otherwise autograd adds to it in place. Forward
+    touches no memory. Memory: parameters and gradients, no activations.
+
+    Not emulated: kernels that compete with communication for the device, activations, a graph that is no
+    chain, the host's time to launch a layer.
+
+    Args:
+        table: the tensors, and the shares of the time.
+        scale: every tensor has ``scale`` times its true number of values, at least 1; in its true shape if ``scale``
+            is 1, else 1-D.
+        forward_seconds: the duration of the forward pass.
+        backward_seconds: the duration of the backward pass.
+
+    Attributes:
+        compute: the emulated computation, whose seconds may be changed between steps.
+
+    Raises:
+        ValueError: ``scale`` is not a positive number, or a number of seconds is negative or not finite.
+    """
+
+    def __init__(
+        self, table: ModelTable, scale: float = 1.0, *, forward_seconds: float, backward_seconds: float
+    ) -> None:
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive number, got {scale!r}.")
+        compute = EmulatedCompute(forward_seconds, backward_seconds)
+        super().__init__(
+            *(
+                nn.Sequential(
+                    *(EmulatedLayer(spec, scale, spec.forward_flops / table.forward_flops, compute) for spec in block)
+                )
+                for _, block in groupby(table.layers, key=lambda spec: spec.block)
+            )
+        )
+        self.compute = compute
+
+
+class EmulatedLayer(nn.Module):
+    """One layer of an :class:`EmulatedModel`.
+
+    Args:
+        spec: its tensors.
+        scale: the scale of the number of their values.
+        share: its share of the model's time, from 0 to 1.
+        compute: the emulated computation of the model.
+    """
+
+    def __init__(self, spec: LayerSpec, scale: float, share: float, compute: EmulatedCompute) -> None:
+        super().__init__()
+        self.share = share
+        self.compute = compute
+        for tensor in spec.tensors:
+            shape = tensor.shape if scale == 1 else (max(1, round(scale * tensor.numel)),)
+            self.register_parameter(tensor.name, nn.Parameter(torch.ones(shape)))
+        self._gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes the time of the layer's forward pass; returns a copy of ``x``."""
+        begin = time.perf_counter()
+        # `_parameters`, where a wrapper (FSDP2, `functional_call`) puts the tensors to compute with.
+        x = _Compute.apply(x, self, *self._parameters.values())
+        self.compute.spend(self.share * self.compute.forward_seconds, begin)
+        return x
+
+    def gradients(self, parameters: Iterable[Tensor], value: Tensor) -> list[Tensor]:
+        """Returns a gradient for each parameter, ``value`` (0-dim) everywhere.
+
+        Autograd uses a tensor as ``param.grad`` without a copy if there is no other reference to it: hence ``detach``,
+        a new tensor on the kept memory. An existing gradient may share that memory, which must not be overwritten then.
+        """
+        parameters = list(parameters)
+        if not self._gradients:
+            self._gradients = [torch.empty_like(parameter) for parameter in parameters]
+        return [
+            gradient.fill_(value).detach() if parameter.grad is None else value.expand_as(parameter)
+            for parameter, gradient in zip(parameters, self._gradients, strict=True)
+        ]
+
+
+class _Compute(torch.autograd.Function):
+    """The identity; its backward takes the layer's time, then returns the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        # As in a real layer, a parameter that is written to between forward and backward is an error.
+        ctx.save_for_backward(*parameters)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        begin = time.perf_counter()
+        (value,) = grad_outputs
+        layer: EmulatedLayer = ctx.layer
+        gradients = layer.gradients(ctx.saved_tensors, value)
+        layer.compute.spend(layer.share * layer.compute.backward_seconds, begin)
+        return value, None, *gradients

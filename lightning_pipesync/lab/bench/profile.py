@@ -1,0 +1,148 @@
+"""The parts of a training step without communication, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipesync.core.clock import Clock, Moment
+from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.lab.bench.candidates import Wrapped
+from lightning_pipesync.methods.method import device_of
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One rank's step without communication.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds until the last gradient is ready.
+        update: seconds.
+        tensors: in the order in which their gradients become ready.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    tensors: Sequence[LayerTimes]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Moments of a step: when its parts begin, and its end; when each weight is needed and each gradient is ready."""
+
+    parts: list[Moment] = field(default_factory=list)
+    needed: dict[int, Moment] = field(default_factory=dict)
+    ready: dict[int, Moment] = field(default_factory=dict)
+
+
+class StepRecorder:
+    """Records when the parts of steps begin and end, and when each weight is needed and each gradient is ready.
+
+    Call ``begin_forward``, ``begin_backward``, ``begin_update`` and ``end`` in each step. The first is not counted.
+
+    Args:
+        module: the module that is trained.
+        device: where it is.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._steps: list[_Step] = []
+        self._step = _Step()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(lambda parameter: self._note(self._step.ready, parameter))
+            for parameter in self._parameters
+        ]
+        self._handles += [one.register_forward_pre_hook(self._runs) for one in module.modules()]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of whole steps so far."""
+        return len(self._steps)
+
+    def begin_forward(self) -> None:
+        """Begins a step; what was recorded of an unfinished one is dropped."""
+        self._step = _Step([self._clock.now()])
+
+    def begin_backward(self) -> None:
+        self._step.parts.append(self._clock.now())
+
+    def begin_update(self) -> None:
+        self._step.parts.append(self._clock.now())
+
+    def end(self) -> bool:
+        """Ends a step; returns whether it had all parts, and is counted."""
+        if len(self._step.parts) != 3:
+            return False
+        self._step.parts.append(self._clock.now())
+        self._steps.append(self._step)
+        return True
+
+    def close(self) -> None:
+        """Ends the recording."""
+        for handle in self._handles:
+            handle.remove()
+
+    def profile(self) -> Profile:
+        """Returns the medians of all steps but the first, of which there must be one."""
+        between, steps = self._clock.seconds_between, self._steps[1:]
+        needed = [{key: between(step.parts[0], moment) for key, moment in step.needed.items()} for step in steps]
+        ready = [{key: between(step.parts[1], moment) for key, moment in step.ready.items()} for step in steps]
+        # What follows the last gradient is a wait for others.
+        backward = [max(of_step.values(), default=0.0) for of_step in ready]
+        tensors = [
+            LayerTimes(
+                ready=median(step[id(p)] for step in ready),
+                needed=median(step.get(id(p), 0.0) for step in needed),
+                num_bytes=p.numel() * p.element_size(),
+            )
+            for p in self._parameters
+            if all(id(p) in step for step in ready)
+        ]
+        return Profile(
+            forward=median(between(step.parts[0], step.parts[1]) for step in steps),
+            backward=median(backward),
+            update=median(between(step.parts[2], step.parts[3]) for step in steps),
+            tensors=sorted(tensors, key=lambda tensor: tensor.ready),
+        )
+
+    def _note(self, moments: dict[int, Moment], parameter: Any) -> None:
+        if self._step.parts:
+            moments.setdefault(id(parameter), self._clock.now())
+
+    def _runs(self, module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            self._note(self._step.needed, parameter)
+
+
+def profile_step(candidate: Wrapped, rounds: int = 5) -> Profile:
+    """Measures the parts of a step without communication on this rank: medians over several steps.
+
+    What is between the parts counts as update.
+    """
+    recorder, clock = StepRecorder(candidate.module, device_of(candidate.module)), Clock(device_of(candidate.module))
+    moments = [clock.now()]
+    for _ in range(rounds + 1):
+        candidate.optimizer.zero_grad()
+        recorder.begin_forward()
+        loss = candidate.model.loss(candidate.module, candidate.batch)
+        recorder.begin_backward()
+        loss.backward()
+        recorder.begin_update()
+        candidate.optimizer.step()
+        recorder.end()
+        moments.append(clock.now())
+    recorder.close()
+    profile = recorder.profile()
+    whole = median(clock.seconds_between(*pair) for pair in pairwise(moments[1:]))
+    between = whole - profile.forward - profile.backward - profile.update
+    return replace(profile, update=profile.update + max(0.0, between))

@@ -1,0 +1,58 @@
+"""The throughput of a policy on hosts of given speeds if communication took no time."""
+
+from __future__ import annotations
+
+import heapq
+
+from lightning_pipesync.lab.bench.host_speed import HostSpeeds
+from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
+
+
+class Throughput:
+    """Simulates learners that compute for as long as their hosts need, and servers that answer at once.
+
+    The decisions are those of the parameter servers' own sequencer.
+
+    Args:
+        policy: when the servers update the weights.
+        speeds: of the hosts.
+        num_hosts: the number of hosts, with a learner each.
+    """
+
+    def __init__(self, policy: Policy, speeds: HostSpeeds, num_hosts: int) -> None:
+        self._sequencer = Sequencer.of(policy, range(num_hosts))
+        self._cancels, self._goes_on = policy.cancels, policy.local
+        self._seconds = [speeds.seconds_of(host, seed=0) for host in range(num_hosts)]
+        self._now, self._used = 0.0, 0
+        self._versions = [0] * num_hosts
+        self._passes = [0] * num_hosts  # the number of each learner's pass under way
+        self._ends: list[tuple[float, int, int]] = []  # when a pass ends: seconds, learner, number of the pass
+
+    def gradients_per_second(self, num_gradients: int = 20_000) -> float:
+        """Returns the gradients that updates use in a second, from a simulation of so many."""
+        for host in range(len(self._seconds)):
+            self._begin(host)
+        while self._used < num_gradients:
+            self._now, host, number = heapq.heappop(self._ends)
+            if number == self._passes[host]:  # it was not cancelled
+                gradient = Gradient(host, number, self._versions[host])
+                self._follow(self._sequencer.push(gradient))
+                if self._goes_on:
+                    self._begin(host)
+        return self._used / self._now
+
+    def _begin(self, host: int) -> None:
+        self._versions[host] = self._sequencer.version
+        self._passes[host] += 1
+        heapq.heappush(self._ends, (self._now + next(self._seconds[host]), host, self._passes[host]))
+
+    def _follow(self, decisions: list[Decision]) -> None:
+        released: set[int] = set()
+        for decision in decisions:
+            released.update(decision.released)
+            if decision.update is not None:
+                self._used += len(decision.update.gradients)
+                if self._cancels:
+                    released.update(host for host, learner in self._sequencer.learners.items() if not learner.waiting)
+        for host in sorted(released):
+            self._begin(host)

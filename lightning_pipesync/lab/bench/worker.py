@@ -1,0 +1,70 @@
+"""One rank of a benchmark: ``python -m lightning_pipesync.lab.bench.worker MEASURE TYPE SETTINGS RESULT``.
+
+MEASURE and TYPE name a function and the dataclass of its settings, as MODULE:NAME; SETTINGS is JSON. Rank 0 writes its
+result as JSON to the file RESULT, and its progress in lines that start with PROGRESS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipesync.lab.bench.preflight import exchange_facts
+
+#: The prefix of a line of progress on standard output.
+PROGRESS = "@progress "
+
+
+#: How long a rank waits for the others to start.
+TIMEOUT = timedelta(minutes=5)
+
+#: Measures on one rank, within an initialized default process group: called with its settings, a dataclass, and with a
+#: function to call with a description after each part.
+Measure = Callable[[Any, Callable[[str], object]], dict[str, Any]]
+
+
+def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object]) -> dict[str, Any] | None:
+    """Runs a benchmark as the rank of the environment; returns the result on rank 0."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    exchange_facts(store, rank, world_size)
+    torch.set_num_threads(1)  # the processes of all emulated hosts share this machine
+    cuda = getattr(settings, "device", "cpu") == "cuda"
+    if cuda:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(f"Rank {rank} is for GPU {local_rank} of its host, which has {torch.cuda.device_count()}.")
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size)
+    leader = dist.get_rank() == 0
+    measured = measure(settings, progress if leader else lambda text: None)
+    dist.barrier()
+    dist.destroy_process_group()
+    return measured if leader else None
+
+
+def words_for(measure: Measure, settings: Any) -> list[str]:
+    """Returns the words MEASURE, TYPE and SETTINGS of the command."""
+    named = (measure, type(settings))
+    return [*(f"{one.__module__}:{one.__qualname__}" for one in named), json.dumps(asdict(settings))]
+
+
+def main(measure: str, settings_type: str, settings: str, result: str) -> None:
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()}
+    chosen = resolve_name(settings_type)(**values)
+    measured = run_rank(resolve_name(measure), chosen, lambda text: print(PROGRESS + text, flush=True))
+    if measured is not None:
+        Path(result).write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

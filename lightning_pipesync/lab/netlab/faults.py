@@ -1,0 +1,117 @@
+"""Faults to inject into the hosts of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Union
+
+from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse_share
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A slow CPU: the processes of a host run for ``share`` of the time and are stopped for the rest.
+
+    Attributes:
+        host: the number of the host.
+        share: the fraction of the time, more than 0 and less than 1.
+    """
+
+    host: int
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"share must be more than 0 and less than 1, got {self.share}.")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for all processes of a host.
+
+    Attributes:
+        host: the number of the host.
+        after_s: seconds after the start of the job.
+    """
+
+    host: int
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """SIGSTOP for all processes of a host, without a SIGCONT.
+
+    Attributes:
+        host: the number of the host.
+        after_s: seconds after the start of the job.
+    """
+
+    host: int
+    after_s: float
+
+
+Fault = Union[Slow, Kill, Freeze]
+
+
+def check_faults(faults: Iterable[Fault], num_hosts: int) -> None:
+    """Raises ValueError if a fault names an unknown host, or if two faults slow the same one."""
+    slowed = set()
+    for fault in faults:
+        check_host(fault.host, num_hosts, type(fault).__name__.lower())
+        if isinstance(fault, Slow):
+            if fault.host in slowed:
+                raise ValueError(f"slow: host {fault.host} is named twice.")
+            slowed.add(fault.host)
+
+
+def check_host(host: int, num_hosts: int, where: str) -> None:
+    """Raises ValueError if there is no such host; ``where`` names the setting."""
+    if host not in range(num_hosts):
+        raise ValueError(f"{where}: there is no host {host}. The {num_hosts} hosts are numbered from 0.")
+
+
+def parse_kill(text: str) -> Kill:
+    """Parses ``"HOST@SECONDS"``, as in ``"2@10s"``; ValueError if malformed."""
+    return Kill(*_parse_event(text, "kill"))
+
+
+def parse_freeze(text: str) -> Freeze:
+    """Parses ``"HOST@SECONDS"``, as in ``"1@5s"``; ValueError if malformed."""
+    return Freeze(*_parse_event(text, "freeze"))
+
+
+def parse_slow(texts: Iterable[str]) -> tuple[list[Slow], dict[int, str]]:
+    """Parses ``"HOST:SHARE%"`` and ``"HOST:RATE"``, as in ``"3:50%"`` and ``"3:200mbit"``.
+
+    Returns:
+        The hosts with a slow CPU, and the rates of the hosts with a slow link.
+
+    Raises:
+        ValueError: a text is neither, or a host's link is named twice.
+    """
+    slow: list[Slow] = []
+    rates: dict[int, str] = {}
+    for text in texts:
+        host, value = _parse_host(text, ":", "slow", "3:50% or 3:200mbit")
+        if value.endswith("%"):
+            slow.append(Slow(host, parse_share(value)))
+        elif host in rates:
+            raise ValueError(f"slow: the link of host {host} is named twice.")
+        else:
+            parse_rate(value)
+            rates[host] = value
+    return slow, rates
+
+
+def _parse_event(text: str, where: str) -> tuple[int, float]:
+    host, value = _parse_host(text, "@", where, "2@10s")
+    return host, parse_seconds(value)
+
+
+def _parse_host(text: str, separator: str, where: str, example: str) -> tuple[int, str]:
+    host, found, value = text.partition(separator)
+    if not found or not host.isdecimal():
+        raise ValueError(f"{where}: {text!r} names no host: write HOST{separator}VALUE, as in {example}.")
+    return int(host), value

@@ -1,0 +1,134 @@
+"""A network of hosts with limited bandwidth, as a context manager."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+
+from lightning_pipesync.lab.netlab.faults import check_host
+from lightning_pipesync.lab.netlab.requirements import check_requirements
+from lightning_pipesync.lab.netlab.signals import deferred, raising
+from lightning_pipesync.lab.netlab.units import parse_rate
+
+#: Reserved for benchmarks of networks (RFC 2544), so that no name server or proxy of the machine has such an address.
+_SUBNET = ipaddress.ip_network("198.18.0.0/16")
+#: The most ports of a bridge, rounded down.
+_MOST_HOSTS = 1000
+_MASTER_PORT = 29500
+_serials = itertools.count()
+
+
+class Network:
+    """``with Network(hosts=4, rate="1gbit") as network:`` creates hosts, and removes them at the end.
+
+    Each host is a network namespace, and so is the switch, which is not connected to the machine's own network.
+    Left-overs of killed runs are removed first. Within the block SIGTERM and SIGHUP raise SystemExit in the main
+    thread, so that the hosts are removed then, too.
+
+    Args:
+        hosts: the number of hosts, which are numbered from 0.
+        rate: the rate of each host's link, each way, such as ``"1gbit"``.
+        racks: the number of racks, which the hosts are divided into evenly, in order. Each rack has a switch, and a
+            core switch connects them.
+        uplink: the rate between each rack and the core, each way; None means ``rate``. Only with several racks.
+        host_rates: the rates of hosts whose links differ.
+
+    Raises:
+        ValueError: a rate, the racks or a host are invalid.
+        RuntimeError: on entering, if this machine lacks a requirement; nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        rate: str = "1gbit",
+        racks: int = 1,
+        uplink: str | None = None,
+        host_rates: Mapping[int, str] | None = None,
+    ) -> None:
+        if not 1 <= hosts <= _MOST_HOSTS:
+            raise ValueError(f"hosts must be between 1 and {_MOST_HOSTS}, got {hosts}.")
+        if racks < 1 or hosts % racks:
+            raise ValueError(f"racks must divide the {hosts} hosts evenly, got {racks}.")
+        if uplink is not None and racks == 1:
+            raise ValueError("uplink is the link between racks: it needs racks of 2 or more.")
+        self.hosts, self.racks = hosts, racks
+        self.rates = [parse_rate(rate)] * hosts
+        for host, own in (host_rates or {}).items():
+            check_host(host, hosts, "host_rates")
+            self.rates[host] = parse_rate(own)
+        self._uplink = parse_rate(uplink or rate) if racks > 1 else None
+        self._prefix = ""
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Network:
+        check_requirements()
+        from lightning_pipesync.lab.netlab import namespaces
+
+        namespaces.remove_leftovers()
+        self._prefix = namespaces.name_prefix(next(_serials))
+        with ExitStack() as undo:
+            undo.enter_context(raising())
+            undo.callback(self._remove)
+            with deferred():
+                self._create()
+            self._exit = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._exit.__exit__(kind, error, traceback)
+
+    def namespace(self, host: int) -> str:
+        """Returns the name of a host's network namespace, for ``ip netns exec``."""
+        return f"{self._prefix}host{host}"
+
+    def address(self, host: int) -> str:
+        """Returns the IP address of a host."""
+        return str(_SUBNET[host + 1])
+
+    def environment(self, host: int) -> dict[str, str]:
+        """Returns the variables that ``torchrun`` with one process per host would set."""
+        from lightning_pipesync.lab.netlab.links import INTERFACE
+
+        return {
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(_MASTER_PORT),  # Every port of a new host is free.
+            "WORLD_SIZE": str(self.hosts),
+            "RANK": str(host),
+            "NODE_RANK": str(host),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "TP_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            # Otherwise NCCL finds that the hosts are one machine, and bypasses the network.
+            "NCCL_HOSTID": self.namespace(host),
+        }
+
+    def _create(self) -> None:
+        from lightning_pipesync.lab.netlab import links, namespaces
+
+        switch = f"{self._prefix}switch"
+        for name in (switch, *map(self.namespace, range(self.hosts))):
+            namespaces.create(name)
+        hosts = [
+            links.HostLink(
+                namespace=self.namespace(host),
+                address=f"{self.address(host)}/{_SUBNET.prefixlen}",
+                rate=self.rates[host],
+                rack=host * self.racks // self.hosts,
+            )
+            for host in range(self.hosts)
+        ]
+        links.connect(switch, hosts, self.racks, self._uplink)
+
+    def _remove(self) -> None:
+        from lightning_pipesync.lab.netlab import namespaces
+
+        with deferred():
+            namespaces.remove(self._prefix)

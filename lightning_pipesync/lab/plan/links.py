@@ -1,0 +1,177 @@
+"""Latency and bandwidth of every pair of hosts, and what sticks out."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch.distributed as dist
+
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.job_sockets import JobSockets
+from lightning_pipesync.lab.plan.units import rate
+
+#: A link is slow with less than this share of the usual bandwidth.
+SLOW = 0.7
+
+#: A transfer takes about so many seconds, and has from so many to so many bytes.
+TRANSFER_S, LEAST_BYTES, MOST_BYTES = 0.2, MIB, 16 * MIB
+
+#: Exchanges of one byte.
+PINGS = 5
+
+#: Connections that are tried beside a single one, and how many times as much they have to reach to be worth it.
+CONNECTIONS, WORTH = 4, 1.3
+
+
+@dataclass(frozen=True)
+class Links:
+    """What single TCP connections between ranks reach, one pair of a rank at a time.
+
+    Attributes:
+        bandwidth: bytes per second by sender and receiver; 0 for a rank itself.
+        latency: seconds of one way by both, half of there and back; 0 for a rank itself.
+    """
+
+    bandwidth: Sequence[Sequence[float]]
+    latency: Sequence[Sequence[float]]
+
+
+def measure_links(bandwidth: float) -> Links:
+    """Measures every pair in both directions; a collective call. In each round each rank has one partner.
+
+    Args:
+        bandwidth: bytes per second of about what the network has, which chooses how much is sent.
+
+    Raises:
+        RuntimeError: a pair does not connect, or a rank does not answer; the message names it.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, bandwidth * TRANSFER_S)))
+    speeds, delays = [0.0] * world_size, [0.0] * world_size
+    with JobSockets(backlog=world_size) as sockets:
+        for partner in partners(rank, world_size):
+            dist.barrier()
+            if partner is None:
+                continue
+            try:
+                with sockets.accept() if rank < partner else sockets.connect(partner) as connection:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    delays[partner] = _ping(connection, rank < partner)
+                    for sender in (min(rank, partner), max(rank, partner)):
+                        seconds = _transfer(connection, num_bytes, sends=sender == rank)
+                        if sender == rank:
+                            speeds[partner] = num_bytes / seconds
+            except OSError as error:
+                raise RuntimeError(
+                    f"Rank {rank} does not reach rank {partner}, at {sockets.addresses[partner]}: {error}."
+                ) from error
+    gathered: list[tuple[list[float], list[float]]] = [([], [])] * world_size
+    dist.all_gather_object(gathered, (speeds, delays))
+    return Links([speeds for speeds, _ in gathered], [delays for _, delays in gathered])
+
+
+def partners(rank: int, world_size: int) -> list[int | None]:
+    """Returns a rank's partner in each round, in which all meet once; None: it pauses (the circle method)."""
+    size = world_size + world_size % 2
+    rounds = []
+    for round_ in range(size - 1):
+        circle = [size - 1, *((round_ + i) % (size - 1) for i in range(size - 1))]
+        partner = circle[size - 1 - circle.index(rank)]
+        rounds.append(partner if partner < world_size else None)
+    return rounds
+
+
+def outliers(links: Links, names: Sequence[str]) -> list[str]:
+    """Returns what is slow, a sentence each: hosts, racks with a thin uplink, single pairs.
+
+    Args:
+        links: what was measured.
+        names: of the ranks.
+    """
+    ranks = range(len(names))
+    speed = {(a, b): min(links.bandwidth[a][b], links.bandwidth[b][a]) for a in ranks for b in ranks if a != b}
+    best = sorted(speed.values())[-max(1, len(speed) // 4)]  # a thin uplink may make most pairs slow
+    slow = {pair for pair, value in speed.items() if value < SLOW * best}
+    if not slow:
+        return []
+    racks = _components([pair for pair in speed if pair not in slow], len(names))
+    alone = [rack[0] for rack in racks if len(rack) == 1]
+    found = []
+    for rank in alone if len(alone) < len(names) else ():
+        value = median(speed[rank, other] for other in ranks if other != rank and other not in alone)
+        found.append(
+            f"{names[rank]}: {rate(value)} to and from the others, which have {rate(best)}. Check its cable, its "
+            "switch port, and what else runs there."
+        )
+    rest = [rack for rack in racks if len(rack) > 1]
+    if len(rest) > 1:
+        value = median(speed[a, b] for a in rest[0] for b in rest[1])
+        listed = "; ".join(", ".join(map(str, rack)) for rack in rest)
+        found.append(
+            f"The ranks are in {len(rest)} racks ({listed}): {rate(value)} between them, {rate(best)} within. Made for "
+            f"that, and not run here: LocalSGDStrategy(replicas_per_group={len(rest[0])}), "
+            "DeARStrategy(topology='torus2d')."
+        )
+    pairs = sorted((a, b) for a, b in slow if a < b and any(a in rack and b in rack for rack in rest))
+    found += [f"{names[a]} and {names[b]}: {rate(speed[a, b])}, where others have {rate(best)}." for a, b in pairs]
+    return found
+
+
+def several_connections(bandwidth: float) -> list[str]:
+    """Returns what to set if several TCP connections carry more than one, a sentence; a collective call.
+
+    Args:
+        bandwidth: bytes per second of a single one.
+    """
+    several = measure_bandwidth(connections=CONNECTIONS)
+    if several < WORTH * bandwidth:
+        return []
+    return [
+        f"One TCP connection carries {rate(bandwidth)}, {CONNECTIONS} carry {rate(several)}: let Gloo open several, "
+        "as docs/launching.md says, GLOO_SOCKET_IFNAME=eth0,eth0 with your interface."
+    ]
+
+
+def _components(pairs: Sequence[tuple[int, int]], number: int) -> list[list[int]]:
+    """Returns the numbers that pairs connect, each set in ascending order."""
+    group = list(range(number))
+    for a, b in pairs:
+        old, new = max(group[a], group[b]), min(group[a], group[b])
+        group = [new if one == old else one for one in group]
+    return [[one for one in range(number) if group[one] == of] for of in sorted(set(group))]
+
+
+def _ping(connection: socket.socket, begins: bool) -> float:
+    seconds = []
+    for _ in range(PINGS):
+        start = time.perf_counter()
+        if begins:
+            connection.sendall(b"?")
+            connection.recv(1)
+        else:
+            connection.recv(1)
+            connection.sendall(b"!")
+        seconds.append((time.perf_counter() - start) / 2)
+    return median(seconds)
+
+
+def _transfer(connection: socket.socket, num_bytes: int, sends: bool) -> float:
+    """Returns the seconds until all bytes have arrived, which the receiver tells."""
+    start = time.perf_counter()
+    if sends:
+        connection.sendall(bytes(num_bytes))
+        connection.recv(1)
+    else:
+        left = num_bytes
+        while left:
+            received = connection.recv(min(left, MIB))
+            if not received:
+                raise RuntimeError("A rank has closed its connection while links were measured.")
+            left -= len(received)
+        connection.sendall(b"!")
+    return time.perf_counter() - start

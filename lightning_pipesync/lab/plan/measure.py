@@ -1,0 +1,188 @@
+"""Measures hosts, network and model, and runs the methods that are predicted to be best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import partial
+from itertools import cycle, pairwise
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipesync.core.clock import Clock
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.preflight import findings, own_facts
+from lightning_pipesync.lab.plan.cluster import Cluster
+from lightning_pipesync.lab.plan.links import measure_links, outliers, several_connections
+from lightning_pipesync.lab.plan.measured_cost import (
+    Waitable,
+    measure_backend,
+    measure_in_a_row,
+    measure_one_by_one,
+    sizes_for,
+)
+from lightning_pipesync.lab.plan.method_cost import measure_averages, measure_servers
+from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.own_work import measure_own_work
+from lightning_pipesync.lab.plan.predictions import predict, tori
+from lightning_pipesync.lab.plan.proof import run_best
+from lightning_pipesync.lab.plan.ranks import gathered
+from lightning_pipesync.lab.plan.rules import with_refusals
+from lightning_pipesync.lab.plan.saved import of_result
+from lightning_pipesync.lab.plan.work import Work, measure_work, slow_ranks, slowest
+from lightning_pipesync.methods.method import device_of
+
+T = TypeVar("T")
+
+#: The codecs whose all-reduce is measured, and whose averages are, except bf16, which local SGD is not planned with.
+CODECS = ("none", "bf16", "int8", "int4")
+
+#: Bytes of a buffer that codecs encode and decode, and how often.
+CODED, CODINGS = 2**24, 5
+
+
+def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> dict[str, Any]:
+    """Measures hosts, network and model, and how long steps with the best methods take; a collective call.
+
+    Returns:
+        What :func:`plan_for` does, with ``measured``; or, if the model cannot be trained, the ``error`` alone.
+    """
+    model, error = _outcome_of(settings.build)
+    work, error = _outcome_of(partial(measure_work, model)) if model is not None else (None, error)
+    if model is None or work is None:
+        return {"error": error}
+    progress("the model")
+    result = plan_for(work, model.module, asdict(settings), progress)
+    del model
+    work, cluster, _ = of_result(result)
+    return {**result, "measured": run_best(predict(work, cluster), settings, progress) if settings.rounds else {}}
+
+
+def _outcome_of(action: Callable[[], T]) -> tuple[T | None, str]:
+    """Runs what depends on the user's model; returns what it returns on all ranks, or None and what has failed on one.
+
+    A collective call.
+    """
+    outcome, error = None, ""
+    try:
+        outcome = action()
+    except Exception as raised:  # whatever the user's model raises, perhaps on this rank alone
+        error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
+    errors = [f"rank {rank}: {one}" for rank, one in enumerate(gathered(error)) if one]
+    return (None, " ".join(errors[0].split())) if errors else (outcome, "")
+
+
+def plan_for(
+    work: Work, module: nn.Module, settings: Mapping[str, Any], progress: Callable[[str], object]
+) -> dict[str, Any]:
+    """Measures hosts, network, and what methods do besides, and predicts a step with each; a collective call.
+
+    Args:
+        work: what this rank computes in a step.
+        module: the model.
+        settings: to be kept with the result.
+        progress: called with what was measured.
+
+    Returns:
+        When it was ``made``; ``settings``; ``findings``: what is wrong with hosts and links; ``links``; ``cluster``;
+        ``work`` of the slowest rank; ``codecs``: bytes per second, on rank 0; ``changes``: none; ``predictions``; and
+        ``measured``: by name of the :class:`Prediction` seconds of a step in each round, or an error; there are none.
+    """
+    facts, everyones = gathered(own_facts(dist.get_rank())), gathered(work)
+    names, device = [one.name for one in facts], device_of(module)
+    cluster = measure_cluster(device, max(sum(tensor.num_bytes for tensor in one.profile.tensors) for one in everyones))
+    progress("the network")
+    links, work = measure_links(cluster.bandwidth), slowest(everyones)
+    work = replace(work, own=measure_own_work(module, cluster, pipelines=len(work.layers) >= len(names)))
+    work = with_refusals(work, cluster, module)
+    predictions = predict(work, cluster)
+    ddp = next(one for one in predictions if one.method == "ddp")
+    return {
+        "made": datetime.now().isoformat(sep=" ", timespec="minutes"),
+        "settings": dict(settings),
+        "world_size": cluster.world_size,
+        "cluster": asdict(cluster),
+        "work": asdict(work),
+        "codecs": {codec: codec_speed(codec, device) for codec in CODECS if codec != "none"},
+        "findings": [
+            *findings(facts),
+            *outliers(links, names),
+            *several_connections(cluster.bandwidth),
+            *slow_ranks(everyones, names, ddp.seconds),
+            *_idle_gpu(device),
+        ],
+        "links": asdict(links),
+        "changes": [],
+        "predictions": [asdict(one) for one in predictions],
+        "measured": {},
+    }
+
+
+def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
+    """Measures the network, and returns what rank 0 has measured, on all ranks; a collective call.
+
+    Args:
+        device: where gradients are.
+        num_bytes: of all gradients.
+    """
+    bandwidth = measure_bandwidth()
+    sizes = sizes_for(num_bytes, bandwidth)
+    backend = measure_backend(sizes, device)
+    torus = None
+    with closing(Transport(device)) as transport:
+        halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
+        all_reduces = {codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device) for codec in CODECS}
+    if tori(dist.get_world_size()):
+        with closing(Transport(device, topology="torus2d")) as transport:
+            torus = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
+    averages = {codec: measure_averages(codec, sizes, device) for codec in CODECS if codec != "bf16"}
+    servers = measure_servers(sizes, device)
+    own = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, averages, servers, torus)
+    return gathered(own)[0]  # the same predictions on all ranks
+
+
+def _idle_gpu(device: torch.device | str) -> list[str]:
+    if torch.device(device).type == "cuda" or not torch.cuda.is_available():
+        return []
+    return ["There is a GPU, and this plan is for processors: add --device cuda for a plan over NCCL."]
+
+
+def codec_speed(name: str, device: torch.device | str) -> float:
+    """Returns the bytes of fp32 values per second that this rank's device encodes and decodes with a codec."""
+    codec, clock = get_codec(name), Clock(torch.device(device))
+    values = torch.linspace(-1, 1, CODED // 4, device=device)
+    wire = torch.empty(codec.wire_bytes(len(values), values.dtype), dtype=torch.uint8, device=device)
+    decoded = torch.empty_like(values)
+    moments = [clock.now()]
+    for _ in range(CODINGS):
+        codec.encode(values, wire)
+        codec.decode(wire, decoded, values.dtype)
+        moments.append(clock.now())
+    return CODED / median(clock.seconds_between(*pair) for pair in pairwise(moments))
+
+
+def _halves_in_turns(transport: Transport) -> Callable[[Tensor], Waitable]:
+    """Returns a reduce-scatter and an all-gather in turns, as DeAR has them."""
+    kinds: Iterator[Callable[[Tensor], Waitable]] = cycle((transport.reduce_scatter, transport.all_gather))
+    return lambda flat: next(kinds)(flat)
+
+
+def _all_reduce(transport: Transport, codec: str) -> Callable[[Tensor], Waitable]:
+    """Returns this package's all-reduce, with error feedback if the codec is lossy."""
+    feedbacks: dict[int, ErrorFeedback] = {}
+
+    def all_reduce(flat: Tensor) -> Waitable:
+        if codec != "none" and len(flat) not in feedbacks:
+            feedbacks[len(flat)] = transport.feedback(flat)
+        return transport.all_reduce(flat, codec=codec, mean=True, feedback=feedbacks.get(len(flat)))
+
+    return all_reduce

@@ -1,0 +1,120 @@
+"""What is planned for: the settings of ``pipesync plan``, and the model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from inspect import signature
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pipesync.lab.bench.models import MODEL_NAMES, BenchModel, build_model
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What is planned.
+
+    Attributes:
+        model: a name for :func:`build_model`, or ``MODULE:FUNCTION``, which returns a module, a batch, and a function
+            that computes the loss from both; or a LightningModule and its training loader.
+        scale: the scale of the tensors of an emulated model.
+        compute_ms: forward and backward pass of an emulated model, in milliseconds.
+        steps: the least number of steps of a measurement.
+        rounds: the number of measurements of each method that is run; 0: none is.
+        device: ``"cpu"``; or ``"cuda"``, a GPU for each rank, over NCCL.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names it and its value.
+    """
+
+    model: str
+    scale: float
+    compute_ms: float
+    steps: int
+    rounds: int
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.model not in MODEL_NAMES and ":" not in self.model:
+            raise ValueError(f"model={self.model!r} is neither MODULE:FUNCTION nor one of {', '.join(MODEL_NAMES)}.")
+        for name in ("scale", "compute_ms", "steps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
+        if self.rounds < 0:
+            raise ValueError(f"rounds must not be negative, got {self.rounds!r}.")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}.")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda', and torch finds no GPU here: leave it at 'cpu', or install a CUDA build.")
+        if self.device == "cuda" and self.model.startswith("emulated-"):
+            raise ValueError(f"The layers of {self.model} sleep, and use no GPU: set device='cpu'.")
+
+    def build(self) -> BenchModel:
+        """Returns the model.
+
+        Raises:
+            ValueError: there is no such function, or it returns something else.
+        """
+        return self._on_cpu().to(self.device)
+
+    def _on_cpu(self) -> BenchModel:
+        if self.model in MODEL_NAMES:
+            if not self.model.startswith("emulated-"):
+                return build_model(self.model)
+            forward = self.compute_ms / 3000
+            return build_model(self.model, scale=self.scale, forward_seconds=forward, backward_seconds=2 * forward)
+        return _users_own(self.model)
+
+
+def _users_own(name: str) -> BenchModel:
+    """Returns what the user's function makes, of a module in the present folder or of an installed one."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script begins without it
+    try:
+        made = resolve_name(name)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"model={name!r}: {type(error).__name__}: {error}. Give MODULE:FUNCTION.") from error
+    match made:
+        case (nn.Module() as module, batch, loss) if callable(loss):
+            return BenchModel(name, module, [], lambda rank: batch, loss)
+        case (nn.Module(training_step=_) as module, loader):
+            if not getattr(module, "automatic_optimization", True):
+                raise ValueError(
+                    f"model={name!r}: {type(module).__name__} has automatic_optimization=False, so that its training "
+                    "step has no loss: return (module, batch, loss) instead."
+                )
+            batch = next(iter(loader))
+            return BenchModel(name, module, [], lambda rank: batch, _loss_of_training_step)
+    raise ValueError(
+        f"model={name!r} returned {type(made).__name__}: return (module, batch, loss), of which loss(module, batch) is "
+        "a scalar tensor; or (LightningModule, loader)."
+    )
+
+
+def _loss_of_training_step(module: Any, batch: Any) -> Any:
+    """Returns the loss of a LightningModule, which is in no Trainer, or of one in DDP.
+
+    DDP prepares its reductions in its forward pass, so that the training step has to run within that.
+    """
+    own: Any = module.module if isinstance(module, DistributedDataParallel) else module
+    arguments = (batch, 0) if len(signature(own.training_step).parameters) > 1 else (batch,)
+    if own is module:
+        result = own.training_step(*arguments)
+    else:
+
+        def training_step(*arguments: Any) -> Any:
+            del own.forward  # the training step may call the module
+            return own.training_step(*arguments)
+
+        own.forward = training_step
+        result = module(*arguments)
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(f"{type(own).__name__}.training_step returned {type(loss).__name__} as its loss.")
+    return loss

@@ -1,0 +1,129 @@
+"""The picture of a plan: what each method gains at other bandwidths, and on more hosts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from lightning_pipesync.lab.bench.palette import COLOURS, Picture, colour_of
+from lightning_pipesync.lab.plan.cluster import Cluster
+from lightning_pipesync.lab.plan.predictions import Prediction, enough_bandwidth, fastest, predict
+from lightning_pipesync.lab.plan.units import rate, round_rate
+from lightning_pipesync.lab.plan.verdict import rounds_of
+from lightning_pipesync.lab.plan.work import Work
+
+#: Bandwidths in bytes per second, from so many times the cluster's to so many.
+BANDWIDTHS = tuple(10 ** (exponent / 6) for exponent in range(-9, 13))
+
+#: Numbers of hosts.
+HOSTS = tuple(2**exponent for exponent in range(1, 13))
+
+#: A gain from which on its axis is logarithmic.
+LOG_FROM = 5.0
+
+#: The colour behind what was not measured. As near as this factor to the measured place counts as measured.
+EXTRAPOLATED, NEAR = "#ececec", 1.3
+
+
+def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) -> None:
+    """Draws the speed-up over DDP by bandwidth and by number of hosts.
+
+    Lines are predictions, with the band of the costs' errors; dots are measured. What was not measured is on grey.
+
+    Args:
+        work: a step without communication.
+        cluster: the costs of communication, perhaps of another cluster than the measured one.
+        result: as of :func:`as_markdown`.
+        path: of the picture.
+    """
+    figure = Picture(figsize=(11, 5.4), layout="constrained")
+    figure.suptitle(f"{result['settings']['model']}: gain over DDP")
+    by_bandwidth, by_hosts = figure.subplots(1, 2)
+    rates, hosts = [cluster.bandwidth * factor for factor in BANDWIDTHS], [float(number) for number in HOSTS]
+    _draw_gains(by_bandwidth, work, cluster, rates, Cluster.with_bandwidth)
+    _draw_gains(by_hosts, work, cluster, hosts, lambda cluster, number: cluster.with_hosts(int(number)))
+    by_bandwidth.set(xlabel="each host's link", title=f"{cluster.world_size} hosts")
+    by_hosts.set(xlabel="hosts", title=f"{rate(cluster.bandwidth)} each")
+    if (enough := enough_bandwidth(work, cluster)) is not None and enough < rates[-1]:
+        by_bandwidth.axvline(enough, color=COLOURS[0], linestyle=":", label=f"DDP is enough: {round_rate(enough)}")
+    same_hosts = cluster.world_size == result["world_size"]
+    same_rate = cluster.bandwidth == result["cluster"]["bandwidth"]
+    _mark_measured(by_bandwidth, rates, result["cluster"]["bandwidth"] if same_hosts else None)
+    _mark_measured(by_hosts, hosts, result["world_size"] if same_rate else None)
+    for panel, here in ((by_bandwidth, cluster.bandwidth), (by_hosts, cluster.world_size)):
+        if same_hosts and same_rate:
+            _draw_measured(panel, here, predict(work, cluster), result["measured"])
+        panel.axhline(1.0, color=COLOURS[0], linewidth=0.8)
+        gains_much = panel.get_ylim()[1] > LOG_FROM
+        panel.set(xscale="log", yscale="log" if gains_much else "linear", ylabel="times as fast as DDP")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:g}")
+        panel.grid(alpha=0.3)
+    decades = range(math.ceil(math.log10(8 * rates[0])), math.floor(math.log10(8 * rates[-1])) + 1)
+    by_bandwidth.set_xticks([10.0**decade / 8 for decade in decades], [rate(10.0**decade / 8) for decade in decades])
+    by_hosts.set_xticks(hosts, [f"{number:g}" for number in hosts], fontsize="small")
+    for panel in (by_bandwidth, by_hosts):
+        panel.minorticks_off()
+    by_hand = [
+        Patch(color="gray", alpha=0.3, label="band: predictions with the measured costs' standard errors"),
+        Patch(color=EXTRAPOLATED, label="grey: extrapolated, not measured"),
+    ]
+    found = {label: handle for panel in (by_bandwidth, by_hosts) for handle, label in zip(*_legend(panel), strict=True)}
+    handles, labels = [*found.values(), *by_hand], [*found, *(one.get_label() for one in by_hand)]
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _legend(panel: Axes) -> Any:
+    return panel.get_legend_handles_labels()
+
+
+def _draw_gains(
+    panel: Axes, work: Work, cluster: Cluster, places: Sequence[float], changed: Callable[[Cluster, float], Cluster]
+) -> None:
+    """Draws a curve for each method, with its band; ``changed`` returns the cluster with one of the ``places``."""
+    clusters = [changed(cluster, place) for place in places]
+    middle, *ends = [[_gains(work, one.with_errors(sign)) for one in clusters] for sign in (0, -1, 1)]
+    for method in middle[0]:
+        if method != "ddp":
+            # A model has too few layers for a pipeline of more hosts than that.
+            curve, low, high = ([gains.get(method, math.nan) for gains in each] for each in (middle, *ends))
+            panel.plot(places, curve, color=colour_of(method), label=f"{method}, predicted")
+            panel.fill_between(places, low, high, color=colour_of(method), alpha=0.2, linewidth=0)
+
+
+def _mark_measured(panel: Axes, places: Sequence[float], measured: float | None) -> None:
+    """Draws what is not near the measured place on grey; None: it is not in this panel."""
+    first, last = places[0] / NEAR, places[-1] * NEAR
+    left, right = (first, first) if measured is None else (measured / NEAR, measured * NEAR)
+    for begin, end in ((first, left), (right, last)):
+        if end > begin:
+            panel.axvspan(begin, end, color=EXTRAPOLATED, linewidth=0, zorder=0)
+    panel.set_xlim(first, last)
+
+
+def _draw_measured(
+    panel: Axes, here: float, predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Draws a dot for each method that was run, at its fastest, if DDP was, too."""
+    rounds = rounds_of(predictions, measured) if measured else {}
+    seconds: dict[str, float] = {}
+    for one in predictions:
+        if one.name in rounds:
+            seconds[one.method] = min(median(rounds[one.name]), seconds.get(one.method, math.inf))
+    for method in seconds if "ddp" in seconds else ():
+        if method != "ddp":
+            gain = seconds["ddp"] / seconds[method]
+            panel.plot(here, gain, "o", color=colour_of(method), label=f"{method}, measured", zorder=3)
+
+
+def _gains(work: Work, cluster: Cluster) -> Mapping[str, float]:
+    """Returns how many times as fast as DDP each method is at its fastest."""
+    seconds = fastest(work, cluster)
+    return {method: seconds["ddp"] / of_method for method, of_method in seconds.items()}

@@ -1,0 +1,146 @@
+"""Runs the methods that are predicted to be best, in turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.lab.bench.candidate import Candidate
+from lightning_pipesync.lab.bench.round_robin import time_round_robin
+from lightning_pipesync.lab.plan.candidates import candidate_of
+from lightning_pipesync.lab.plan.model import PlanSettings
+from lightning_pipesync.lab.plan.predictions import Prediction
+from lightning_pipesync.lab.plan.ranks import gathered
+
+#: How many exact predictions are run, besides DDP, and how many other methods.
+PROVEN = 2
+
+
+def to_prove(predictions: Sequence[Prediction], runs: Callable[[Prediction], bool]) -> list[Prediction]:
+    """Returns DDP, the best of the exact predictions, and the best of the other methods, each of these once.
+
+    Args:
+        predictions: of all methods.
+        runs: tries one, and returns whether it can be run; the next best takes the place of one that cannot.
+    """
+    in_order = sorted(predictions, key=lambda one: one.seconds)
+    chosen = [one for one in predictions if one.method == "ddp" and runs(one)]
+    exact = (one for one in in_order if one.exact and one.method != "ddp" and runs(one))
+    chosen += islice(exact, PROVEN)
+    others: dict[str, Prediction] = {}
+    for one in in_order:
+        if len(others) < PROVEN and not one.exact and one.method not in others and runs(one):
+            others[one.method] = one
+    return [*chosen, *others.values()]
+
+
+def resident_bytes() -> int:
+    """Returns the bytes of all tensors of this process, and of gradients; without those of a graph."""
+    gc.collect()
+    tensors: list[Tensor] = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    tensors = [one for one in tensors if one.layout == torch.strided and not one.is_meta]
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def run_best(
+    predictions: Sequence[Prediction], settings: PlanSettings, progress: Callable[[str], object]
+) -> dict[str, dict[str, Any]]:
+    """Runs steps of DDP and of the methods that are predicted to be best, see :func:`to_prove`; a collective call.
+
+    Returns:
+        What :meth:`Trials.time` does.
+    """
+    trials = Trials(settings)
+    to_prove(predictions, trials.begin)
+    return trials.time(progress)
+
+
+def run_in_turns(
+    chosen: Sequence[Prediction], settings: PlanSettings, progress: Callable[[str], object]
+) -> dict[str, dict[str, Any]]:
+    """Runs steps of each method; a collective call. It returns what :meth:`Trials.time` does."""
+    trials = Trials(settings)
+    for one in chosen:
+        trials.begin(one)
+    return trials.time(progress)
+
+
+class Trials:
+    """Steps of several methods, in turns.
+
+    Args:
+        settings: what is trained, and for how many steps and rounds.
+    """
+
+    def __init__(self, settings: PlanSettings) -> None:
+        self._settings = settings
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self._candidates: dict[str, Candidate] = {}
+
+    def begin(self, one: Prediction) -> bool:
+        """Takes the first steps with a method; returns whether all ranks could. A collective call."""
+        torch.manual_seed(0)
+        before = resident_bytes()
+        candidate, error = _try(one, self._settings)
+        failed = next(filter(None, gathered(error)), None)  # all ranks go on with the same ones
+        if candidate is not None and failed is None:
+            self._candidates[one.name] = candidate
+            self._outcomes[one.name] = {"resident_bytes": resident_bytes() - before}
+            return True
+        self._outcomes[one.name] = {"error": failed}
+        if candidate is not None:
+            candidate.close()
+        return False
+
+    def time(self, progress: Callable[[str], object]) -> dict[str, dict[str, Any]]:
+        """Times steps of those that have begun, in turns, and ends them; a collective call.
+
+        Returns:
+            By name, in the order of their beginning, the ``seconds`` of a step in each round, and the
+            ``resident_bytes`` of this rank's tensors between two steps; or the ``error`` of a method that cannot train
+            this model.
+        """
+        candidates = self._candidates
+        # Whole periods: the average at their end is part of what a step takes.
+        steps = {name: -(-self._settings.steps // one.period) * one.period for name, one in candidates.items()}
+
+        def run(name: str) -> None:
+            for _ in range(steps[name]):
+                candidates[name].step()
+
+        def after(name: str) -> None:
+            candidates[name].drain()
+            progress(name)
+
+        timed = time_round_robin(
+            {name: partial(run, name) for name in candidates},
+            self._settings.rounds,
+            before=lambda name: candidates[name].begin(),
+            after=after,
+        )
+        for name, candidate in candidates.items():
+            candidate.close()
+            self._outcomes[name]["seconds"] = [seconds / steps[name] for seconds in timed[name].seconds]
+        return self._outcomes
+
+
+def _try(one: Prediction, settings: PlanSettings) -> tuple[Candidate | None, str | None]:
+    """Takes the first steps with a method; returns what is left to be closed, and what has failed."""
+    candidate = None
+    try:
+        candidate = candidate_of(one, settings.build())
+        candidate.prepare()
+        candidate.begin()
+        candidate.drain()
+    except Exception as error:  # whatever the user's model raises, perhaps on this rank alone
+        if candidate is not None:
+            candidate.close()  # which tells the others
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return candidate, None

@@ -1,0 +1,119 @@
+"""What a plan advises: nothing that is not ahead of DDP, by steps of both in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from lightning_pipesync.lab.plan.predictions import LITTLE, Prediction
+from lightning_pipesync.lab.plan.units import milliseconds
+
+#: A method that gains less than this share of a step over DDP is not worth a change.
+WORTH = 0.02
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a plan advises.
+
+    Attributes:
+        sentences: the advice; why, if it is DDP; and one about methods that are not exact, if one of them is faster.
+        exact: the fastest exact method that is ahead of DDP; DDP, if none is; None: there is no advice.
+        other: the fastest method of those that are not exact, if it is ahead of ``exact``.
+    """
+
+    sentences: Sequence[str]
+    exact: Prediction | None
+    other: Prediction | None = None
+
+
+def verdict_of(
+    predictions: Sequence[Prediction],
+    measured: Mapping[str, Mapping[str, Any]],
+    computation: float = 0.0,
+    extrapolated: bool = False,
+) -> Verdict:
+    """Returns what is advised.
+
+    Args:
+        predictions: of all methods.
+        measured: the outcomes of those that were run, by name. If there are none, predictions are compared with each
+            other, never with measured steps.
+        computation: seconds of a step of DDP without communication, to say what it waits for.
+        extrapolated: whether the predictions are for another cluster than the measured one.
+    """
+    rounds = rounds_of(predictions, measured)
+    ddp = ddp_of(predictions, rounds)
+    if ddp is None:
+        errors = (measured[one.name]["error"] for one in predictions if one.method == "ddp" and one.name in measured)
+        error = next(errors, "it was not run")
+        return Verdict([f"No advice: DDP could not be run ({error}), and only what is ahead of it is advised."], None)
+    usable = [one for one in predictions if one.name in rounds]
+    sure = _surely_ahead if measured else _predicted_ahead
+    exact = _fastest([one for one in usable if one.exact and sure(one, ddp, rounds)], rounds) or ddp
+    other = _fastest([one for one in usable if not one.exact and sure(one, exact, rounds)], rounds)
+    predicted = "extrapolated" if extrapolated else "predicted"
+    how = "measured" if measured else f"{predicted}; nothing was run"
+    times = {one.name: median(rounds[one.name]) for one in (ddp, exact, other) if one is not None}
+
+    def with_gain(one: Prediction) -> str:
+        return f"{milliseconds(times[one.name])} a step, {times[ddp.name] / times[one.name]:.3g} times as fast as DDP"
+
+    if exact is not ddp:
+        advice = "Use" if measured else "Try"
+        sentences = [f"{advice} {exact.method}: {with_gain(exact)} ({how})."]
+    else:
+        beside = [one for one in usable if one.method != "ddp" and (other is None or one.exact)]
+        waits = 1 - computation / times[ddp.name]
+        enough = "DDP is enough" if measured or waits <= LITTLE else "nothing is surely ahead of DDP"
+        enough = enough[0].upper() + enough[1:] if other is None else f"Of exact methods {enough}"
+        sentences = [
+            f"{enough}: {milliseconds(times[ddp.name])} a step ({how}).",
+            f"It waits for the network for {max(0.0, waits):.0%} of that."
+            if waits <= LITTLE
+            else _beside(_fastest(beside, rounds), rounds, times[ddp.name], bool(measured)),
+        ]
+    if other is not None:
+        sentences.append(f"Not exact, and faster: {other.method}, {with_gain(other)}.")
+    return Verdict(sentences, exact, other)
+
+
+def rounds_of(
+    predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Sequence[float]]:
+    """Returns by name the seconds of a step in each round of those that were run; if none was, what is predicted."""
+    if not measured:
+        return {one.name: [one.seconds] for one in predictions}
+    return {name: outcome["seconds"] for name, outcome in measured.items() if "seconds" in outcome}
+
+
+def ddp_of(predictions: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:
+    """Returns DDP with its fastest buckets of those in ``rounds``; None: there is none."""
+    return _fastest([one for one in predictions if one.method == "ddp" and one.name in rounds], rounds)
+
+
+def _fastest(found: Sequence[Prediction], rounds: Mapping[str, Sequence[float]]) -> Prediction | None:
+    return min(found, key=lambda one: median(rounds[one.name]), default=None)
+
+
+def _surely_ahead(one: Prediction, other: Prediction, rounds: Mapping[str, Sequence[float]]) -> bool:
+    """Returns whether one was ahead of another by more than noise: in all rounds, which were in turns, and by 2 %."""
+    own, others = rounds[one.name], rounds[other.name]
+    return all(a < b for a, b in zip(own, others, strict=True)) and median(own) < (1 - WORTH) * median(others)
+
+
+def _predicted_ahead(one: Prediction, other: Prediction, _: Mapping[str, Sequence[float]]) -> bool:
+    """Returns whether one is predicted to be ahead of another by 2 %, and by more than the costs' errors."""
+    return other.seconds - one.seconds > max(WORTH * other.seconds, one.error, other.error)
+
+
+def _beside(best: Prediction | None, rounds: Mapping[str, Sequence[float]], ddp: float, measured: bool) -> str:
+    """Returns why the best method beside DDP is not advised."""
+    if best is None:
+        return "Nothing else could be run."
+    seconds, why = median(rounds[best.name]), ""
+    if seconds < ddp:
+        why = f": not {WORTH:.0%} less, or " + ("not in every round" if measured else "less than costs may be off by")
+    return f"The best beside it, {best.method}, takes {milliseconds(seconds)}{why}."

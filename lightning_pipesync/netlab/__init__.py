@@ -1,7 +1,0 @@
-"""Emulates hosts on a slow network on one Linux machine: network namespaces, veth pairs, bridges, token buckets."""
-
-from lightning_pipesync.netlab.faults import Fault, Freeze, Kill, Slow
-from lightning_pipesync.netlab.job import TIMED_OUT, run_job
-from lightning_pipesync.netlab.network import Network
-
-__all__ = ["TIMED_OUT", "Fault", "Freeze", "Kill", "Network", "Slow", "run_job"]
