@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.optim import SGD, Adadelta
 
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.ea_pipe import EAPipe
+from lightning_pipesync.methods.settings import Settings, renamed
 from lightning_pipesync.training.registry import METHODS, make_config, parse_config
 from tests.harness import raised
 from tests.models import seeded_mlp
@@ -112,3 +113,22 @@ def test_a_config_of_another_class_is_refused() -> None:
         assert text == f"config must be a DeARConfig, got {config!r}."
     kind, text = raised(lambda: EAPipe(model, None, SGD, 0.5)) or ("", "")  # type: ignore[arg-type]
     assert (kind, text) == ("ValueError", "config must be a EAPipeConfig, got 0.5.")
+
+
+@renamed({"tau": "period"}, values={"overlap": {"paper": "forward"}})
+@dataclass(frozen=True)
+class Renamed(Settings):
+    period: int = 1
+    overlap: str = "none"
+
+
+def test_former_names_and_values_are_accepted_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="Set period=4 in place of tau=4"):
+        assert Renamed(tau=4) == Renamed(period=4)
+    with pytest.warns(FutureWarning, match="Set overlap='forward' in place of overlap='paper'"):
+        assert Renamed(overlap="paper") == Renamed(overlap="forward")
+    assert replace(Renamed(period=2), overlap="eager").period == 2
+    with pytest.raises(ValueError, match="tau is the former name of period: set period only"):
+        Renamed(period=4, tau=4)
+    with pytest.raises(TypeError, match="teriod"):
+        Renamed(teriod=4)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
@@ -32,6 +33,9 @@ class Settings:
     for_trainer: ClassVar[Mapping[str, str]] = {}
     #: Settings that the Trainer replaces by its own arguments, each with that argument.
     set_by_trainer: ClassVar[Mapping[str, str]] = {}
+    #: Former names of settings, and former values by setting, each with the present one; see :func:`renamed`.
+    former_names: ClassVar[Mapping[str, str]] = {}
+    former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = {}
 
     timeout_s: float
 
@@ -62,6 +66,25 @@ class Settings:
                 if not 0 <= value <= 1:
                     raise ValueError(f"injection's {name} must be in [0, 1], got {value!r}.")
 
+    @classmethod
+    def with_present_names(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Replaces former names and values of settings by the present ones, with a FutureWarning for each.
+
+        Raises:
+            ValueError: a setting is given under both names.
+        """
+        present: dict[str, Any] = {}
+        for name, value in settings.items():
+            new = cls.former_names.get(name, name)
+            if new in present or (new != name and new in settings):
+                raise ValueError(f"{name} is the former name of {new}: set {new} only.")
+            replaced = cls.former_values.get(new, {}).get(value, value) if isinstance(value, str) else value
+            if (new, replaced) != (name, value):
+                instead = f"{new}={replaced!r} in place of {name}={value!r}"
+                warnings.warn(f"Set {instead}: the next release refuses that.", FutureWarning, stacklevel=3)
+            present[new] = replaced
+        return present
+
     @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run can be resumed with the same number of ranks only."""
@@ -87,6 +110,30 @@ class Settings:
     def on_hosts_of(self: Config, num_processes: int, world_size: int) -> Config:
         """Returns the settings for hosts with ``num_processes`` ranks each."""
         return self
+
+
+def renamed(
+    names: Mapping[str, str] | None = None, values: Mapping[str, Mapping[str, str]] | None = None
+) -> Callable[[type[Config]], type[Config]]:
+    """Class decorator of a dataclass of settings that accepts former names and values for one release.
+
+    Args:
+        names: by each former name the present one.
+        values: by the present name of a setting, by each former value the present one.
+    """
+
+    def decorate(config_type: type[Config]) -> type[Config]:
+        init = config_type.__init__
+
+        @functools.wraps(init)
+        def with_former_names(self: Config, *args: Any, **settings: Any) -> None:
+            init(self, *args, **type(self).with_present_names(settings))
+
+        config_type.__init__ = with_former_names  # type: ignore[method-assign, assignment]
+        config_type.former_names, config_type.former_values = names or {}, values or {}
+        return config_type
+
+    return decorate
 
 
 def config_from(config_type: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
