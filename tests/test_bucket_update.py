@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from lightning_pipesync.core.buckets import Bucket
-from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
+from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
 
 SHAPES = [(7, 3), (1,), (257,), (4, 4, 5), (100, 31)]
 STEPS = 6

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import parameters_of
-from lightning_pipesync.methods.module_hook import ModuleHook
 
 
 class Loads:

@@ -22,7 +22,7 @@ from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.profile import Profile, profile_step
 from lightning_pipesync.lab.plan.layers import LayerWork, measure_layers
 from lightning_pipesync.lab.plan.units import milliseconds
-from lightning_pipesync.methods.hyperparameters import current
+from lightning_pipesync.methods.gradients.hyperparameters import current
 from lightning_pipesync.methods.method import device_of
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import hook_gradient
-from lightning_pipesync.methods.backpipe_schedule import BackPipeSchedule
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.tuner import FusionTuner
-from lightning_pipesync.methods.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.backpipe_schedule import BackPipeSchedule
+from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 
 # The bits of a rank's flag: a parameter has no gradient; a backward pass has changed one after its reduce-scatter
 # started; rank 0 knows which bucket size to try next; an optimizer has another state or other parameters.

@@ -16,9 +16,9 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import version
-from lightning_pipesync.methods.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.reshard import slices_in_shard
+from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
+from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
 
 class FusedBucket:

@@ -27,7 +27,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
-from lightning_pipesync.methods.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 
 #: Candidates: the least share of a piece that is gathered before the next reduce-scatter is ready.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)

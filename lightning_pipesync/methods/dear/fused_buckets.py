@@ -13,9 +13,9 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.execution_order import ExecutionOrder
-from lightning_pipesync.methods.feedpipe import FeedPipeSchedule
-from lightning_pipesync.methods.reshard import Slices, reshard, whole_state
+from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.feedpipe import FeedPipeSchedule
+from lightning_pipesync.methods.gradients.reshard import Slices, reshard, whole_state
 
 V = TypeVar("V")
 

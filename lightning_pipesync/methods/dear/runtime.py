@@ -22,10 +22,10 @@ from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
-from lightning_pipesync.methods.execution_order import ExecutionOrder
-from lightning_pipesync.methods.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import group_members
-from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
 from lightning_pipesync.methods.ea_pipe.weights import weights_for
-from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
+from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current, in_use
 
 DIFFERENT_BATCHES = (
     "The stages have different mini-batches: input and target would not belong together. All ranks must load the same "

@@ -14,7 +14,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.core.torch_private import version
-from lightning_pipesync.methods.backpipe_schedule import BackPipeSchedule
+from lightning_pipesync.methods.gradients.backpipe_schedule import BackPipeSchedule
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
 from lightning_pipesync.methods.replicas.gradients import GradientAggregation

@@ -8,7 +8,7 @@ from enum import Enum
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.plain import encode
-from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
+from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient, modules_with_parameters
-from lightning_pipesync.methods.module_hook import ModuleHook
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.parameter_server.learner import Learner
 
 T = TypeVar("T")

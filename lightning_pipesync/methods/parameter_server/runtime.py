@@ -16,9 +16,9 @@ from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.hyperparameters import current
+from lightning_pipesync.methods.gradients.hyperparameters import current
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
-from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Update
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.correspondence import COORDINATOR, Correspondence

@@ -15,7 +15,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import foreach_norm
-from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
+from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.gradient_plan import GradientPlan
 from lightning_pipesync.methods.pipe_sgd.own_gradient import OwnGradient
 

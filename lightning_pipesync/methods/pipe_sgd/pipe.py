@@ -14,7 +14,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
-from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
+from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.pipe_sgd.algorithm import Pipeline
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.module_hook import ModuleHook
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.replicas.flags import LOADED, raise_if_not_all_loaded
 from lightning_pipesync.methods.replicas.groups import exchange_flags
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import hook_gradient
-from lightning_pipesync.methods.execution_order import ExecutionOrder
-from lightning_pipesync.methods.feedpipe import FeedPipe
-from lightning_pipesync.methods.module_hook import ModuleHook
+from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 

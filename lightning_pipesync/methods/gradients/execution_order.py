@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.parameters import modules_with_parameters
-from lightning_pipesync.methods.step_times import StepTimes
+from lightning_pipesync.methods.gradients.step_times import StepTimes
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimize
 
 from lightning_pipesync.core.buckets import flattened, shaped
 from lightning_pipesync.core.torch_private import twin_optimizer
-from lightning_pipesync.methods.reshard import whole_state
+from lightning_pipesync.methods.gradients.reshard import whole_state
 
 #: Element-wise optimizers, which can update a shard without the rest.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD)

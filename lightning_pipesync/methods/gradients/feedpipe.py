@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.methods.execution_order import ExecutionOrder
-from lightning_pipesync.methods.module_hook import ModuleHook
+from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 
 K = TypeVar("K", bound=Hashable)
 

@@ -1,9 +1,9 @@
 """BackPipe (DeAR, Section III-B): what communicates when in the backward pass. Nothing here communicates.
 
 The all-reduce of a bucket is two operations: a reduce-scatter of the gradients (OP1) and an all-gather (OP2). BackPipe
-starts a reduce-scatter in the backward pass as soon as a bucket's gradients are ready. FeedPipe (`methods/feedpipe.py`)
-starts the all-gathers after the last reduce-scatter, but for those that `eager.py` has start before, and a module waits
-for its own weights only, before its forward pass. Whole all-reduces under backward have the same schedule.
+starts a reduce-scatter in the backward pass as soon as a bucket's gradients are ready. FeedPipe (`feedpipe.py`) starts
+the all-gathers after the last reduce-scatter, but for those that DeAR starts before, and a module waits for its own
+weights only, before its forward pass. Whole all-reduces under backward have the same schedule.
 
 [Note: one order on all ranks]
 Ranks must issue the same operations in the same order, also where their graphs, and with them the order of their
