@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.data.handed_out import BatchQueue
+from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
@@ -168,10 +168,10 @@ def test_more_gradients_than_learners_are_refused() -> None:
 
 
 def test_each_rank_gets_a_batch_and_the_last_are_kept_for_those_without() -> None:
-    queue = BatchQueue(range(3))
+    queue = WorkQueue(range(3))
     assert [queue.take(0, (1, 0), 5, True) for _ in range(4)] == [0, 1, 2, None]
     assert [queue.take(rank, (1, 0), 5, True) for rank in (1, 1, 2, 0)] == [3, None, 4, None]
-    resumed = BatchQueue(range(3))
+    resumed = WorkQueue(range(3))
     resumed.load_state_dict(queue.state_dict())
     assert resumed.take(1, (1, 0), 5, True) is None
     assert [resumed.take(1, (1, 1), 3, True) for _ in range(2)] == [0, None]

@@ -25,7 +25,7 @@ from torch.optim import SGD
 from lightning_pipesync import PipeSyncPlugin, SelSyncStrategy
 from lightning_pipesync.accelerate import PipeSyncAccelerator
 from lightning_pipesync.core import torch_private
-from lightning_pipesync.core.private_names import Overriding, require
+from lightning_pipesync.core.private_names import ChecksOverrides, require
 from lightning_pipesync.fabric import private as fabric_private
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.lightning import private as lightning_private
@@ -81,7 +81,7 @@ def test_an_override_of_nothing(mixin: Any, base: Any, name: str, monkeypatch: p
 
 def test_every_override_is_marked() -> None:
     """What has the name of something of the library's, and is not marked, would not be checked."""
-    made = [cls for top in Overriding.__subclasses__() for cls in _with_subclasses(top)]
+    made = [cls for top in ChecksOverrides.__subclasses__() for cls in _with_subclasses(top)]
     unmarked = []
     for cls in made:
         theirs = [base for base in cls.__mro__ if base.__module__.startswith(("lightning.", "accelerate.", "transf"))]

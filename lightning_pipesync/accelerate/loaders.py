@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, num_prepared_loaders
 from lightning_pipesync.data import adjusted_batch_size
-from lightning_pipesync.data.handed_out import HandedOutBatches
 from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of, with_order, with_seldp
 from lightning_pipesync.data.training_data import TrainingData
+from lightning_pipesync.data.work_queue import WorkQueueBatches
 from lightning_pipesync.methods.settings import Settings
 
 
@@ -59,7 +59,7 @@ def for_training(
     if config.partition == "handed_out":
         number = num_prepared_loaders(accelerator)
         ordered = find_data().prepare(loader, _shared_seed(accelerator)).loader
-        if isinstance(batches := sampler_of(ordered), HandedOutBatches):
+        if isinstance(batches := sampler_of(ordered), WorkQueueBatches):
             batches.ask = lambda _, *asked: find_data().ask(number, *asked)  # of the method of that time
             return _prepared(accelerator, ordered, divided_by=1)
     if config.partition != "seldp" and config.injection is None:
@@ -113,9 +113,9 @@ def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
     return _prepared(accelerator, loader, accelerator.num_processes, seed=_shared_seed(accelerator))
 
 
-def hands_out(loader: Any) -> bool:
+def uses_work_queue(loader: Any) -> bool:
     """Returns whether a prepared loader's batches are handed out."""
-    return isinstance(getattr(loader, "batch_sampler", None), HandedOutBatches)
+    return isinstance(getattr(loader, "batch_sampler", None), WorkQueueBatches)
 
 
 def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.torch_private import found_overflow
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.session import Sessions
 
 
-class SynchronizedOptimizer(Overriding, AcceleratedOptimizer):
+class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
     """Accelerate's optimizer whose step is taken by a method.
 
     Attributes:

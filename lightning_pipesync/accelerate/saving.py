@@ -14,13 +14,13 @@ from typing_extensions import override
 from lightning_pipesync.accelerate import checkpoint
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.accelerate.private import prepared_models
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.session import Sessions
 
 
-class SavingAccelerator(Overriding, Accelerator):
+class SavingAccelerator(ChecksOverrides, Accelerator):
     """An Accelerator that consolidates the weights before they are saved.
 
     Attributes:

@@ -42,7 +42,7 @@ def missing(owner: Any, name: str) -> RuntimeError:
     )
 
 
-class Overriding:
+class ChecksOverrides:
     """Base of classes that override methods of a library's class, marked with ``@override``.
 
     If the library renames such a method, the override is never called, and for example wrong weights are saved. So each

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_pipesync.core.torch_private import copy_loader
-from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
 from lightning_pipesync.data.injection import adjusted_batch_size
 from lightning_pipesync.data.resumable import ResumableSampler
 from lightning_pipesync.data.seldp import SelDPSampler
+from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 
 class LoaderWrapper:
@@ -84,7 +84,7 @@ def with_seldp(
     return loader
 
 
-def with_handed_out_batches(
+def with_work_queue(
     loader: DataLoader[Any],
     ask: Ask,
     number: int,
@@ -114,7 +114,7 @@ def with_handed_out_batches(
     if isinstance(order := sampler_of(loader), DistributedSampler):
         seed, shuffle = order.seed, order.shuffle
     drop_last = getattr(loader.batch_sampler, "drop_last", False)
-    batches = HandedOutBatches(
+    batches = WorkQueueBatches(
         loader.dataset, batch_size(loader), shuffle, seed, drop_last, ask, number, to_each_of is not None
     )
     if to_each_of is not None and batches.num_batches < to_each_of:
@@ -142,7 +142,7 @@ def begin_at(
         Whether the loader starts within an epoch.
     """
     sampler = sampler_of(loader)
-    if isinstance(sampler, HandedOutBatches):
+    if isinstance(sampler, WorkQueueBatches):
         sampler.set_epoch(epoch)
         return True  # what was handed out before is not handed out again
     if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):

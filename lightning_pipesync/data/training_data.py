@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
-from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
 from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (
     batch_size_before_injection,
@@ -19,13 +18,14 @@ from lightning_pipesync.data.loaders import (
     num_batches,
     resumable,
     sampler_of,
-    with_handed_out_batches,
     with_order,
     with_seed_of_its_own,
     with_seldp,
+    with_work_queue,
 )
 from lightning_pipesync.data.seldp import SelDPSampler
 from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 
 class DataSettings(Protocol):
@@ -85,7 +85,7 @@ class TrainingData:
             problem = error
         raise_on_all_ranks(self.transport, problem)
         order = sampler_of(loader)
-        number = order.num_batches if isinstance(order, HandedOutBatches) else num_batches(loader)
+        number = order.num_batches if isinstance(order, WorkQueueBatches) else num_batches(loader)
         check_same(self.transport, [("the number of training batches in an epoch", str(number))])
         self.steps_per_epoch = lambda: number
 
@@ -135,7 +135,7 @@ class TrainingData:
             return with_seed_of_its_own(loader)
         shuffle = type(order) is not SequentialSampler
         if config.partition == "handed_out":
-            return with_handed_out_batches(loader, self.ask, self._num_prepared, seed=seed, shuffle=shuffle)
+            return with_work_queue(loader, self.ask, self._num_prepared, seed=seed, shuffle=shuffle)
         if type(order) is not DistributedSampler:
             order = DistributedSampler(loader.dataset, world_size, self.transport.rank, shuffle, seed)
         if config.partition == "seldp":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.methods.settings import Settings
@@ -26,7 +26,7 @@ else:
     _Base = object
 
 
-class FabricCheckpointMixin(Overriding, _Base):
+class FabricCheckpointMixin(ChecksOverrides, _Base):
     """Saves consolidated weights and whole optimizer states, and what each rank needs to resume bit for bit.
 
     Attributes:

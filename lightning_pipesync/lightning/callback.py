@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.lightning.private import logs_this_batch, num_batches_trained, saves_now
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ else:
     _Base = object
 
 
-class PipeSyncCallbackMixin(Overriding, _Base):
+class PipeSyncCallbackMixin(ChecksOverrides, _Base):
     """Consolidates the weights before any other callback reads them, and logs the method's metrics.
 
     The strategies insert it as the first of the Trainer's callbacks.

@@ -21,8 +21,8 @@ from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.pipelined import (
     adopt_metrics,
+    broadcast_rng_state,
     check_training,
-    draw_alike,
     leaving_logs_to_rank_0,
     loss_of,
     metrics_of,
@@ -77,7 +77,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
             check_training(trainer, self.precision_plugin)
             self._replace_clipping(clip_grad_by_norm=self._clip_by_norm)
         self.setup_precision_plugin()
-        draw_alike(self.broadcast)
+        broadcast_rng_state(self.broadcast)
         for metric in metrics_of(module):
             keep_local(metric)  # only rank 0 updates it
         self.method = EAPipe(
@@ -131,7 +131,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         if not isinstance(dataloader, DataLoader):
             return dataloader
         without_rank(dataloader)
-        return self.begin_where_stopped(dataloader) if self._training else dataloader
+        return self.resume_loader(dataloader) if self._training else dataloader
 
     # --- a training step --------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def check_training(trainer: Trainer, precision: Precision) -> None:
             )
 
 
-def draw_alike(broadcast: Broadcast) -> None:
+def broadcast_rng_state(broadcast: Broadcast) -> None:
     """Broadcasts rank 0's random states, so that data sets and steps draw the same numbers on all ranks."""
     states = broadcast((torch.get_rng_state(), np.random.get_state(), random.getstate()))
     torch.set_rng_state(states[0])
@@ -82,7 +82,7 @@ def leaving_logs_to_rank_0(module: LightningModule) -> Iterator[None]:
     names = [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test", "predict")]
     module.log = lambda *_, **__: None  # type: ignore[method-assign]
     for name in names:
-        setattr(module, name, partial(_forgiven, name, getattr(module, name)))
+        setattr(module, name, partial(_warn_on_error, name, getattr(module, name)))
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def leaving_logs_to_rank_0(module: LightningModule) -> Iterator[None]:
             delattr(module, name)
 
 
-def _forgiven(name: str, hook: Callable[[], None]) -> None:
+def _warn_on_error(name: str, hook: Callable[[], None]) -> None:
     try:
         hook()
     except Exception as error:

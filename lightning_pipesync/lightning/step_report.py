@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -49,7 +49,7 @@ class _Window:
         return median(all_ - waited for all_, waited in zip(self.seconds, self.waited, strict=True))
 
 
-class StepReportMixin(Overriding, _Base):
+class StepReportMixin(ChecksOverrides, _Base):
     """Logs what a batch takes and which share of it waits for the network, and warns of what has become slower.
 
     It logs ``step_report/seconds`` and, with a method of this package, ``step_report/waited``, the share from 0 to 1,

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import watch_job
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data.loaders import begin_at
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
@@ -43,7 +43,7 @@ else:
     _Base = object
 
 
-class PipeSyncStrategyMixin(Overriding, _Base):
+class PipeSyncStrategyMixin(ChecksOverrides, _Base):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
     Attributes:
@@ -214,7 +214,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         """Continues the training after :meth:`flush`."""
         self._restore_rng()
 
-    def begin_where_stopped(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
+    def resume_loader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns the training loader; in a resumed run it starts at the next unseen batch, if its order is known."""
         if self._start != (0, 0) and not self._overfitting:
             dataloader = with_resumable_order(dataloader)
@@ -258,7 +258,7 @@ class PipeSyncStrategyMixin(Overriding, _Base):
         self._load_from(saved)
         assert self.lightning_module is not None
         # If configure_optimizers reads the number of steps, the loaders are set up before the checkpoint is loaded.
-        change_train_loaders(self.lightning_module.trainer, self.begin_where_stopped)
+        change_train_loaders(self.lightning_module.trainer, self.resume_loader)
 
     def _load_from(self, saved: dict[str, Any] | None) -> None:
         assert self.method is not None

@@ -161,12 +161,12 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
             return dataloader
         if self.config.partition == "handed_out":
             in_default_order = replaceable_order(dataloader, self.config, self.global_rank) is not None
-            return self.begin_where_stopped(self._uneven_batches.handed_out(dataloader, in_default_order))
+            return self.resume_loader(self._uneven_batches.with_work_queue(dataloader, in_default_order))
         if self.config.partition == "seldp" or self.config.injection is not None:
             check_num_samples(dataloader, self.world_size)
         order = None if self._overfitting else replaceable_order(dataloader, self.config, self.global_rank)
         dataloader = in_order(dataloader, self.config, order, self.world_size, self._batch_limit)
-        return self.begin_where_stopped(dataloader)
+        return self.resume_loader(dataloader)
 
     def _ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Asks for the next batch: Lightning may make the loader before there is a method."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.data.handed_out import Ask, HandedOutBatches
-from lightning_pipesync.data.loaders import sampler_of, with_handed_out_batches
+from lightning_pipesync.data.loaders import sampler_of, with_work_queue
+from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -26,12 +26,12 @@ class UnevenBatches:
 
     def __init__(self, world_size: int, ask: Ask) -> None:
         self._world_size, self._ask = world_size, ask
-        self._batches: HandedOutBatches | None = None
+        self._batches: WorkQueueBatches | None = None
         self._num_loaders = 0
         self._num_stepped: dict[int, int] = {}  # by scheduler
         self._max_batches: int | None = None
 
-    def handed_out(self, loader: DataLoader[Any], in_default_order: bool) -> DataLoader[Any]:
+    def with_work_queue(self, loader: DataLoader[Any], in_default_order: bool) -> DataLoader[Any]:
         """Returns a training loader whose batches are handed out.
 
         Raises:
@@ -44,7 +44,7 @@ class UnevenBatches:
                 "out the sampler, or set partition='defdp'."
             )
         self._num_loaders += 1
-        loader = with_handed_out_batches(loader, self._ask, self._num_loaders, to_each_of=self._world_size)
+        loader = with_work_queue(loader, self._ask, self._num_loaders, to_each_of=self._world_size)
         self._batches = sampler_of(loader)
         self._batches.max_batches = self._max_batches
         return loader

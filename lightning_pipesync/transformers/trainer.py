@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.transformers.private import accelerator_of_transformers
 
@@ -21,7 +21,7 @@ else:
     _Base = object
 
 
-class PipeSyncTrainerMixin(Overriding, _Base):
+class PipeSyncTrainerMixin(ChecksOverrides, _Base):
     """Mixin that precedes ``transformers.Trainer``, or a subclass of it, in the bases::
 
         class MyTrainer(PipeSyncTrainerMixin, Trainer): ...

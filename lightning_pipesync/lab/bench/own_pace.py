@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.data.handed_out import HandedOutBatches
 from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.data.work_queue import WorkQueueBatches
 from lightning_pipesync.lab.bench.tasks import Task
 from lightning_pipesync.lab.bench.trainings import Training, WithMethod
 from lightning_pipesync.methods.parameter_server import ParameterServer, ParameterServerConfig
@@ -88,7 +88,7 @@ class AtOwnPace(WithServers):
             0 has sent, evenly divided; and a module with the weights, the same on all ranks, until the next one.
         """
         loader = self.loader(seed)
-        order = cast(HandedOutBatches, loader.batch_sampler)
+        order = cast(WorkQueueBatches, loader.batch_sampler)
         num_batches = round(num_steps / self.steps_per_epoch * order.num_batches)
         scheduler = self.task.scheduler(self.optimizer, num_steps)
         ends = {1 + i * num_batches // evaluations: i for i in range(1, evaluations)}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipesync.core.private_names import Overriding
+from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.lab.bench.extras import check_installed
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.results import write_results
@@ -28,7 +28,7 @@ else:
     _Base = object
 
 
-class PlanCallbackMixin(Overriding, _Base):
+class PlanCallbackMixin(ChecksOverrides, _Base):
     """Plans for a training that runs: ``pipesync plan`` with the Trainer's own model, batches and hosts.
 
     It measures the first optimizer steps, then the network, for some seconds in which the training waits. Rank 0 prints

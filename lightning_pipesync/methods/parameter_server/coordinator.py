@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.data.handed_out import BatchQueue
+from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Sequencer, Update
 from lightning_pipesync.methods.parameter_server.arrivals import Arrivals
 from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, Buffers, Dismissed, StepSettings, Wish
@@ -42,7 +42,7 @@ class Coordinator:
     ) -> None:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
-        self._handed_out = BatchQueue(learners)
+        self._handed_out = WorkQueue(learners)
         self._num_resumed, self._early = 0, list[tuple[int, Ask]]()  # asks of those who have resumed earlier
         self._lost: set[int] = set()
         self._arrivals = Arrivals(num_telling)

@@ -1,4 +1,4 @@
-"""An epoch's mini-batches, handed out one by one to whichever rank asks next."""
+"""A queue of an epoch's mini-batches, from which each rank takes its next one when it is ready."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils.data import Sampler
 #: argument is whether each rank is to get one.
 Ask = Callable[[int, int, int, bool], "int | None"]
 #: The number of a loader, and of an epoch.
-Lap = tuple[int, int]
+LoaderEpoch = tuple[int, int]
 
 
-class HandedOutBatches(Sampler[list[int]]):
+class WorkQueueBatches(Sampler[list[int]]):
     """A batch sampler whose epoch is the whole data set, whoever trains on which part of it.
 
     It has no length: how many batches a rank gets depends on its speed. Worker processes of a loader ask ahead.
@@ -55,7 +55,7 @@ class HandedOutBatches(Sampler[list[int]]):
         self.max_batches: int | None = None
 
     @property
-    def sampler(self) -> HandedOutBatches:
+    def sampler(self) -> WorkQueueBatches:
         """This object itself: frameworks set the epoch of a batch sampler's sampler."""
         return self
 
@@ -82,7 +82,7 @@ class HandedOutBatches(Sampler[list[int]]):
         self.num_taken = epoch * self.num_batches + num_batches
 
 
-class BatchQueue:
+class WorkQueue:
     """Which mini-batches have been handed out, on the rank that does so.
 
     Args:
@@ -91,30 +91,30 @@ class BatchQueue:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = set(ranks)
-        self._next: dict[Lap, int] = {}
-        self._had: dict[Lap, set[int]] = {}  # the ranks that have had one
+        self._next: dict[LoaderEpoch, int] = {}
+        self._had: dict[LoaderEpoch, set[int]] = {}  # the ranks that have had one
 
-    def take(self, rank: int, lap: Lap, num_batches: int, to_each: bool) -> int | None:
-        """Returns the number of a rank's next mini-batch of a lap with so many; None when there is no more for it.
+    def take(self, rank: int, epoch: LoaderEpoch, num_batches: int, to_each: bool) -> int | None:
+        """Returns the number of the next of ``num_batches`` mini-batches for a rank; None if none is left for it.
 
-        If each rank is to get one, the last ones are kept for those that have had none.
+        With ``to_each``, the last ones are kept for ranks that have had none.
         """
         if rank not in self._ranks:
             return None
-        number, had = self._next.get(lap, 0), self._had.setdefault(lap, set())
+        number, had = self._next.get(epoch, 0), self._had.setdefault(epoch, set())
         kept = len(self._ranks - had - {rank}) if to_each else 0
         if num_batches - number <= (kept if rank in had else 0):
             return None
         had.add(rank)
-        self._next[lap] = number + 1
+        self._next[epoch] = number + 1
         return number
 
-    def state_dict(self) -> dict[Lap, tuple[int, list[int]]]:
-        """Returns what was handed out, and to whom, by lap; of the last two epochs."""
+    def state_dict(self) -> dict[LoaderEpoch, tuple[int, list[int]]]:
+        """Returns what was handed out, and to whom, by loader and epoch; of the last two epochs."""
         last = max((epoch for _, epoch in self._next), default=0)
-        return {lap: (number, sorted(self._had[lap])) for lap, number in self._next.items() if lap[1] >= last - 1}
+        return {key: (number, sorted(self._had[key])) for key, number in self._next.items() if key[1] >= last - 1}
 
-    def load_state_dict(self, state: Mapping[Lap, tuple[int, list[int]]]) -> None:
+    def load_state_dict(self, state: Mapping[LoaderEpoch, tuple[int, list[int]]]) -> None:
         """Resumes from what :meth:`state_dict` returned."""
-        self._next = {lap: number for lap, (number, _) in state.items()}
-        self._had = {lap: set(had) for lap, (_, had) in state.items()}
+        self._next = {key: number for key, (number, _) in state.items()}
+        self._had = {key: set(had) for key, (_, had) in state.items()}
