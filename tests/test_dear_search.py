@@ -332,7 +332,7 @@ def resumed_with_other_settings() -> list[Any]:
     sync.load_state_dict(saved)
     for step in range(3):
         one_step(model, optimizer, sync, step)
-    kept = [sync.fusion, sync.tuned, sync._fused.is_other(Fusion(bucket_mb=2e-4)), list(sync.trials)]
+    kept = [sync.fusion, sync.tuned, sync._fused.differs_from(Fusion(bucket_mb=2e-4)), list(sync.trials)]
     sync.detach()
     return kept
 

@@ -18,7 +18,7 @@ from lightning_pipesync import ParameterServer
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig, PolicyName
 from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
-from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish
+from lightning_pipesync.methods.parameter_server.messages import UpdateSettings, Wish
 from tests.harness import DIED, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
@@ -179,8 +179,8 @@ def test_half_a_gradient_is_not_used() -> None:
     coordinator = Coordinator(sequencer, *given, keep_log=True, num_telling=1)
     whole, half, late = (Gradient(2, step, version=0) for step in (1, 2, 3))
     coordinator.arrived(whole)
-    coordinator.push(whole, StepSettings([]))
-    coordinator.push(half, StepSettings([]))
+    coordinator.push(whole, UpdateSettings([]))
+    coordinator.push(half, UpdateSettings([]))
     for rank in range(3):
         coordinator.grant(rank, Wish.RETIRE)
     assert [gradient for update in coordinator.log for gradient in update.gradients] == [whole]
@@ -252,10 +252,10 @@ def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
     coordinator = Coordinator(sequencer, lambda *message: sent.append(message), range(3), range(1), keep_log=True)
     assert not coordinator.dismisses(2)
     coordinator.lose(2)
-    coordinator.push(Gradient(2, 1, version=0), StepSettings([]))
+    coordinator.push(Gradient(2, 1, version=0), UpdateSettings([]))
     coordinator.grant(2, Wish.RETIRE)
-    coordinator.push(Gradient(0, 1, version=0), StepSettings([]))
-    coordinator.push(Gradient(1, 1, version=0), StepSettings([]))
+    coordinator.push(Gradient(0, 1, version=0), UpdateSettings([]))
+    coordinator.push(Gradient(1, 1, version=0), UpdateSettings([]))
     (update,) = coordinator.log
     assert [gradient.rank for gradient in update.gradients] == [0, 1]
 
@@ -343,7 +343,7 @@ def test_without_the_server_all_raise() -> None:
 def test_what_cannot_go_on_is_refused() -> None:
     for servers in (None, 4):
         with pytest.raises(ValueError, match=f"servers={servers} all of the 4 ranks serve: set servers=1"):
-            ParameterServerConfig(on_lost_rank="continue", servers=servers).goes_on(4)
+            ParameterServerConfig(on_lost_rank="continue", servers=servers).survives_loss(4)
     with pytest.raises(ValueError, match="on_lost_rank='continue' is for plain loops"):
         ParameterServerConfig(on_lost_rank="continue", servers=1).for_framework()
 
@@ -352,6 +352,6 @@ def test_only_asynchronous_policies_go_on_unasked() -> None:
     for policy in get_args(PolicyName):
         waits = policy in ("sync", "k_sync", "k_batch_sync", "ssp")
         settings = ParameterServerConfig(policy=policy, servers=2)
-        assert settings.goes_on(4) != waits
-        assert not settings.goes_on(2), "all serve"
-        assert not settings.for_framework().goes_on(4)
+        assert settings.survives_loss(4) != waits
+        assert not settings.survives_loss(2), "all serve"
+        assert not settings.for_framework().survives_loss(4)

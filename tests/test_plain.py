@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.plain import decode, encode
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient
-from lightning_pipesync.methods.parameter_server.messages import Push, StepSettings, Wish, check_hyperparameters
+from lightning_pipesync.methods.parameter_server.messages import Push, UpdateSettings, Wish, check_hyperparameters
 
 PLAIN: list[Any] = [
     None,
@@ -56,7 +56,7 @@ def test_numbers_keep_their_bits() -> None:
 
 def test_dataclasses_with_tensors_come_back() -> None:
     lr = torch.tensor(0.5)
-    settings = StepSettings([{"lr": lr, "betas": (0.9, 0.99), "fused": None}], max_norm=1.0)
+    settings = UpdateSettings([{"lr": lr, "betas": (0.9, 0.99), "fused": None}], max_norm=1.0)
     found = back(Push(Gradient(0, 1, 2, 3), settings))
     assert found.gradient == Gradient(0, 1, 2, 3)
     assert found.settings.hyperparameters[0]["lr"] is lr

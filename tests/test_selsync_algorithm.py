@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.methods.selsync import GradientChangeTracker, SelSyncConfig
-from lightning_pipesync.methods.selsync.algorithm import Decision, SelectiveSync
+from lightning_pipesync.methods.selsync.algorithm import SelectiveSync, SyncDecision
 from tests.reference_selsync import next_delta, relative_change
 
 
@@ -71,7 +71,7 @@ def make_ranks(number: int, **settings: Any) -> list[SelectiveSync]:
     return [SelectiveSync(SelSyncConfig(window=3, smoothing=0.3, **settings), "SGD") for _ in range(number)]
 
 
-def step(ranks: list[SelectiveSync], squared_norms: Sequence[float]) -> list[Decision]:
+def step(ranks: list[SelectiveSync], squared_norms: Sequence[float]) -> list[SyncDecision]:
     flags = [rank.measure(norm) for rank, norm in zip(ranks, squared_norms, strict=True)]
     decisions = [rank.decide(flags) for rank in ranks]
     for rank in ranks:

@@ -35,7 +35,7 @@ from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.microbatched import part_of
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.runtime import nothing_to_optimize
-from lightning_pipesync.methods.ea_pipe.stage import Stage
+from lightning_pipesync.methods.ea_pipe.stage import ModelStage
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -196,7 +196,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
     def after_backward(self, optimizer: Optimizer) -> None:
         """Does nothing: a pipeline averages no gradients."""
 
-    def _update(self, stage: Stage) -> None:
+    def _update(self, stage: ModelStage) -> None:
         optimizer = self.optimizers[0]
         run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
         stage.update(unwrapped(optimizer).step)

@@ -136,10 +136,10 @@ class StepReportMixin(ChecksOverrides, _Base):
         def likeness(one: Mapping[str, Any]) -> int:
             return sum(getattr(config, name, None) == value for name, value in one["settings"].items())
 
-        foretold = max(planned, key=likeness)["seconds"]
-        if seconds > DRIFT * foretold:
+        predicted = max(planned, key=likeness)["seconds"]
+        if seconds > DRIFT * predicted:
             self._warn(
-                "plan", f"a batch takes {1e3 * seconds:.0f} ms, and was planned to take {1e3 * foretold:.0f} ms."
+                "plan", f"a batch takes {1e3 * seconds:.0f} ms, and was planned to take {1e3 * predicted:.0f} ms."
             )
 
     def _warn(self, what: str, text: str) -> None:

@@ -155,10 +155,10 @@ class PeerWatch:
         except RuntimeError as error:
             raise dist.DistStoreError(str(error)) from error
 
-    def go_on_without(self, rank: int) -> None:
-        """Takes it that a rank is lost, and that nobody waits for it any more: the next loss is another one's fault."""
+    def forget_rank(self, rank: int) -> None:
+        """Marks ``rank`` as lost; later waits never blame it."""
         if self._heartbeat is not None:
-            self._heartbeat.go_on_without(rank)
+            self._heartbeat.forget_rank(rank)
         with self._diagnosing:
             self._diagnosis = None
 

@@ -144,8 +144,8 @@ class Heartbeat:
         told = self._told
         return None if told is None or told.rank in self._left_behind else told
 
-    def go_on_without(self, rank: int) -> None:
-        """Takes it that a rank is lost, and that nobody waits for it any more: it is not at fault for what follows."""
+    def forget_rank(self, rank: int) -> None:
+        """Marks ``rank`` as lost; later waits never blame it."""
         self._left_behind.add(rank)
 
     def read(self, timeout_s: float) -> list[Beat]:

@@ -88,7 +88,7 @@ class FusedBuckets:
         """Returns the names of the parameters of each bucket with another fusion."""
         return _names(self.divide(fusion))
 
-    def is_other(self, fusion: Fusion) -> bool:
+    def differs_from(self, fusion: Fusion) -> bool:
         """Returns whether the buckets would be others than now."""
         return self.names(fusion) != _names(bucket.members for bucket in self.buckets)
 

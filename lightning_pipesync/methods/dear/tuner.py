@@ -114,7 +114,7 @@ class FusionTuner:
         """Changes the buckets for the next trial, or for good; a collective call, with nothing in flight."""
         decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
         self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
-        if self._fused.is_other(fusion):
+        if self._fused.differs_from(fusion):
             self._fused.replan(fusion)
         self._begin_trial(fusion)
         if self._transport.rank == 0:
@@ -138,7 +138,7 @@ class FusionTuner:
                 self._search.trials = self.trials.copy()
             self._begin_trial(Fusion(*state["fusion"]))
             self.finished = state["finished"]
-        self.change_due = bool(self._fused.buckets) and self._fused.is_other(self.fusion)
+        self.change_due = bool(self._fused.buckets) and self._fused.differs_from(self.fusion)
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, if there is one."""

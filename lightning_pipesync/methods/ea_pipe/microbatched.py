@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 from lightning_pipesync.methods.ea_pipe.channels import rank_of
-from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, Source, Stage
+from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, ModelStage, Source
 from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -20,13 +20,13 @@ _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "
 _UNEVEN = 2
 
 
-class MicroBatchedStage(Stage):
+class MicroBatchedStage(ModelStage):
     """A stage that runs all micro-batches of a mini-batch before the next mini-batch starts.
 
     All micro-batches have the same size. The inputs of the first layer and of each stage are a tensor or a tuple.
 
     Args:
-        args: the arguments of :class:`Stage`.
+        args: the arguments of :class:`ModelStage`.
         transport: the transport to the other stages.
     """
 
@@ -42,7 +42,7 @@ class MicroBatchedStage(Stage):
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:
-        """Runs all passes, forward and backward; arguments and result as in :meth:`Stage.forward`.
+        """Runs all passes, forward and backward; arguments and result as in :meth:`ModelStage.forward`.
 
         Raises:
             ValueError: on every rank: the samples do not divide into micro-batches of one size.

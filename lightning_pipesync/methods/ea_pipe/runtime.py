@@ -25,7 +25,7 @@ from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, p
 from lightning_pipesync.methods.ea_pipe.partition import Partition, make_partition
 from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
-from lightning_pipesync.methods.ea_pipe.stage import Loss, Source, Stage
+from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, Source
 from lightning_pipesync.methods.method import PIECE_MB, PipelineMethod, device_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 
@@ -97,7 +97,7 @@ class EAPipe(PipelineMethod):
         self._partition: Partition
         self._to_resume: dict[str, Any] | None = None
         self.cuts: list[int] = []
-        self._stages: list[Stage] = []
+        self._stages: list[ModelStage] = []
         self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
         if virtual_stages is None:
@@ -163,7 +163,7 @@ class EAPipe(PipelineMethod):
             result = stage.forward(source, loss, completes=completes, digest=digest)
         return result
 
-    def backward(self) -> list[Stage]:
+    def backward(self) -> list[ModelStage]:
         """Runs the backward passes that are due after :meth:`feed`: the second half of :meth:`train_batch`.
 
         Returns:
@@ -177,7 +177,7 @@ class EAPipe(PipelineMethod):
             self._check_gradients()
         return complete
 
-    def flush(self, update: Callable[[Stage], object] = Stage.update) -> None:
+    def flush(self, update: Callable[[ModelStage], object] = ModelStage.update) -> None:
         """Empties the pipeline, and loads the master's weights into the layers of this rank's stage.
 
         Args:
@@ -377,7 +377,7 @@ class EAPipe(PipelineMethod):
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         return [(f"the stage of {name}", str(places[id(tensor)] + 1)) for name, tensor in named]
 
-    def _make_stage(self, index: int, channels: Channels) -> Stage:
+    def _make_stage(self, index: int, channels: Channels) -> ModelStage:
         layers = nn.Sequential(*self._layers_of(index))
         layers.to(self._device)
         others = self._others if index == self.num_stages - 1 else []
@@ -388,7 +388,7 @@ class EAPipe(PipelineMethod):
         check_optimizer(optimizer)
         schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
         if self.config.algorithm not in SYNCHRONOUS:
-            return Stage(layers, parameters, buffers, optimizer, schedule, self.config, channels, self._device)
+            return ModelStage(layers, parameters, buffers, optimizer, schedule, self.config, channels, self._device)
         assert self.transport is not None
         return MicroBatchedStage(
             layers,

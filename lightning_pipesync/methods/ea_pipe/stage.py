@@ -65,7 +65,7 @@ class _Waiting:
     optimizer_step: Callable[[], object]
 
 
-class Stage:
+class ModelStage:
     """The layers of one stage, in training.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient
-from lightning_pipesync.methods.parameter_server.messages import Weights
+from lightning_pipesync.methods.parameter_server.messages import WeightsMessage
 
 
 class Backups:
@@ -21,7 +21,7 @@ class Backups:
         self._first = [value.clone() for value in values]
         self._sent: dict[int, dict[tuple[int, float], list[Tensor]]] = {}  # by learner, version, and updates ahead
 
-    def keep(self, rank: int, weights: Weights, values: list[Tensor]) -> None:
+    def keep(self, rank: int, weights: WeightsMessage, values: list[Tensor]) -> None:
         """Keeps what a learner gets, which must not be changed afterwards."""
         self._sent.setdefault(rank, {})[weights.version, weights.ahead] = values
 

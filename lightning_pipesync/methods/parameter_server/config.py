@@ -189,7 +189,7 @@ class ParameterServerConfig(Settings):
             )
         return replace(self, on_lost_rank="raise")
 
-    def goes_on(self, world_size: int) -> bool:
+    def survives_loss(self, world_size: int) -> bool:
         """Returns whether the others go on without a rank that is lost, if it does not serve weights.
 
         Raises:

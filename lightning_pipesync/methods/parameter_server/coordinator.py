@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Sequencer, Update
 from lightning_pipesync.methods.parameter_server.arrivals import Arrivals
-from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, Buffers, Dismissed, StepSettings, Wish
+from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, Buffers, Dismissed, UpdateSettings, Wish
 
 
 class Coordinator:
@@ -47,7 +47,7 @@ class Coordinator:
         self._lost: set[int] = set()
         self._arrivals = Arrivals(num_telling)
         self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
-        self._settings: dict[Gradient, StepSettings] = {}  # of the pushed gradients
+        self._settings: dict[Gradient, UpdateSettings] = {}  # of the pushed gradients
         self._lock = threading.Lock()
 
     @property
@@ -55,7 +55,7 @@ class Coordinator:
         """The mean staleness of all gradients so far."""
         return self._sequencer.staleness_lr.mean
 
-    def push(self, gradient: Gradient, settings: StepSettings) -> None:
+    def push(self, gradient: Gradient, settings: UpdateSettings) -> None:
         """Takes a learner's gradient, and the settings of its step; not that of one that has just been lost."""
         with self._lock:
             if gradient.rank in self._lost:

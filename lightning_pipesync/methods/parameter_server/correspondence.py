@@ -24,9 +24,9 @@ from lightning_pipesync.methods.parameter_server.messages import (
     Push,
     States,
     StatesWanted,
-    StepSettings,
     Sums,
-    Weights,
+    UpdateSettings,
+    WeightsMessage,
     Wish,
 )
 from lightning_pipesync.methods.parameter_server.server import Pushed, Server
@@ -51,7 +51,7 @@ class Correspondence:
         self._rank, self.num_resumed = transport.rank, 0
         self._timeout_s, self._learner = config.timeout_s, learner
         self._num_servers = config.num_servers(transport.world_size)
-        self._goes_on = config.goes_on(transport.world_size)
+        self._survives_loss = config.survives_loss(transport.world_size)
         self._learners = set(config.learners(transport.world_size))  # that are not lost
         self._watch, self._mail = transport.watch, transport.mail()
         self.send = self._mail.send
@@ -122,7 +122,7 @@ class Correspondence:
     def push(
         self,
         gradient: Gradient,
-        settings: StepSettings,
+        settings: UpdateSettings,
         encoded: Callable[[int], list[Tensor]],
         present: list[list[bool]],
     ) -> None:
@@ -140,7 +140,7 @@ class Correspondence:
 
     # --- what a server sends ----------------------------------------------------------------------------------------
 
-    def send_weights(self, rank: int, weights: Weights, values: list[Tensor] | None) -> None:
+    def send_weights(self, rank: int, weights: WeightsMessage, values: list[Tensor] | None) -> None:
         """Sends this server's shards to a learner; None: it has them."""
         self.send(rank, (weights, values))
 
@@ -161,7 +161,7 @@ class Correspondence:
             self._learner.fail(self._dismissal())
         elif isinstance(what, Batch):
             self._learner.answer(Batch, what.number)
-        elif isinstance(what, Weights):
+        elif isinstance(what, WeightsMessage):
             self._learner.take(rank, what, *rest)
         elif isinstance(what, Buffers):
             self._learner.answer(Buffers, *rest)
@@ -184,7 +184,7 @@ class Correspondence:
             self._server.push(rank, what.gradient.step, Pushed(*rest))
             if what.settings is not None:
                 self._coordinator.push(what.gradient, what.settings)
-            elif self._goes_on:
+            elif self._survives_loss:
                 self.send(COORDINATOR, (Arrived(what.gradient),))
         elif isinstance(what, Wish):
             self._coordinator.grant(rank, what)
@@ -193,7 +193,7 @@ class Correspondence:
         else:
             self._coordinator.hand_out(rank, what)
 
-    def _follow(self, decision: Decision, settings: StepSettings | None) -> None:
+    def _follow(self, decision: Decision, settings: UpdateSettings | None) -> None:
         """Takes a decision of the coordinator."""
         if decision.update is not None:
             self._learner.newest = max(self._learner.newest, decision.update.version)
@@ -204,10 +204,10 @@ class Correspondence:
 
     def _lose(self, rank: int, error: Exception) -> None:
         """Takes the loss of a rank, by a thread of the mail."""
-        if not self._goes_on or rank < self._num_servers:
+        if not self._survives_loss or rank < self._num_servers:
             self._learner.fail(error)
             return
-        self._watch.go_on_without(rank)
+        self._watch.forget_rank(rank)
         self._learners.discard(rank)
         if not self._learners:
             self._learner.fail(error)
@@ -224,7 +224,7 @@ class Correspondence:
 
     def _end(self, rank: int) -> None:
         """Takes that a rank has ended without an error, by a thread of the mail; all may have ended their parts."""
-        if not self._goes_on or rank < self._num_servers:
+        if not self._survives_loss or rank < self._num_servers:
             self._learner.bound_waits()
         elif self._rank == COORDINATOR:
             self._coordinator.lose(rank)

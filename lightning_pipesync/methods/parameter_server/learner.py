@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.parameter_server.algorithm import Gradient
-from lightning_pipesync.methods.parameter_server.messages import Weights
+from lightning_pipesync.methods.parameter_server.messages import WeightsMessage
 from lightning_pipesync.methods.parameter_server.shards import SharedBucket
 
 
@@ -48,7 +48,7 @@ class Learner:
         self.ahead = 0.0
         self._buckets, self._num_servers, self._moves = buckets, num_servers, moves
         self._transport, self._timeout_s, self._is_patient = transport, timeout_s, is_patient
-        self._arrived: dict[int, tuple[Weights, list[Tensor] | None]] = {}  # by server
+        self._arrived: dict[int, tuple[WeightsMessage, list[Tensor] | None]] = {}  # by server
         self._changed = threading.Condition()
         self._answers: defaultdict[type, deque[Any]] = defaultdict(deque)  # by kind
         self._error: BaseException | None = None
@@ -58,7 +58,7 @@ class Learner:
         self.steps += 1
         return Gradient(self.rank, self.steps, self.version, optimizer, self.ahead)
 
-    def take(self, server: int, weights: Weights, values: list[Tensor] | None) -> None:
+    def take(self, server: int, weights: WeightsMessage, values: list[Tensor] | None) -> None:
         """Takes weights from a server, by a thread of the mail; None: this rank has them."""
         with self._changed:
             self._arrived[server] = (weights, values)

@@ -22,7 +22,7 @@ class Wish(Enum):
 
 
 @dataclass(frozen=True)
-class StepSettings:
+class UpdateSettings:
     """What a learner's step asks for.
 
     Attributes:
@@ -41,11 +41,11 @@ class Push:
     """A learner's gradient for one server; what goes to the coordinator has the settings of its step, too."""
 
     gradient: Gradient
-    settings: StepSettings | None
+    settings: UpdateSettings | None
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsMessage:
     """A server's shards of the weights: of a version, or predicted from it by so many updates.
 
     They are sent as they are, or as encoded differences to those that the learner has.

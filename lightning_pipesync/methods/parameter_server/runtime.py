@@ -25,7 +25,7 @@ from lightning_pipesync.methods.parameter_server.correspondence import COORDINAT
 from lightning_pipesync.methods.parameter_server.downpour import LocalSteps
 from lightning_pipesync.methods.parameter_server.elastic import ElasticReplica
 from lightning_pipesync.methods.parameter_server.learner import Learner
-from lightning_pipesync.methods.parameter_server.messages import StepSettings, Wish, check_hyperparameters
+from lightning_pipesync.methods.parameter_server.messages import UpdateSettings, Wish, check_hyperparameters
 from lightning_pipesync.methods.parameter_server.passes import Passes
 from lightning_pipesync.methods.parameter_server.server_side import ServerSide
 from lightning_pipesync.methods.parameter_server.shards import (
@@ -88,8 +88,8 @@ class ParameterServer(SyncMethod):
         # Who is not heard of for the timeout is given up first, and what waits for that goes on. A rank that only
         # serves waits for as long as others train.
         moves = self._policy.local or self._policy.elastic
-        self._goes_on = config.goes_on(transport.world_size)
-        patience_s = config.timeout_s * (GIVING_UP if self._goes_on else 1)
+        self._survives_loss = config.survives_loss(transport.world_size)
+        patience_s = config.timeout_s * (GIVING_UP if self._survives_loss else 1)
         self._learner = Learner(self._buckets, num_servers, transport, patience_s, moves, self.only_serves)
         self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
         self._messages = messages = Correspondence(transport, config, self._learner)
@@ -216,7 +216,7 @@ class ParameterServer(SyncMethod):
     def _push(self, gradient: Gradient, present: list[list[bool]]) -> None:
         """Pushes what the buckets have packed."""
         index, buckets = gradient.optimizer, self._buckets_of(gradient.optimizer)
-        settings = StepSettings(current(self.optimizers[index]), **self._clipping.get(index, {}))
+        settings = UpdateSettings(current(self.optimizers[index]), **self._clipping.get(index, {}))
         encoded = lambda server: [bucket.encoded(server) for bucket in buckets]  # noqa: E731
         self._messages.push(gradient, settings, encoded, present)
 
@@ -269,7 +269,7 @@ class ParameterServer(SyncMethod):
         if self._elastic is not None and not self.flushed:
             self._elastic.keep()
         buffers = self._shared_tensors()
-        if self._goes_on:
+        if self._survives_loss:
             self._retire_with(buffers)
         else:
             self._retire()
@@ -345,7 +345,7 @@ class ParameterServer(SyncMethod):
     def return_optimizer_states(self) -> None:
         """Sets the whole state of the optimizer, which :meth:`detach` would drop; as :meth:`optimizer_state_dict`."""
         if not self._loaded:
-            self._serving.optimizers.give_back()
+            self._serving.optimizers.restore_states()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters and residuals of this rank, after :meth:`flush`."""
@@ -400,7 +400,7 @@ class ParameterServer(SyncMethod):
             for optimizer in () if policy.elastic else self.optimizers:
                 self.config.check_optimizer(optimizer, self.config.num_servers(world_size))
                 check_hyperparameters(optimizer)
-            self.config.goes_on(world_size)
+            self.config.survives_loss(world_size)
         except ValueError as error:
             return error
         return None

@@ -41,7 +41,7 @@ class ServedOptimizers:
         self._buckets, self._shards = buckets, shards
         self._config, self._transport = config, transport
         self._num_servers = config.num_servers(transport.world_size)
-        self._ask_servers = ask_servers if config.goes_on(transport.world_size) else None
+        self._ask_servers = ask_servers if config.survives_loss(transport.world_size) else None
         self._kept: list[dict[str, Any]] = [{} for _ in self._optimizers]
         self._clear()
 
@@ -71,7 +71,7 @@ class ServedOptimizers:
         finally:
             optimizer.state.clear()
 
-    def give_back(self) -> None:
+    def restore_states(self) -> None:
         """Sets the whole state of the optimizers; collective, unless ranks may be lost."""
         for index, optimizer in enumerate(self._optimizers):
             optimizer.state.update(self._states_of(index))

@@ -17,7 +17,7 @@ from lightning_pipesync.methods.parameter_server.algorithm import Decision, Grad
 from lightning_pipesync.methods.parameter_server.backups import Backups
 from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
 from lightning_pipesync.methods.parameter_server.differences import Differences
-from lightning_pipesync.methods.parameter_server.messages import StepSettings, Sums, Weights
+from lightning_pipesync.methods.parameter_server.messages import Sums, UpdateSettings, WeightsMessage
 from lightning_pipesync.methods.parameter_server.shards import ServedShard
 
 DOUBLE = torch.float64
@@ -62,7 +62,7 @@ class Server:
         num_servers: int,
         config: ParameterServerConfig,
         force: float | None,
-        send_weights: Callable[[int, Weights, list[Tensor] | None], object],
+        send_weights: Callable[[int, WeightsMessage, list[Tensor] | None], object],
         send_sums: Callable[[Sums, Tensor], object],
         keep: Callable[[], object],
         fail: Callable[[BaseException], object],
@@ -73,7 +73,7 @@ class Server:
         self._pushed: dict[Key, Pushed] = {}
         self._unused: set[Key] = set()  # gradients that were dropped before they arrived
         self._sums: dict[Sums, dict[int, Tensor]] = {}  # parts of sums, by what these are for, and server
-        self._sent: dict[int, Weights] = {}  # what each learner has
+        self._sent: dict[int, WeightsMessage] = {}  # what each learner has
         self._force = force
         self._pulls: dict[int, list[Tensor]] = {}  # by learner, what its replica is pulled by
         self._compensates = config.delay_compensation == "dc_asgd"
@@ -100,7 +100,7 @@ class Server:
             self._sums.setdefault(sums, {})[server] = part
             self._arrived.notify_all()
 
-    def follow(self, decision: Decision, settings: StepSettings | None) -> None:
+    def follow(self, decision: Decision, settings: UpdateSettings | None) -> None:
         """Queues a decision of the sequencer, and the settings of its update."""
 
         def follow() -> None:
@@ -131,7 +131,7 @@ class Server:
             self._failed = True
             self._arrived.notify_all()
 
-    def _follow(self, decision: Decision, settings: StepSettings | None) -> None:
+    def _follow(self, decision: Decision, settings: UpdateSettings | None) -> None:
         if decision.dropped is not None:
             self._drop(decision.dropped)
         if decision.update is not None:
@@ -142,7 +142,7 @@ class Server:
         for rank in decision.released:
             if rank in self._pulls:
                 self._sent.pop(rank, None)
-                self._send_weights(rank, Weights(self.version, 0.0), self._pulls.pop(rank))
+                self._send_weights(rank, WeightsMessage(self.version, 0.0), self._pulls.pop(rank))
                 continue
             values, had = None, self._sent.get(rank)
             # Weights that were predicted from the same version serve as well as if they were predicted anew.
@@ -155,7 +155,7 @@ class Server:
         """Returns what is sent to a learner that does not have the weights, and notes that it has them."""
         values = [shard.ahead(decision.ahead / self._num_optimizers) for shard in self._shards]
         encodes = self._differences is not None and not decision.whole
-        self._sent[rank] = weights = Weights(self.version, decision.ahead, encodes)
+        self._sent[rank] = weights = WeightsMessage(self.version, decision.ahead, encodes)
         sent, has = values, values
         if self._differences is not None and encodes:
             sent = self._differences.encode(rank, values)
@@ -172,7 +172,7 @@ class Server:
             if self._pushed.pop(key, None) is None:
                 self._unused.add(key)
 
-    def _update(self, update: Update, settings: StepSettings) -> None:
+    def _update(self, update: Update, settings: UpdateSettings) -> None:
         keys = [(gradient.rank, gradient.step) for gradient in update.gradients]
         if not self._await(lambda: all(key in self._pushed for key in keys)):
             return
@@ -242,7 +242,7 @@ class Server:
         return Differences(self._fetch_codec, [shard.values for shard in self._shards])
 
     @torch.no_grad()
-    def _clip(self, means: list[Tensor], settings: StepSettings) -> None:
+    def _clip(self, means: list[Tensor], settings: UpdateSettings) -> None:
         """Clips the mean gradient, whose norm is that of all servers' shards."""
         if settings.max_value is not None:
             for mean in means:

@@ -58,7 +58,7 @@ class ServerSide:
         predicts, serving = config.delay_compensation == "momentum", range(learners.start)
         sequencer = Sequencer.of(policy, everyone, config.staleness_lr, predicts, serving)
         followers = everyone if policy.cancels or policy.together else everyone[:number]
-        num_telling = number - 1 if config.goes_on(transport.world_size) else 0
+        num_telling = number - 1 if config.survives_loss(transport.world_size) else 0
         self.coordinator = Coordinator(sequencer, messages.send, learners, followers, config.keep_log, num_telling)
         messages.start(self.coordinator, self._server, self.optimizers.kept)
 

@@ -1,7 +1,7 @@
 """SelSync: local steps, synchronized only when some rank's gradient changes by more than delta."""
 
-from lightning_pipesync.methods.selsync.algorithm import Decision, GradientChangeTracker
+from lightning_pipesync.methods.selsync.algorithm import GradientChangeTracker, SyncDecision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.runtime import SelSync
 
-__all__ = ["Decision", "GradientChangeTracker", "SelSync", "SelSyncConfig"]
+__all__ = ["GradientChangeTracker", "SelSync", "SelSyncConfig", "SyncDecision"]

@@ -178,7 +178,7 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Decision:
+class SyncDecision:
     """The decision about one step. All but the relative change is the same on all ranks.
 
     Attributes:
@@ -215,7 +215,7 @@ class SelectiveSync:
     def __init__(self, settings: TriggerSettings, name: str) -> None:
         self.tracker = GradientChangeTracker(settings.window, settings.smoothing)
         self.threshold = Threshold(settings)
-        self.decision: Decision | None = None
+        self.decision: SyncDecision | None = None
         self.is_local = settings.delta == math.inf
         self._name = name
         self._change = math.inf
@@ -236,7 +236,7 @@ class SelectiveSync:
         flag |= NOT_FINITE * (not math.isfinite(squared_norm))
         return flag | self._skipped_flag(skipping)
 
-    def decide(self, flags: Sequence[int]) -> Decision:
+    def decide(self, flags: Sequence[int]) -> SyncDecision:
         """Decides whether the step is synchronized (line 15).
 
         Args:
@@ -247,7 +247,7 @@ class SelectiveSync:
         """
         self.check(flags)
         union = functools.reduce(operator.or_, flags, 0)
-        self.decision = Decision(
+        self.decision = SyncDecision(
             self._change,
             self.threshold.delta,
             synchronized=bool(union & SYNCHRONIZE),

@@ -9,7 +9,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
-from lightning_pipesync.methods.selsync.algorithm import Decision
+from lightning_pipesync.methods.selsync.algorithm import SyncDecision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
 
@@ -70,7 +70,7 @@ class SelSync(ReplicaMethod):
         self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
         self._stepped = self._optimizer_syncs[0]
         self._attach_replicas(parameters)
-        self.last = Decision(delta=self._optimizer_syncs[0].trigger.algorithm.threshold.delta)
+        self.last = SyncDecision(delta=self._optimizer_syncs[0].trigger.algorithm.threshold.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
 

@@ -12,7 +12,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.norm import SquaredNorm
 from lightning_pipesync.methods.replicas.groups import exchange_flags
-from lightning_pipesync.methods.selsync.algorithm import Decision, SelectiveSync, TriggerSettings
+from lightning_pipesync.methods.selsync.algorithm import SelectiveSync, SyncDecision, TriggerSettings
 
 #: After so many consecutive local steps a warning says that delta seems too large.
 MANY_LOCAL_STEPS = 500
@@ -53,7 +53,7 @@ class GradientTrigger:
         if self._transport.device.type != "cuda":
             self._send_flag()
 
-    def decide(self) -> Decision:
+    def decide(self) -> SyncDecision:
         """Waits for the flags of all ranks, and decides whether the step is synchronized; once in a step.
 
         Raises:
@@ -122,7 +122,7 @@ class GradientTrigger:
         self._norm = self._flags = None
         self._flag_sent = False
 
-    def _count_local_steps(self, decision: Decision) -> None:
+    def _count_local_steps(self, decision: SyncDecision) -> None:
         """Warns once if the constant delta seems too large."""
         if decision.synchronized or self._settings.delta == "auto" or self.algorithm.is_local:
             self._steps_in_a_row, self._largest_change = 0, 0.0
