@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from lightning_pipesync.lab.bench.palette import COLOURS
+from lightning_pipesync.lab.bench.pictures import COLOURS
 
 matplotlib.use("Agg")  # without a display
 

@@ -21,11 +21,11 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.lab.bench import collectives_report, step_report, timeline_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.baselines import PushPull
 from lightning_pipesync.lab.bench.collectives import CollectivesSettings, add_predictions, measure_collectives
 from lightning_pipesync.lab.bench.profile import Profile
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import predict_ddp
+from lightning_pipesync.lab.papers.baselines import PushPull
 from tests.harness import launch
 
 ERRORS = ("alpha_error", "beta_error")

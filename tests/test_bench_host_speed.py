@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.bench import host_speed_report, passes
+from lightning_pipesync.lab.bench import passes
 from lightning_pipesync.lab.bench.converge import parse_method
-from lightning_pipesync.lab.bench.host_speed import HostSpeeds
 from lightning_pipesync.lab.bench.own_pace import AtOwnPace
 from lightning_pipesync.lab.bench.passes import Passes
 from lightning_pipesync.lab.bench.tasks import build_task
-from lightning_pipesync.lab.bench.throughput import Throughput
+from lightning_pipesync.lab.papers import host_speed_report
+from lightning_pipesync.lab.papers.host_speed import HostSpeeds
+from lightning_pipesync.lab.papers.throughput import Throughput
 from lightning_pipesync.methods.parameter_server import ParameterServerConfig
 from tests.harness import launch
 

@@ -13,10 +13,10 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.bench import pipeline, pipeline_grid, pipeline_report
-from lightning_pipesync.lab.bench.pipeline import MODELS, Data, PipelineSettings, build_engine, parse_method, train
-from lightning_pipesync.lab.bench.pipeline_grid import train_at_once
 from lightning_pipesync.lab.bench.tasks import build_task
+from lightning_pipesync.lab.papers import pipeline, pipeline_grid, pipeline_report
+from lightning_pipesync.lab.papers.pipeline import MODELS, Data, PipelineSettings, build_engine, parse_method, train
+from lightning_pipesync.lab.papers.pipeline_grid import train_at_once
 from lightning_pipesync.methods.ea_pipe import EAPipe
 
 

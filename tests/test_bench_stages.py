@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.bench import stages_report
-from lightning_pipesync.lab.bench.stages import StagesSettings, measure_stages, parse_candidate
+from lightning_pipesync.lab.papers import stages_report
+from lightning_pipesync.lab.papers.stages import StagesSettings, measure_stages, parse_candidate
 from tests.harness import launch
 
 METHODS = ("ea_pipe", "ea_pipe:replicas=4", "naive", "gpipe")

@@ -65,4 +65,4 @@ def test_every_folder_is_on_a_floor() -> None:
 def test_pictures_have_one_palette() -> None:
     """A figure of matplotlib's own would have other colours."""
     drawn_by = [path for path in ROOT.rglob("*.py") if "matplotlib.figure" in set(imports_of(path))]
-    assert drawn_by == [ROOT / "lab" / "bench" / "palette.py"]
+    assert drawn_by == [ROOT / "lab" / "bench" / "pictures.py"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.lab.bench.palette import COLOURS, colour_of
+from lightning_pipesync.lab.bench.pictures import COLOURS, colour_of
 from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.lines import WIDTH
 from lightning_pipesync.lab.plan.measured_cost import BackendCost

@@ -13,7 +13,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.lab.bench.baselines import (
+from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Candidate, sgd
+from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.with_method import MakeCandidate, with_method
+from lightning_pipesync.lab.papers.baselines import (
     AllGatherOnly,
     ByteScheduler,
     GroupedAllReduce,
@@ -23,9 +26,6 @@ from lightning_pipesync.lab.bench.baselines import (
     ReduceScatterOnly,
     TunedHorovod,
 )
-from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Candidate, sgd
-from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.with_method import MakeCandidate, with_method
 
 
 class Wrapped(Candidate):

@@ -15,8 +15,8 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.baselines import PushPull
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
+from lightning_pipesync.lab.papers.baselines import PushPull
 
 #: By operation, whether it is one half of an all-reduce or both.
 HALVES = {"reduce_scatter": 1, "all_gather": 1, "reduce_scatter + all_gather": 2, "all_reduce": 2}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.palette import Picture, colour_and_line
-from lightning_pipesync.lab.bench.results import table
+from lightning_pipesync.lab.bench.pictures import Picture, colour_and_line
 from lightning_pipesync.lab.bench.round_robin import median_and_quartiles
+from lightning_pipesync.lab.bench.tables import table
 
 
 def as_markdown(results: list[dict[str, Any]]) -> str:

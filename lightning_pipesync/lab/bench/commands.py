@@ -118,8 +118,9 @@ def stages(
         rounds: Number of measurements of each candidate, in turns.
         output: Folder for stages.json, stages.md and stages.png, of the last number of hosts.
     """
-    from lightning_pipesync.lab.bench import stages_report, sweep
-    from lightning_pipesync.lab.bench.stages import StagesSettings, measure_stages
+    from lightning_pipesync.lab.bench import sweep
+    from lightning_pipesync.lab.papers import stages_report
+    from lightning_pipesync.lab.papers.stages import StagesSettings, measure_stages
 
     settings = StagesSettings(tuple(methods), tuple(stage_ms), activation_mib, steps, rounds)
     num_measurements = len(stage_ms) * rounds * len(methods)
@@ -226,9 +227,10 @@ def converge(
             exponentially distributed time with a mean of so many times --compute.
         output: Folder for converge.json, converge.md and the pictures.
     """
-    from lightning_pipesync.lab.bench import converge_report, host_speed_report, staleness_picture, sweep
+    from lightning_pipesync.lab.bench import converge_report, sweep
     from lightning_pipesync.lab.bench.converge import ConvergeSettings, measure_converge
     from lightning_pipesync.lab.bench.job import launched
+    from lightning_pipesync.lab.papers import host_speed_report, staleness_picture
 
     settings = ConvergeSettings(
         task=task,
@@ -295,9 +297,10 @@ def pipeline(
         evaluations: How often the error is measured in a training, each time after the pipeline has been emptied.
         output: Folder for pipeline.json, pipeline.md and the pictures.
     """
-    from lightning_pipesync.lab.bench import pipeline_report, sweep
-    from lightning_pipesync.lab.bench.pipeline import PipelineSettings
-    from lightning_pipesync.lab.bench.pipeline_grid import measure_pipeline
+    from lightning_pipesync.lab.bench import sweep
+    from lightning_pipesync.lab.papers import pipeline_report
+    from lightning_pipesync.lab.papers.pipeline import PipelineSettings
+    from lightning_pipesync.lab.papers.pipeline_grid import measure_pipeline
 
     settings = PipelineSettings(
         task=task,

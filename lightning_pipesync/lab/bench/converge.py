@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_pipesync.lab.bench.host_speed import HostSpeeds
 from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.lab.bench.own_pace import AtOwnPace, ServedConfig, with_servers
 from lightning_pipesync.lab.bench.passes import Passes
@@ -29,6 +28,7 @@ from lightning_pipesync.lab.bench.trainings import (
     WithMethod,
     WithReplicas,
 )
+from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig

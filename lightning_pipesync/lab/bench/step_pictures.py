@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.cost import StepCost
-from lightning_pipesync.lab.bench.palette import Picture
+from lightning_pipesync.lab.bench.pictures import Picture
 from lightning_pipesync.lab.bench.step_report import rows_of
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.pipe_cost import iterations_to_bound
-from lightning_pipesync.lab.bench.results import table
 from lightning_pipesync.lab.bench.round_robin import median_and_quartiles
+from lightning_pipesync.lab.bench.tables import table
 
 
 @dataclass(frozen=True)

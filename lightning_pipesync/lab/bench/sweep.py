@@ -13,7 +13,7 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_pipesync.lab.bench.job import Hosts, launched, run_job
-from lightning_pipesync.lab.bench.results import environment, write_results
+from lightning_pipesync.lab.bench.tables import environment, write_results
 from lightning_pipesync.lab.bench.worker import Measure
 
 

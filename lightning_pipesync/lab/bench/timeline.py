@@ -17,11 +17,11 @@ from torch.futures import Future
 from lightning_pipesync.core.comm.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.baselines import OverTransport
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import Wrapped, makers
 from lightning_pipesync.lab.bench.step import StepSettings, emulated_builder
 from lightning_pipesync.lab.bench.with_method import WithMethod
+from lightning_pipesync.lab.papers.baselines import OverTransport
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from lightning_pipesync.lab.bench.palette import OF_PARTS, Picture
-from lightning_pipesync.lab.bench.results import table
+from lightning_pipesync.lab.bench.pictures import OF_PARTS, Picture
+from lightning_pipesync.lab.bench.tables import table
 
 COMPUTATION = ("forward", "backward")
 

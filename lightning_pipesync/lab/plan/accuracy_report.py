@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.palette import Picture, colour_of
-from lightning_pipesync.lab.bench.results import table
+from lightning_pipesync.lab.bench.pictures import Picture, colour_of
+from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.predictions import considered
 from lightning_pipesync.lab.plan.work import Work

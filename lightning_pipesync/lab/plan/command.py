@@ -46,7 +46,7 @@ def plan(
         json: Print plan.json instead of the tables.
     """
     from lightning_pipesync.lab.bench import sweep
-    from lightning_pipesync.lab.bench.results import write_results
+    from lightning_pipesync.lab.bench.tables import write_results
     from lightning_pipesync.lab.plan.changes import changes_since
     from lightning_pipesync.lab.plan.measure import measure_plan
     from lightning_pipesync.lab.plan.model import PlanSettings
@@ -106,7 +106,7 @@ def accuracy(
 
     from lightning_pipesync.lab.bench import sweep
     from lightning_pipesync.lab.bench.job import launched
-    from lightning_pipesync.lab.bench.results import write_results
+    from lightning_pipesync.lab.bench.tables import write_results
     from lightning_pipesync.lab.plan import accuracy_report
     from lightning_pipesync.lab.plan.accuracy import MOST_CANDIDATES, AccuracySettings, measure_accuracy
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.lab.bench.extras import check_installed
 from lightning_pipesync.lab.bench.profile import StepRecorder
-from lightning_pipesync.lab.bench.results import write_results
+from lightning_pipesync.lab.bench.tables import write_results
 from lightning_pipesync.lab.plan.changes import changes_since
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.report import as_markdown

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from lightning_pipesync.lab.bench.palette import COLOURS, Picture, colour_of
+from lightning_pipesync.lab.bench.pictures import COLOURS, Picture, colour_of
 from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.predictions import Prediction, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.units import rate, round_rate

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.lab.bench.models import bert_tables, from_transformers, image_tables, small
+from lightning_pipesync.lab.bench.models import from_transformers, small
 from lightning_pipesync.lab.bench.models.bench_model import BenchModel
 from lightning_pipesync.lab.bench.models.emulated import EmulatedModel
 from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable, TensorSpec
+from lightning_pipesync.lab.papers import bert_tables, image_tables
 
 #: The networks that can be emulated, by name: those of DeAR Table I, and AlexNet.
 TABLES: dict[str, Callable[[], ModelTable]] = {

@@ -8,9 +8,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.lab.bench.models import layered
 from lightning_pipesync.lab.bench.tasks.classification import classification
 from lightning_pipesync.lab.bench.tasks.task import Task
+from lightning_pipesync.lab.papers import layered
 
 #: The shape of each digit, as its authors drew it.
 _TEMPLATES = (

@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.models.stages import EmulatedStages
 from lightning_pipesync.lab.bench.named_settings import parse_named
+from lightning_pipesync.lab.papers.emulated_stages import EmulatedStages
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.config import ALGORITHMS
 

@@ -10,8 +10,8 @@ from matplotlib.patches import Patch
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.palette import OF_PARTS, Picture
-from lightning_pipesync.lab.bench.results import table
+from lightning_pipesync.lab.bench.pictures import OF_PARTS, Picture
+from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.lab.bench.timeline_report import COMPUTATION
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.palette import Picture
-from lightning_pipesync.lab.bench.results import interval_of, table
+from lightning_pipesync.lab.bench.pictures import Picture
+from lightning_pipesync.lab.bench.tables import interval_of, table
 
 Run = dict[str, Any]
 

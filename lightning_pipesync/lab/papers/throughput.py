@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from lightning_pipesync.lab.bench.host_speed import HostSpeeds
+from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
 
 

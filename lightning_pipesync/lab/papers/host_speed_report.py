@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning_pipesync.lab.bench.converge import config_of
 from lightning_pipesync.lab.bench.converge_report import by_method, number, rows_of, title_of
-from lightning_pipesync.lab.bench.host_speed import HostSpeeds
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.own_pace import ServedConfig
-from lightning_pipesync.lab.bench.palette import Picture, colour_and_line
-from lightning_pipesync.lab.bench.results import table
-from lightning_pipesync.lab.bench.throughput import Throughput
+from lightning_pipesync.lab.bench.pictures import Picture, colour_and_line
+from lightning_pipesync.lab.bench.tables import table
+from lightning_pipesync.lab.papers.host_speed import HostSpeeds
+from lightning_pipesync.lab.papers.throughput import Throughput
 from lightning_pipesync.methods.dear import DeARConfig
 from lightning_pipesync.methods.parameter_server.algorithm import Policy
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_pipesync.lab.bench.pipeline import (
+from lightning_pipesync.lab.bench.tables import environment
+from lightning_pipesync.lab.bench.tasks import Task, build_task, evaluations
+from lightning_pipesync.lab.papers.pipeline import (
     MODELS,
     Data,
     PipelineSettings,
@@ -22,9 +24,7 @@ from lightning_pipesync.lab.bench.pipeline import (
     reductions,
     train,
 )
-from lightning_pipesync.lab.bench.results import environment
-from lightning_pipesync.lab.bench.tasks import Task, build_task, evaluations
-from lightning_pipesync.lab.bench.vectorized import Dense, Trainings, trainings_of
+from lightning_pipesync.lab.papers.vectorized import Dense, Trainings, trainings_of
 from lightning_pipesync.methods.ea_pipe import split
 
 #: One training: method, learning rate, seed.
@@ -37,7 +37,7 @@ def measure_pipeline(settings: PipelineSettings, progress: Callable[[str], objec
     """Trains with every method at every learning rate and batch size, for each seed.
 
     Returns:
-        Settings, environment, and ``runs``: the results of :func:`~lightning_pipesync.lab.bench.pipeline.train`.
+        Settings, environment, and ``runs``: the results of :func:`~lightning_pipesync.lab.papers.pipeline.train`.
     """
     task = build_task(settings.task)
     runs = []
@@ -49,7 +49,7 @@ def measure_pipeline(settings: PipelineSettings, progress: Callable[[str], objec
 
 
 def train_one_by_one(task: Task, settings: PipelineSettings) -> Iterator[dict[str, Any]]:
-    """Trains with the engine; yields the results of :func:`~lightning_pipesync.lab.bench.pipeline.train`."""
+    """Trains with the engine; yields the results of :func:`~lightning_pipesync.lab.papers.pipeline.train`."""
     grid = itertools.product(settings.batch_sizes, settings.seeds, settings.learning_rates, settings.methods)
     for batch_size, seed, learning_rate, method in grid:
         yield train(task, method, learning_rate, batch_size, seed, settings)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_pipesync.lab.bench.models import layered
 from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.lab.bench.tasks import Task, evaluations
+from lightning_pipesync.lab.papers import layered
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 Error = TypeVar("Error")

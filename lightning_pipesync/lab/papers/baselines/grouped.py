@@ -13,8 +13,8 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import hook_gradient
-from lightning_pipesync.lab.bench.baselines.over_transport import OverTransport
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
 from lightning_pipesync.methods.dear.eager import measure_link
 from lightning_pipesync.methods.gradients.backpipe_schedule import BackPipeSchedule
 from lightning_pipesync.methods.gradients.step_times import StepTimes

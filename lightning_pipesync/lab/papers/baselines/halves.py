@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.parameters import modules_with_parameters
-from lightning_pipesync.lab.bench.baselines.over_transport import OverTransport
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
 
 
 class AllGatherOnly(OverTransport):

@@ -22,9 +22,9 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.parameters import hook_gradient, modules_with_parameters
-from lightning_pipesync.lab.bench.baselines.over_transport import OverTransport
 from lightning_pipesync.lab.bench.candidate import sgd
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
 
 
 class ByteScheduler(OverTransport):

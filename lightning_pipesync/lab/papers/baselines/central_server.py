@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.lab.bench.baselines.over_transport import OverTransport
-from lightning_pipesync.lab.bench.baselines.push_pull import PushPull
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
+from lightning_pipesync.lab.papers.baselines.push_pull import PushPull
 
 
 class CentralServer:

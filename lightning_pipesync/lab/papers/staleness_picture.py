@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_pipesync.lab.bench.converge_report import by_method
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.palette import Picture
+from lightning_pipesync.lab.bench.pictures import Picture
 
 #: Panels in a row.
 _COLUMNS = 3
