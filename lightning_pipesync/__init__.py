@@ -18,9 +18,9 @@ from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.parameter_server import ParameterServer, ParameterServerConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.methods.servers import ParameterServer, ParameterServerConfig
 from lightning_pipesync.training.linear_scaling import LinearScalingLR
 from lightning_pipesync.training.registry import METHODS
 

@@ -21,7 +21,7 @@ from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.lab.papers import host_speed_report
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.lab.papers.throughput import Throughput
-from lightning_pipesync.methods.parameter_server import ParameterServerConfig
+from lightning_pipesync.methods.servers import ParameterServerConfig
 from tests.harness import launch
 
 SLOW = HostSpeeds.parse("100ms", ["3:50%"], None)

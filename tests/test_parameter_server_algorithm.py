@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.data.work_queue import WorkQueue
-from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
-from lightning_pipesync.methods.parameter_server.messages import Ask
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.coordinator import Coordinator
+from lightning_pipesync.methods.servers.messages import Ask
+from lightning_pipesync.methods.servers.policies import Decision, Gradient, Policy, Sequencer
 
 
 class Timeline:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.methods.parameter_server import ParameterServer
-from lightning_pipesync.methods.parameter_server.algorithm import Update
-from lightning_pipesync.methods.parameter_server.differences import Differences
+from lightning_pipesync.methods.servers import ParameterServer
+from lightning_pipesync.methods.servers.differences import Differences
+from lightning_pipesync.methods.servers.policies import Update
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipesync import ParameterServer
-from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig, PolicyName
-from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
-from lightning_pipesync.methods.parameter_server.messages import UpdateSettings, Wish
+from lightning_pipesync.methods.servers.config import ParameterServerConfig, PolicyName
+from lightning_pipesync.methods.servers.coordinator import Coordinator
+from lightning_pipesync.methods.servers.messages import Request, UpdateSettings
+from lightning_pipesync.methods.servers.policies import Decision, Gradient, Policy, Sequencer
 from tests.harness import DIED, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
@@ -182,7 +182,7 @@ def test_half_a_gradient_is_not_used() -> None:
     coordinator.push(whole, UpdateSettings([]))
     coordinator.push(half, UpdateSettings([]))
     for rank in range(3):
-        coordinator.grant(rank, Wish.RETIRE)
+        coordinator.request(rank, Request.RETIRE)
     assert [gradient for update in coordinator.log for gradient in update.gradients] == [whole]
     assert not any(isinstance(what, Decision) and what.whole for _, (what, *_) in sent), "its learner has not retired"
     coordinator.lose(2)
@@ -250,10 +250,10 @@ def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
     sent: list[tuple[int, Any]] = []
     sequencer = Sequencer.of(Policy(2, waits=True), range(3))
     coordinator = Coordinator(sequencer, lambda *message: sent.append(message), range(3), range(1), keep_log=True)
-    assert not coordinator.dismisses(2)
+    assert not coordinator.is_evicted(2)
     coordinator.lose(2)
     coordinator.push(Gradient(2, 1, version=0), UpdateSettings([]))
-    coordinator.grant(2, Wish.RETIRE)
+    coordinator.request(2, Request.RETIRE)
     coordinator.push(Gradient(0, 1, version=0), UpdateSettings([]))
     coordinator.push(Gradient(1, 1, version=0), UpdateSettings([]))
     (update,) = coordinator.log

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.plain import decode, encode
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient
-from lightning_pipesync.methods.parameter_server.messages import Push, UpdateSettings, Wish, check_hyperparameters
+from lightning_pipesync.methods.servers.messages import Push, Request, UpdateSettings, check_hyperparameters
+from lightning_pipesync.methods.servers.policies import Gradient
 
 PLAIN: list[Any] = [
     None,
@@ -25,7 +25,7 @@ PLAIN: list[Any] = [
     [True, 1, -(2**70), 0.1, math.inf, "text", b"\x00\xff", 1 + 2j],
     {"a": (1, [2, (3,)]), 4: {"tuple": [], "tensor": {}}, (5, None): {6, 7}},
     (torch.float8_e4m3fn, torch.device("cuda", 1), torch.Size([2, 3]), frozenset({1})),
-    Wish.RETIRE,
+    Request.RETIRE,
 ]
 
 

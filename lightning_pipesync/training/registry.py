@@ -12,9 +12,9 @@ from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.local_sgd import LocalSGD
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.parameter_server import ParameterServer
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
+from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.setting_types import words_for
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.class_paths import check_class_paths

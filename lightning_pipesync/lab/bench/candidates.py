@@ -22,7 +22,7 @@ from lightning_pipesync.lab.papers.baselines import (
     GroupedAllReduce,
     Horovod,
     MergedAllReduce,
-    ParameterServer,
+    ParameterServerBaseline,
     ReduceScatterOnly,
     TunedHorovod,
 )
@@ -92,7 +92,7 @@ ALTERNATIVES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "horovod": lambda _: [Horovod],
     "horovod-bo": lambda _: [TunedHorovod],
     "byte-scheduler": lambda sizes: [partial(ByteScheduler, partition_mb=size) for size in sizes],
-    "ps": lambda _: [ParameterServer],
+    "ps": lambda _: [ParameterServerBaseline],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
     "dear-rs": lambda sizes: [partial(ReduceScatterOnly, bucket_mb=size) for size in sizes],
     "dear-ag": lambda sizes: [partial(AllGatherOnly, bucket_mb=size) for size in sizes],

@@ -16,7 +16,7 @@ from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.work_queue import WorkQueueBatches
 from lightning_pipesync.lab.bench.tasks import Task
 from lightning_pipesync.lab.bench.trainings import Training, WithMethod
-from lightning_pipesync.methods.parameter_server import ParameterServer, ParameterServerConfig
+from lightning_pipesync.methods.servers import ParameterServer, ParameterServerConfig
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
-from lightning_pipesync.methods.parameter_server import ParameterServer, ParameterServerConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
+from lightning_pipesync.methods.servers import ParameterServer, ParameterServerConfig
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 #: Makes a candidate for a model.

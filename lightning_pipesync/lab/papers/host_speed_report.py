@@ -15,7 +15,7 @@ from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.lab.papers.throughput import Throughput
 from lightning_pipesync.methods.dear import DeARConfig
-from lightning_pipesync.methods.parameter_server.algorithm import Policy
+from lightning_pipesync.methods.servers.policies import Policy
 
 
 def as_markdown(result: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
-from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Policy, Sequencer
+from lightning_pipesync.methods.servers.policies import Decision, Gradient, Policy, Sequencer
 
 
 class Throughput:

@@ -19,7 +19,7 @@ from lightning_pipesync.lab.plan.measured_cost import MeasuredCost
 from lightning_pipesync.lab.plan.predictions import OUTER
 from lightning_pipesync.lab.plan.ranks import gathered
 from lightning_pipesync.methods.local_sgd import LocalSGD
-from lightning_pipesync.methods.parameter_server import ParameterServer
+from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 #: Steps of a measurement, measurements of each size, and how many of the largest sizes.

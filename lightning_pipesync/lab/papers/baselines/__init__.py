@@ -1,7 +1,7 @@
 """What the papers measure against: other ways to overlap exact synchronous SGD, over this package's collectives."""
 
 from lightning_pipesync.lab.papers.baselines.byte_scheduler import ByteScheduler
-from lightning_pipesync.lab.papers.baselines.central_server import CentralServer, ParameterServer
+from lightning_pipesync.lab.papers.baselines.central_server import CentralServer, ParameterServerBaseline
 from lightning_pipesync.lab.papers.baselines.grouped import GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
 from lightning_pipesync.lab.papers.baselines.halves import AllGatherOnly
 from lightning_pipesync.lab.papers.baselines.horovod import Horovod, TunedHorovod
@@ -16,7 +16,7 @@ __all__ = [
     "Horovod",
     "MergedAllReduce",
     "OverTransport",
-    "ParameterServer",
+    "ParameterServerBaseline",
     "PushPull",
     "ReduceScatterOnly",
     "TunedHorovod",

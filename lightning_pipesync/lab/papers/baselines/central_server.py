@@ -46,7 +46,7 @@ class CentralServer:
             self._weights.unpack(self._parameters)
 
 
-class ParameterServer(OverTransport):
+class ParameterServerBaseline(OverTransport):
     """Synchronous training with a central parameter server.
 
     Args:

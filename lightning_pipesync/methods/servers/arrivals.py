@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient
-from lightning_pipesync.methods.parameter_server.messages import Wish
+from lightning_pipesync.methods.servers.messages import Request
+from lightning_pipesync.methods.servers.policies import Gradient
 
 
 class Arrivals:
@@ -24,10 +24,10 @@ class Arrivals:
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
-        self._told: defaultdict[int, deque[Gradient | Wish]] = defaultdict(deque)  # by learner
+        self._told: defaultdict[int, deque[Gradient | Request]] = defaultdict(deque)  # by learner
         self._parts: Counter[Gradient] = Counter()
 
-    def tell(self, rank: int, what: Gradient | Wish) -> None:
+    def tell(self, rank: int, what: Gradient | Request) -> None:
         """Takes what a learner tells the coordinator."""
         self._told[rank].append(what)
 
@@ -35,7 +35,7 @@ class Arrivals:
         """Takes that another server has a gradient."""
         self._parts[gradient] += 1
 
-    def ready(self, rank: int) -> Iterator[Gradient | Wish]:
+    def ready(self, rank: int) -> Iterator[Gradient | Request]:
         """Yields what a learner has told, up to a gradient that some server does not have yet."""
         told = self._told[rank]
         while told:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.methods.gradients.reshard import reshard, whole_state
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.shards import ServedShard, SharedBucket
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 
 
 class ServedOptimizers:

@@ -237,7 +237,7 @@ class Sequencer:
         return self._update_if_due() + self._release()
 
     def fetch(self, rank: int) -> list[Decision]:
-        """Takes a learner's wish for weights, without a gradient."""
+        """Takes a learner's request for weights, without a gradient."""
         self.learners[rank].waiting = True
         return self._release()
 

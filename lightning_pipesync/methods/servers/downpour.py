@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipesync.methods.parameter_server.algorithm import Accrued, Fetch, Gradient
-from lightning_pipesync.methods.parameter_server.learner import Learner
-from lightning_pipesync.methods.parameter_server.shards import SharedBucket
+from lightning_pipesync.methods.servers.learner import Learner
+from lightning_pipesync.methods.servers.policies import Accrued, Fetch, Gradient
+from lightning_pipesync.methods.servers.shards import SharedBucket
 
 
 class LocalSteps:

@@ -10,32 +10,32 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
-from lightning_pipesync.methods.parameter_server.learner import Learner
-from lightning_pipesync.methods.parameter_server.messages import (
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.coordinator import Coordinator
+from lightning_pipesync.methods.servers.learner import Learner
+from lightning_pipesync.methods.servers.messages import (
     Arrived,
     Ask,
     Batch,
     Buffers,
-    Dismissed,
+    Evicted,
     OwnBuffers,
     Push,
+    Request,
     States,
     StatesWanted,
     Sums,
     UpdateSettings,
     WeightsMessage,
-    Wish,
 )
-from lightning_pipesync.methods.parameter_server.server import Pushed, Server
+from lightning_pipesync.methods.servers.policies import Decision, Gradient
+from lightning_pipesync.methods.servers.server import Pushed, Server
 
 #: The rank that takes the decisions; it is a server, too.
 COORDINATOR = 0
 
 
-class Correspondence:
+class MessageRouter:
     """Carries what learners, servers and the coordinator tell each other.
 
     Attributes:
@@ -74,9 +74,9 @@ class Correspondence:
 
     # --- what a learner sends ---------------------------------------------------------------------------------------
 
-    def tell(self, wish: Wish) -> None:
+    def tell(self, request: Request) -> None:
         """Tells the coordinator what this learner wants."""
-        self.send(COORDINATOR, (wish,))
+        self.send(COORDINATOR, (request,))
 
     def ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of a loader's next batch of an epoch with so many; None when there is no more."""
@@ -90,7 +90,7 @@ class Correspondence:
         Raises:
             RuntimeError: a peer is lost.
         """
-        self.tell(Wish.STEP if finite else Wish.SKIP)
+        self.tell(Request.STEP if finite else Request.SKIP)
         skips: bool = self._learner.await_answer(Decision, "the gradients of all ranks")
         return skips
 
@@ -154,11 +154,11 @@ class Correspondence:
     def _deliver(self, rank: int, message: Any) -> None:
         """Takes a message, by a thread of the mail."""
         what, *rest = message
-        if isinstance(what, Push | Wish | Ask | OwnBuffers):
-            if not self._coordinator.dismisses(rank):
+        if isinstance(what, Push | Request | Ask | OwnBuffers):
+            if not self._coordinator.is_evicted(rank):
                 self._serve(rank, what, *rest)
-        elif isinstance(what, Dismissed):
-            self._learner.fail(self._dismissal())
+        elif isinstance(what, Evicted):
+            self._learner.fail(self._eviction())
         elif isinstance(what, Batch):
             self._learner.answer(Batch, what.number)
         elif isinstance(what, WeightsMessage):
@@ -177,7 +177,7 @@ class Correspondence:
         else:
             self._follow(what, *rest)
 
-    def _serve(self, rank: int, what: Push | Wish | Ask | OwnBuffers, *rest: Any) -> None:
+    def _serve(self, rank: int, what: Push | Request | Ask | OwnBuffers, *rest: Any) -> None:
         """Takes what a learner wants."""
         if isinstance(what, Push):
             assert self._server is not None
@@ -186,8 +186,8 @@ class Correspondence:
                 self._coordinator.push(what.gradient, what.settings)
             elif self._survives_loss:
                 self.send(COORDINATOR, (Arrived(what.gradient),))
-        elif isinstance(what, Wish):
-            self._coordinator.grant(rank, what)
+        elif isinstance(what, Request):
+            self._coordinator.request(rank, what)
         elif isinstance(what, OwnBuffers):
             self._coordinator.keep_buffers(rank, *rest)
         else:
@@ -229,7 +229,7 @@ class Correspondence:
         elif self._rank == COORDINATOR:
             self._coordinator.lose(rank)
 
-    def _dismissal(self) -> RuntimeError:
+    def _eviction(self) -> RuntimeError:
         return RuntimeError(
             f"Rank {self._rank} was not heard of in time, and counts as lost "
             f"(timeout_s={self._timeout_s:g}): the others went on without it. End this process."

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipesync.data.work_queue import WorkQueue
-from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Sequencer, Update
-from lightning_pipesync.methods.parameter_server.arrivals import Arrivals
-from lightning_pipesync.methods.parameter_server.messages import Ask, Batch, Buffers, Dismissed, UpdateSettings, Wish
+from lightning_pipesync.methods.servers.arrivals import Arrivals
+from lightning_pipesync.methods.servers.messages import Ask, Batch, Buffers, Evicted, Request, UpdateSettings
+from lightning_pipesync.methods.servers.policies import Decision, Gradient, Sequencer, Update
 
 
 class Coordinator:
@@ -72,11 +72,11 @@ class Coordinator:
             self._arrivals.part(gradient)
             self._take(gradient.rank)
 
-    def grant(self, rank: int, wish: Wish) -> None:
-        """Takes a learner's wish; not that of one that has just been lost."""
+    def request(self, rank: int, request: Request) -> None:
+        """Takes a learner's request; not that of one that has just been lost."""
         with self._lock:
             if rank not in self._lost:
-                self._take(rank, wish)
+                self._take(rank, request)
 
     def keep_buffers(self, rank: int, buffers: list[Tensor]) -> None:
         """Takes the buffers of a learner that retires next; all get the first one's when all have retired."""
@@ -98,16 +98,16 @@ class Coordinator:
         with self._lock:
             self._lost.add(rank)
             self._buffers.pop(rank, None)
-            self._send(rank, (Dismissed(),))  # it may wake up
+            self._send(rank, (Evicted(),))  # it may wake up
             halves = [Decision(dropped=gradient) for gradient in self._arrivals.lose(rank)]
             self._decide([*halves, *self._sequencer.lose(rank)])
 
-    def dismisses(self, rank: int) -> bool:
+    def is_evicted(self, rank: int) -> bool:
         """Returns whether a rank counts as lost, and tells it so: it may only have been silent for too long."""
         with self._lock:
             lost = rank in self._lost
         if lost:
-            self._send(rank, (Dismissed(),))
+            self._send(rank, (Evicted(),))
         return lost
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,19 +126,19 @@ class Coordinator:
         for rank, ask in early:
             self.hand_out(rank, ask)
 
-    def _take(self, rank: int, *told: Gradient | Wish) -> None:
+    def _take(self, rank: int, *told: Gradient | Request) -> None:
         """Calls the sequencer with what a learner has told, as far as it is complete."""
         for what in told:
             self._arrivals.tell(rank, what)
         for what in self._arrivals.ready(rank):
             if isinstance(what, Gradient):
                 self._decide(self._sequencer.push(what))
-            elif what is Wish.FETCH:
+            elif what is Request.FETCH:
                 self._decide(self._sequencer.fetch(rank))
-            elif what is Wish.RETIRE:
+            elif what is Request.RETIRE:
                 self._decide(self._sequencer.retire(rank))
             else:
-                self._decide(self._sequencer.check(rank, finite=what is Wish.STEP))
+                self._decide(self._sequencer.check(rank, finite=what is Request.STEP))
 
     def _decide(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:

@@ -13,12 +13,12 @@ from torch import Tensor
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.handle import Worker
 from lightning_pipesync.core.torch_private import foreach_norm
-from lightning_pipesync.methods.parameter_server.algorithm import Decision, Gradient, Update, weights_and_factor
-from lightning_pipesync.methods.parameter_server.backups import Backups
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.differences import Differences
-from lightning_pipesync.methods.parameter_server.messages import Sums, UpdateSettings, WeightsMessage
-from lightning_pipesync.methods.parameter_server.shards import ServedShard
+from lightning_pipesync.methods.servers.backups import Backups
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.differences import Differences
+from lightning_pipesync.methods.servers.messages import Sums, UpdateSettings, WeightsMessage
+from lightning_pipesync.methods.servers.policies import Decision, Gradient, Update, weights_and_factor
+from lightning_pipesync.methods.servers.shards import ServedShard
 
 DOUBLE = torch.float64
 

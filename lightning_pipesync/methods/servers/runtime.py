@@ -19,16 +19,16 @@ from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.gradients.hyperparameters import current
 from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import PIECE_MB, group_members, parameters_of
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient, Update
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.correspondence import COORDINATOR, Correspondence
-from lightning_pipesync.methods.parameter_server.downpour import LocalSteps
-from lightning_pipesync.methods.parameter_server.elastic import ElasticReplica
-from lightning_pipesync.methods.parameter_server.learner import Learner
-from lightning_pipesync.methods.parameter_server.messages import UpdateSettings, Wish, check_hyperparameters
-from lightning_pipesync.methods.parameter_server.passes import Passes
-from lightning_pipesync.methods.parameter_server.server_side import ServerSide
-from lightning_pipesync.methods.parameter_server.shards import (
+from lightning_pipesync.methods.servers.cancellation import CancellablePasses
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.downpour import LocalSteps
+from lightning_pipesync.methods.servers.elastic import ElasticReplica
+from lightning_pipesync.methods.servers.learner import Learner
+from lightning_pipesync.methods.servers.messages import Request, UpdateSettings, check_hyperparameters
+from lightning_pipesync.methods.servers.policies import Gradient, Update
+from lightning_pipesync.methods.servers.router import COORDINATOR, MessageRouter
+from lightning_pipesync.methods.servers.server_side import ServerSide
+from lightning_pipesync.methods.servers.shards import (
     SharedBucket,
     shared_buckets,
 )
@@ -91,8 +91,8 @@ class ParameterServer(SyncMethod):
         self._survives_loss = config.survives_loss(transport.world_size)
         patience_s = config.timeout_s * (GIVING_UP if self._survives_loss else 1)
         self._learner = Learner(self._buckets, num_servers, transport, patience_s, moves, self.only_serves)
-        self._passes = Passes(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
-        self._messages = messages = Correspondence(transport, config, self._learner)
+        self._passes = CancellablePasses(self._learner, self._policy.cancels, lambda: self.syncing, self._start_anew)
+        self._messages = messages = MessageRouter(transport, config, self._learner)
         self.data.ask = messages.ask
         self._members = group_members(self.optimizers)
         self._clipping: dict[int, dict[str, float]] = {}  # of each optimizer's next step
@@ -106,7 +106,7 @@ class ParameterServer(SyncMethod):
         )
         self._local: LocalSteps | None = None
         if self._policy.local:
-            ask, given = partial(messages.tell, Wish.FETCH), (config.n_push, config.n_fetch)
+            ask, given = partial(messages.tell, Request.FETCH), (config.n_push, config.n_fetch)
             self._local = LocalSteps(self._learner, self._buckets, self.optimizers[0], *given, self._push, ask)
         self._elastic: ElasticReplica | None = None
         if self._policy.elastic:
@@ -208,7 +208,7 @@ class ParameterServer(SyncMethod):
         gradient = self._learner.next_gradient(index)
         if self._passes.is_late:
             self._passes.num_cancelled += 1
-            self._messages.tell(Wish.FETCH)
+            self._messages.tell(Request.FETCH)
         else:
             self._push(gradient, [bucket.pack() for bucket in self._buckets_of(index)])
         self._learner.await_weights()
@@ -224,7 +224,7 @@ class ParameterServer(SyncMethod):
         """Fetches newer weights, after a cancelled pass."""
         for bucket in self._buckets:
             bucket.clear_gradients()
-        self._messages.tell(Wish.FETCH)
+        self._messages.tell(Request.FETCH)
         self._learner.await_weights()
 
     def cancel_if_late(self) -> None:
@@ -280,7 +280,7 @@ class ParameterServer(SyncMethod):
         """Waits until all gradients are applied, and takes the weights that all ranks then have."""
         if self._local is not None:
             self._local.drain()
-        self._messages.tell(Wish.RETIRE)
+        self._messages.tell(Request.RETIRE)
         self._learner.await_weights()
         if self._local is not None:
             self._local.begin_anew()
@@ -312,7 +312,7 @@ class ParameterServer(SyncMethod):
         self._loaded = False
         if self._local is not None:
             self._local.drop()
-        self._messages.tell(Wish.RETIRE)
+        self._messages.tell(Request.RETIRE)
         self._learner.drop_weights()
         self._serving.read_loaded()
         self._retire()  # a learner goes on once all servers have read

@@ -8,14 +8,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.methods.parameter_server.algorithm import Policy, Sequencer
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.coordinator import Coordinator
-from lightning_pipesync.methods.parameter_server.correspondence import Correspondence
-from lightning_pipesync.methods.parameter_server.learner import Learner
-from lightning_pipesync.methods.parameter_server.served import ServedOptimizers
-from lightning_pipesync.methods.parameter_server.server import Server
-from lightning_pipesync.methods.parameter_server.shards import ServedShard, SharedBucket
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.coordinator import Coordinator
+from lightning_pipesync.methods.servers.learner import Learner
+from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
+from lightning_pipesync.methods.servers.policies import Policy, Sequencer
+from lightning_pipesync.methods.servers.router import MessageRouter
+from lightning_pipesync.methods.servers.server import Server
+from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 
 
 class ServerSide:
@@ -42,7 +42,7 @@ class ServerSide:
         policy: Policy,
         config: ParameterServerConfig,
         transport: Transport,
-        messages: Correspondence,
+        messages: MessageRouter,
         learner: Learner,
     ) -> None:
         everyone, learners = range(transport.world_size), config.learners(transport.world_size)

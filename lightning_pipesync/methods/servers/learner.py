@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient
-from lightning_pipesync.methods.parameter_server.messages import WeightsMessage
-from lightning_pipesync.methods.parameter_server.shards import SharedBucket
+from lightning_pipesync.methods.servers.messages import WeightsMessage
+from lightning_pipesync.methods.servers.policies import Gradient
+from lightning_pipesync.methods.servers.shards import SharedBucket
 
 
 class Learner:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient
-from lightning_pipesync.methods.parameter_server.messages import WeightsMessage
+from lightning_pipesync.methods.servers.messages import WeightsMessage
+from lightning_pipesync.methods.servers.policies import Gradient
 
 
 class Backups:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.methods.parameter_server.algorithm import Accrued, Fetch, Gradient
-from lightning_pipesync.methods.parameter_server.learner import Learner
-from lightning_pipesync.methods.parameter_server.shards import SharedBucket
+from lightning_pipesync.methods.servers.learner import Learner
+from lightning_pipesync.methods.servers.policies import Accrued, Fetch, Gradient
+from lightning_pipesync.methods.servers.shards import SharedBucket
 
 
 class ElasticReplica:

@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.plain import encode
 from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current
-from lightning_pipesync.methods.parameter_server.algorithm import Gradient
+from lightning_pipesync.methods.servers.policies import Gradient
 
 
-class Wish(Enum):
+class Request(Enum):
     """What a learner wants of the coordinator."""
 
     FETCH = "weights"
@@ -115,7 +115,7 @@ class States:
 
 
 @dataclass(frozen=True)
-class Dismissed:
+class Evicted:
     """The others go on without the learner that gets this."""
 
 

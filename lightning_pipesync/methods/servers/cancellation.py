@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient, modules_with_parameters
 from lightning_pipesync.methods.gradients.module_hook import ModuleHook
-from lightning_pipesync.methods.parameter_server.learner import Learner
+from lightning_pipesync.methods.servers.learner import Learner
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class PassCancelled(BaseException):
     """Ends a pass whose gradient would not be used. A BaseException, so that users' handlers of errors let it pass."""
 
 
-class Passes:
+class CancellablePasses:
     """Cancels passes at the next layer, if there are newer weights, and repeats those in a closure.
 
     Attributes:

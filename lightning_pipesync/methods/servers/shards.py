@@ -17,8 +17,8 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_add_
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
-from lightning_pipesync.methods.parameter_server.config import ParameterServerConfig
-from lightning_pipesync.methods.parameter_server.delay_compensation import compensate
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.delay_compensation import compensate
 
 
 class SharedBucket:
