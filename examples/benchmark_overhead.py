@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace) -> None:
 
     def local_step() -> dict[str, float]:
         compute = timed(lambda: backward(models[1]))
-        tracker = timed(selsync.after_backward)
+        tracker = timed(selsync.reduce)
         start = time.perf_counter()
         update = selsync.step(lambda: timed(local.step))
         assert update is not None

@@ -277,7 +277,7 @@ def loss_scaler_skips() -> list[dict[str, Tensor]]:
             if i in (5, 6) and dist.get_rank() == 1:
                 x = x * float("inf")
             scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
-            sync.unscale(scaler)
+            sync.reduce(scaler=scaler)
             sync.clip(1.0)
             sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
             scaler.update()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -308,12 +309,15 @@ def loss_by_scaler(with_dear: bool) -> dict[str, Tensor]:
     model = Twice()
     optimizer = SGD(model.parameters(), lr=0.1)
     sync = DeAR(model, optimizer, **SMALL) if with_dear else None
+    scaler = GradScaler("cpu", init_scale=1024)
     for step in range(STEPS):
         optimizer.zero_grad()
         (loss_of(model, step) * 1024).backward()
         if sync:
-            assert not sync.after_backward(loss_scale=1024)
-            sync.step()
+            scaler.scale(torch.zeros(()))  # the scale is made with the first loss
+            sync.reduce(scaler=scaler)
+            sync.step(lambda: scaler.step(optimizer))
+            scaler.update()
             continue
         average_gradients(model, scale=1024)
         optimizer.step()

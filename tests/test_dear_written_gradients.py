@@ -43,7 +43,7 @@ def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) ->
     optimizer.zero_grad()
     loss(model, 4, dist.get_rank()).backward()
     if after == "after_backward":
-        sync.after_backward()
+        sync.reduce()
     elif after == "clip":
         sync.clip(1e9)
     elif after == "no_sync":
@@ -100,7 +100,7 @@ def take_turns() -> dict[str, Any]:
             own.zero_grad()
             loss(model, step, dist.get_rank()).backward()
             other.zero_grad()
-            sync.after_backward(own)
+            sync.reduce(own)
             sync.step(partial(update, own), own)
     sync.flush()
     sync.detach()

@@ -123,7 +123,7 @@ def overflow_on_rank_1() -> tuple[list[bool], dict[str, Tensor]]:
         scaler.scale(loss(model, i, dist.get_rank())).backward()
         if i == 0 and dist.get_rank() == 1:
             next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
-        sync.unscale(scaler)
+        sync.reduce(scaler=scaler)
         sync.step(lambda: scaler.step(optimizer))
         scaler.update()
         stepped.append(scaler.get_scale() == before)

@@ -50,7 +50,7 @@ def train_by_gradient(optimizer_name: str, settings: dict[str, Any]) -> tuple[di
         if i == 3:  # measured, and skipped by all
             model.eval()
             loss(model, 100, dist.get_rank()).backward()
-            sync.after_backward()
+            sync.reduce()
             model.train()
         optimizer.zero_grad()
         loss(model, i, dist.get_rank()).backward()
@@ -93,7 +93,7 @@ def skip_alone() -> tuple[str, str] | None:
         for i in range(3):
             model.zero_grad()
             loss(model, i, dist.get_rank()).backward()
-            sync.after_backward()
+            sync.reduce()
             if i != 1 or dist.get_rank() != 1:
                 sync.step()
 

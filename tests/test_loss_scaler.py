@@ -63,7 +63,7 @@ def train_with(method: str, optimizer_name: str) -> tuple[dict[str, Tensor], flo
     sync = METHODS[method](model, optimizer)
     for step in range(STEPS):
         scaled_backward(model, scaler, step)
-        sync.unscale(scaler)
+        sync.reduce(scaler=scaler)
         sync.step(lambda: scaler.step(optimizer))
         scaler.update()
     sync.flush()
@@ -101,7 +101,7 @@ def unscale_without_the_method(sync: Any, optimizer: Optimizer, scaler: GradScal
 
 def unscale_first(sync: Any, optimizer: Optimizer, scaler: GradScaler) -> None:
     scaler.unscale_(optimizer)
-    sync.after_backward()
+    sync.reduce()
     sync.step(lambda: scaler.step(optimizer))
 
 
@@ -147,36 +147,52 @@ def test_a_gradient_that_the_method_has_not_unscaled_is_refused(misuse: str, opt
     for of_rank in misused(misuse):
         error, finite = of_rank[method, optimizer]
         assert error is not None
-        assert "sync.unscale(scaler)" in error[1]
+        assert "sync.reduce(scaler=scaler)" in error[1]
         assert finite
 
 
 def overlook_an_overflow() -> dict[str, tuple[str, str] | None]:
-    """Each rank's scaler sees its own gradient, where a method has the average of all."""
+    """A loop that steps without its scaler after a gradient that is not finite on one rank."""
     outcomes = {}
     for method in ("dear", "parameter_server"):
         model, optimizer, scaler = prepared("momentum")
         sync = METHODS[method](model, optimizer, timeout_s=5)
         for step in range(OVERFLOW):
             scaled_backward(model, scaler, step)
-            sync.after_backward(loss_scale=scaler.get_scale())
+            sync.reduce(scaler=scaler)
             sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
             scaler.update()
         scaled_backward(model, scaler, OVERFLOW)
-        sync.after_backward(loss_scale=scaler.get_scale())
-        outcomes[method] = raised(lambda: sync.step(lambda: scaler.step(optimizer)))  # noqa: B023
+        sync.reduce(scaler=scaler)
+        outcomes[method] = raised(sync.step)
         sync.detach()
     return outcomes
 
 
-def test_a_rank_whose_scaler_overlooks_an_overflow_is_told() -> None:
-    """The other one, whose own gradient has overflowed, has skipped the step."""
-    first, second = launch(overlook_an_overflow, 2)
-    for method, error in first.items():
-        assert error is not None
-        assert "not finite" in error[1]
-        assert "sync.unscale(scaler)" in error[1]
-        assert second[method] is None
+def test_a_step_that_overlooks_an_overflow_is_refused_on_all_ranks() -> None:
+    for of_rank in launch(overlook_an_overflow, 2):
+        for error in of_rank.values():
+            assert error is not None
+            assert "not finite" in error[1]
+            assert "sync.reduce(scaler=scaler)" in error[1]
+
+
+def call_by_former_names() -> tuple[bool, float]:
+    model, optimizer, scaler = prepared("momentum")
+    sync = DeAR(model, optimizer)
+    scaled_backward(model, scaler, 0)
+    with pytest.warns(FutureWarning, match="reduce"):
+        sync.unscale(scaler)
+    with pytest.warns(FutureWarning, match="reduce"):
+        sync.after_backward()
+    sync.step(lambda: scaler.step(optimizer))
+    sync.flush()
+    sync.detach()
+    return all(bool(value.isfinite().all()) for value in state(model).values()), scaler.get_scale()
+
+
+def test_former_names_of_reduce_warn() -> None:
+    assert launch(call_by_former_names, 2) == [(True, 2.0**10)] * 2
 
 
 def train_without_scaling() -> bool:
@@ -186,7 +202,7 @@ def train_without_scaling() -> bool:
     sync = DeAR(model, optimizer)
     for step in range(OVERFLOW + 1):
         scaled_backward(model, scaler, step)
-        sync.unscale(scaler)
+        sync.reduce(scaler=scaler)
         sync.step(lambda: scaler.step(optimizer))
     sync.flush()
     sync.detach()
@@ -205,7 +221,7 @@ def overflow_at_first() -> dict[str, bool]:
         model, optimizer, scaler = prepared("fused momentum")
         sync = method(model, optimizer)
         scaled_backward(model, scaler, OVERFLOW)
-        sync.unscale(scaler)
+        sync.reduce(scaler=scaler)
         sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
         states[name] = any(bool(state) for state in optimizer.state.values())
         sync.detach()

@@ -66,7 +66,7 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], 
             time.sleep(delays.choice([0.0, 0.0, 0.01, 0.03]))
             value.backward()
             if settings["policy"] == "easgd":
-                sync.after_backward()
+                sync.reduce()
             return value
 
         sync.step(lambda: optimizer.step(closure))

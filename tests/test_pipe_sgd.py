@@ -367,7 +367,7 @@ def scale_by_hand() -> tuple[tuple[str, str] | None, ...]:
 def test_one_ranks_own_decision_to_skip_is_refused() -> None:
     (other, _), (outcome, next_step) = launch(scale_by_hand, 2)
     assert outcome is not None
-    assert "sync.unscale(scaler)" in outcome[1]
+    assert "sync.reduce(scaler=scaler)" in outcome[1]
     assert next_step is not None
     assert "An earlier step ended with an error" in next_step[1]
     assert other is not None

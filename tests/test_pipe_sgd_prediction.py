@@ -231,7 +231,7 @@ def guard_against_overflow() -> tuple[list[bool], Tensor]:
         loss(model, step, dist.get_rank()).backward()
         if step == 3 and dist.get_rank() == 1:
             model[0].weight.grad[0, 0] = torch.inf
-        sync.after_backward()
+        sync.reduce()
         left_out.append(not all(p.grad.isfinite().all() for p in model.parameters()))
         if not left_out[-1]:
             sync.step()
@@ -269,7 +269,7 @@ def write() -> tuple[bool, list[Tensor], tuple[str, str] | None, bool]:
         loss(model.student, step, dist.get_rank()).backward()
         with sync.true_weights():
             model.follow()
-        sync.after_backward()
+        sync.reduce()
         before = flat(model.student).clone()
         if dist.get_rank() == 0:
             loss(model.student, step, 0)  # as who logs what the gradient was clipped for

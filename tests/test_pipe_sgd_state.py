@@ -289,7 +289,7 @@ def scale_losses() -> tuple[list[Tensor], list[float], list[Tensor]]:
         scaler.scale(loss(model, step, dist.get_rank())).backward()
         if step == 4 and dist.get_rank() == 1:
             model[0].weight.grad[0, 0] = torch.inf
-        sync.after_backward(loss_scale=scaler.get_scale())
+        sync.reduce(scaler=scaler)
         sync.step(lambda: scaler.step(optimizer))
         scaler.update()
         weights.append(flat(model))

@@ -121,7 +121,7 @@ def measure_twice(within: bool) -> tuple[tuple[str, str] | None, bool]:
         for i in range(2):
             if within or i == 0:
                 loss(model, i, 0).backward()
-            sync.after_backward()
+            sync.reduce()
 
     outcome = raised(lambda: sync.step(evaluate_twice) if within else evaluate_twice())
     loss(model, 0, 0).backward()

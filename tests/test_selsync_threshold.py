@@ -168,7 +168,7 @@ def overflow_on_one_rank() -> list[Any]:
         loss(model, i, rank).backward()
         if rank == 1 and i in (0, 5, 6):  # before there is anything to compare with, and later
             model[0].weight.grad[0, 0] = math.nan if i == 6 else math.inf
-        sync.after_backward()
+        sync.reduce()
         sync.step(optimizer.step if i not in (0, 5, 6) else lambda: None)
         seen.append((sync.last.synchronized, sync.last.undefined, sync.metrics()["delta"]))
     sync.detach()

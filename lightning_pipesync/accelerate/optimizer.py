@@ -34,7 +34,7 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
 
     def take_gradient(self) -> None:
         """Reduces and unscales the gradient of this step, before it is clipped; once in a step."""
-        self._method().unscale(self.scaler, self.optimizer)
+        self._method().reduce(self.optimizer, self.scaler)
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:

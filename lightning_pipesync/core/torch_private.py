@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -95,6 +96,12 @@ def version(tensor: Tensor) -> int:
 def is_dtensor(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a ``DTensor``."""
     return isinstance(tensor, DTensor)
+
+
+def has_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Returns whether ``scaler`` has unscaled the gradients of ``optimizer`` since its last update."""
+    require(scaler, "_per_optimizer_states")
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
 
 
 def mark_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:

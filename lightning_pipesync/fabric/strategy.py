@@ -199,12 +199,12 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
 
             def compute() -> Any:
                 result = closure()
-                method.unscale(self._scaler, optimizer)
+                method.reduce(optimizer, self._scaler)
                 return result
 
             kwargs["closure"] = compute
         else:
-            method.unscale(self._scaler, optimizer)
+            method.reduce(optimizer, self._scaler)
         return method.step(partial(super().optimizer_step, optimizer, **kwargs), optimizer)
 
     @override
@@ -232,7 +232,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
 
     def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
         method = self.method_of(optimizer)
-        method.unscale(self._scaler, optimizer)
+        method.reduce(optimizer, self._scaler)
         return OptimizerStep(method, optimizer)
 
     # --- helpers ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.storage import unshare_storage
-from lightning_pipesync.core.torch_private import mark_overflow
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.private import (
     check_trainer,
@@ -199,24 +198,25 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self.method is not None
+        method = self.method
+        assert method is not None
         assert self.lightning_module is not None
         # LearningRateFinder replaces all callbacks, and expects its own as the first.
         self._add_callback(self.lightning_module.trainer, first=False)
 
         def compute() -> Any:
             result = closure()
-            self._before_unscaling(optimizer)
+            if result is None and self._automatic:  # no backward pass: Lightning neither unscales nor steps
+                method.reduce(optimizer)
+            else:
+                method.reduce(optimizer, self._scaler, unscale=False)  # Lightning unscales next
             return result
 
-        return self.method.step(partial(super().optimizer_step, optimizer, compute, model, **kwargs), optimizer)
+        return method.step(partial(super().optimizer_step, optimizer, compute, model, **kwargs), optimizer)
 
     def after_backward(self, optimizer: Optimizer) -> None:
         assert self.method is not None
-        scaler = self._scaler
-        overflow = self.method.after_unscaling(optimizer, None if scaler is None else scaler.get_scale())
-        if overflow and scaler is not None:
-            mark_overflow(scaler, optimizer)
+        self.method.reduce(optimizer, self._scaler)
 
     @contextmanager
     @override
@@ -240,10 +240,6 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
             self.method.finish(partial(run_hooks_before_step, self.precision_plugin, self.lightning_module))
         self.flush()
 
-    def _before_unscaling(self, optimizer: Optimizer) -> None:
-        assert self.method is not None
-        self.method.before_unscaling(optimizer, None if self._scaler is None else self._scaler.get_scale())
-
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         step = self._step_to_clip(optimizer)
         clip_norm([step], parameters_of(step.optimizer), clip_val)
@@ -256,7 +252,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         """Returns the step of ``optimizer``, after its gradient is reduced: with manual optimization it may not be."""
         assert self.method is not None
         optimizer = unwrapped(optimizer)
-        self._before_unscaling(optimizer)
+        self.method.reduce(optimizer, self._scaler, unscale=False)
         return OptimizerStep(self.method, optimizer)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

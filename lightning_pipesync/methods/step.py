@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.torch_private import handles_unscaling
 
 SCALER_RECIPE = (
-    "With a loss scaler, call sync.unscale(scaler), sync.step(lambda: scaler.step(optimizer)) and scaler.update()."
+    "With a loss scaler, call sync.reduce(scaler=scaler), sync.step(lambda: scaler.step(optimizer)) "
+    "and scaler.update()."
 )
 
 
@@ -65,7 +66,7 @@ class StepProtocol:
         outdated = self._stages[index] > Stage.ACCUMULATING and bool(self._added_by(index))
         if outdated and index == self._stepping and self._reduced_in_step:
             raise RuntimeError(
-                "A backward pass has added to a gradient after it was reduced in the same step: call after_backward() "
+                "A backward pass has added to a gradient after it was reduced in the same step: call reduce() "
                 "when the gradient is complete, and evaluate a closure only once."
             )
         return outdated
@@ -94,7 +95,7 @@ class StepProtocol:
         """
         if self._stages[index] < Stage.UNSCALED or self.is_outdated(index):
             raise RuntimeError(
-                "The gradient was not reduced before the optimizer stepped: call after_backward() when it is complete, "
+                "The gradient was not reduced before the optimizer stepped: call reduce() when it is complete, "
                 f"before or within update, and after the last backward pass. {SCALER_RECIPE}"
             )
 
@@ -117,8 +118,7 @@ class StepProtocol:
         """
         if self._overflowed[index]:
             raise RuntimeError(
-                "after_backward() has returned that the gradient of some rank is not finite, and this rank's loss "
-                f"scaler, which has checked its own gradient only, did not skip the step. {SCALER_RECIPE}"
+                f"The gradient of some rank is not finite, and this rank did not skip the step. {SCALER_RECIPE}"
             )
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import deprecated
 
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
@@ -22,13 +23,13 @@ from lightning_pipesync.core.consistency import (
     raise_on_all_ranks,
 )
 from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
-from lightning_pipesync.core.torch_private import mark_overflow
+from lightning_pipesync.core.torch_private import has_unscaled, mark_overflow
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
-from lightning_pipesync.methods.step import Stage, StepProtocol
+from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepProtocol
 from lightning_pipesync.methods.user_steps import UserSteps
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class SyncMethod(Method):
     the order of :class:`Stage`; a repeated call in the same step does nothing. With a loss scaler::
 
         scaler.scale(loss).backward()
-        sync.unscale(scaler)                        # in place of scaler.unscale_(optimizer)
+        sync.reduce(scaler=scaler)                  # in place of scaler.unscale_(optimizer)
         sync.clip(1.0)
         sync.step(lambda: scaler.step(optimizer))   # all ranks skip the step, or none
         scaler.update()
@@ -55,7 +56,7 @@ class SyncMethod(Method):
 
     Attributes:
         config: the settings.
-        applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, after :meth:`after_backward`.
+        applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, after :meth:`reduce`.
         reduces_together: whether the gradients of all optimizers are reduced at the same time.
         same_weights: whether all ranks have the same weights and optimizer states at every step. What is loaded into
             them is then compared at the first step and at each :meth:`flush`, and refused if it differs.
@@ -100,7 +101,7 @@ class SyncMethod(Method):
             self.optimizers,
             type(self).__name__,
             self._protocol,
-            self.after_backward,
+            self.reduce,
             self._check_gradient,
             unscales=not self.applies_grad,
         )
@@ -124,83 +125,57 @@ class SyncMethod(Method):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def after_backward(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
-        """Reduces the gradient of this step, which must be complete and not yet clipped.
+    def reduce(
+        self, optimizer: Optimizer | None = None, scaler: torch.amp.GradScaler | None = None, *, unscale: bool = True
+    ) -> None:
+        """Reduces the gradient of this step, which is complete; then what will be applied may be clipped.
+
+        :meth:`clip` and a :meth:`step` that computes the gradient itself call it. A repeated call does nothing.
 
         Args:
             optimizer: the optimizer whose gradient is reduced; may be omitted if there is only one.
-            loss_scale: the factor of the loss scaler; None without one.
-
-        Returns:
-            Whether the gradient of some rank is not finite, the same on all ranks. The loss scaler, which has checked
-            only this rank's gradient, must then skip the update.
+            scaler: the loss scaler, which unscales the gradient here, in place of ``scaler.unscale_(optimizer)``. It
+                skips the update on all ranks if the gradient of some rank is not finite.
+            unscale: False reduces only: the scaler unscales later, by itself, after which a further call completes.
 
         Raises:
-            RuntimeError: a peer is lost.
+            RuntimeError: a peer is lost, or the scaler has unscaled the gradient before it was reduced.
             ValueError: a setting of the training data has no effect, see :meth:`prepare_train_loader`.
         """
-        self.before_unscaling(optimizer, loss_scale)
-        return self.after_unscaling(optimizer, loss_scale)
-
-    def before_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> None:
-        """Runs the first half of :meth:`after_backward`, before a loss scaler unscales ``p.grad``."""
         index = self._index(optimizer)
+        trained = self.optimizers[index]
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        loss_scale = None if scaler is None else scaler.get_scale()
         self._skip_if_outdated(index)
         if self._protocol.stage(index) < Stage.REDUCED:
+            if scaler is not None and has_unscaled(scaler, trained):
+                raise RuntimeError(f"The loss scaler has unscaled the gradient before it was reduced. {SCALER_RECIPE}")
             self.data.check_followed()
             if not self._began:
                 self._began = True
                 self._compare_loaded()
             self._reduce(index, loss_scale)
             self._protocol.reduced(index)
-
-    def after_unscaling(self, optimizer: Optimizer | None = None, loss_scale: float | None = None) -> bool:
-        """Runs the second half of :meth:`after_backward`, after ``p.grad`` is unscaled."""
-        self.before_unscaling(optimizer, loss_scale)
-        index = self._index(optimizer)
-        if self._protocol.stage(index) == Stage.UNSCALED:
-            return False
-        overflow = self._unscale(index, loss_scale)
-        self._protocol.unscaled(index, overflow, scaled=loss_scale is not None)
-        return overflow
-
-    def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
-        """Reduces the gradient as :meth:`after_backward` does, and unscales it with a loss scaler; once in a step.
-
-        Args:
-            scaler: the loss scaler, which skips the update if the gradient of some rank is not finite; may be None.
-            optimizer: as in :meth:`after_backward`.
-
-        Raises:
-            RuntimeError: a peer is lost, or the scaler has unscaled the gradient before.
-        """
-        if self.is_unscaled(optimizer):
+        if not unscale or self._protocol.stage(index) == Stage.UNSCALED:
             return
-        if scaler is not None and not scaler.is_enabled():
-            scaler = None
-        loss_scale = None if scaler is None else scaler.get_scale()
-        self.before_unscaling(optimizer, loss_scale)
-        trained = self.optimizers[self._index(optimizer)]
-        if scaler is not None:
+        if scaler is not None and not has_unscaled(scaler, trained):
             scaler.unscale_(trained)
-        if self.after_unscaling(optimizer, loss_scale) and scaler is not None:
+        overflow = self._complete(index, loss_scale)
+        self._protocol.unscaled(index, overflow, scaled=scaler is not None)
+        if overflow and scaler is not None:
             mark_overflow(scaler, trained)
-
-    def is_unscaled(self, optimizer: Optimizer | None = None) -> bool:
-        """Returns whether the gradient of this step is reduced and unscaled."""
-        index = self._index(optimizer)
-        return self._protocol.stage(index) == Stage.UNSCALED and not self._protocol.is_outdated(index)
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the gradient that is about to be applied by its global L2 norm; returns that norm (0-dim)."""
-        self.after_backward(optimizer)
+        self.reduce(optimizer)
         parameters = self._trained(optimizer)
         torch.nn.utils.clip_grad_norm_(self.clipped_along(parameters), max_norm)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the gradient that is about to be applied to ``[-max_value, max_value]``."""
-        self.after_backward(optimizer)
+        self.reduce(optimizer)
         parameters = self._trained(optimizer)
         torch.nn.utils.clip_grad_value_([*parameters, *self.clipped_along(parameters)], max_value)
 
@@ -212,8 +187,8 @@ class SyncMethod(Method):
         """Takes the optimizer step, with its communication.
 
         Args:
-            update: updates the weights; None: ``optimizer.step``. :meth:`after_backward` or :meth:`unscale` must be
-                called before, or within it once the gradient is complete, as at the end of a closure.
+            update: updates the weights; None: ``optimizer.step``. :meth:`reduce` must be called before, or
+                within it once the gradient is complete, as at the end of a closure.
             optimizer: the optimizer that steps; may be omitted if there is only one.
 
         Returns:
@@ -228,6 +203,16 @@ class SyncMethod(Method):
             update = None
         with self._protocol.stepping(index):
             return self._step(index, update)
+
+    @deprecated("Call reduce(optimizer) in place of after_backward(optimizer).", category=FutureWarning)
+    def after_backward(self, optimizer: Optimizer | None = None) -> None:
+        """Former name of :meth:`reduce`."""
+        self.reduce(optimizer)
+
+    @deprecated("Call reduce(optimizer, scaler) in place of unscale(scaler, optimizer).", category=FutureWarning)
+    def unscale(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None = None) -> None:
+        """Former name of :meth:`reduce` with a loss scaler."""
+        self.reduce(optimizer, scaler)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -355,8 +340,13 @@ class SyncMethod(Method):
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Reduces an optimizer's complete gradient, which is scaled by ``loss_scale``; a collective call."""
 
-    def _unscale(self, index: int, loss_scale: float | None) -> bool:
-        """Completes :meth:`_reduce` after ``p.grad`` is unscaled; returns as :meth:`after_backward`."""
+    def _complete(self, index: int, loss_scale: float | None) -> bool:
+        """Completes :meth:`_reduce` once ``p.grad`` is unscaled.
+
+        Returns:
+            Whether the gradient of some rank is not finite, so that the loss scaler, which has checked only that of
+            this rank, must skip the update; the same on all ranks.
+        """
         return False
 
     def _check_gradient(self, index: int) -> None:

@@ -87,7 +87,7 @@ class UserSteps:
         optimizers: the user's own.
         method: name of the method's class.
         protocol: tells at which stage a step is.
-        after_backward: reduces and unscales the gradient of an optimizer.
+        reduce: reduces the gradient of an optimizer.
         check: checks the gradient of an optimizer, by its index, that is about to step.
         unscales: whether the method unscales what it applies by itself, which is not in ``p.grad``.
 
@@ -100,11 +100,11 @@ class UserSteps:
         optimizers: Sequence[Optimizer],
         method: str,
         protocol: StepProtocol,
-        after_backward: Callable[[Optimizer], object],
+        reduce: Callable[[Optimizer], object],
         check: Callable[[int], object],
         unscales: bool,
     ) -> None:
-        self._optimizers, self._protocol, self._after_backward = optimizers, protocol, after_backward
+        self._optimizers, self._protocol, self._reduce = optimizers, protocol, reduce
         self._check, self._unscales = check, unscales
         self.guards = [StepGuard(optimizer, method) for optimizer in optimizers]
 
@@ -124,7 +124,7 @@ class UserSteps:
             RuntimeError: the gradient is not reduced, or not unscaled.
         """
         if by_closure:
-            self._after_backward(self._optimizers[index])
+            self._reduce(self._optimizers[index])
         self._protocol.check_unscaled(index)
         if self._unscales and not by_closure and is_scaler_stepping():
             self._protocol.check_scaled(index)

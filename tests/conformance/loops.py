@@ -142,7 +142,7 @@ class PlainLoop(Loop):
         if self.sync is None:
             self.scaler.unscale_(optimizer)
         else:
-            self.sync.unscale(self.scaler, optimizer)
+            self.sync.reduce(optimizer, self.scaler)
         self.clip(optimizer)
         if self.sync is None:
             self.scaler.step(optimizer)
@@ -163,7 +163,7 @@ class PlainLoop(Loop):
                 sync.clip_value(max_value, optimizer)
                 return
             if sync is not None:
-                sync.after_backward(optimizer)
+                sync.reduce(optimizer)
             nn.utils.clip_grad_value_(trained, max_value)
 
     def save(self, path: Path) -> None:

@@ -51,14 +51,14 @@ class Rank(Worker):
 
     def reduce(self) -> None:
         for optimizer in self.replica.optimizers:
-            self.sync.unscale(self.replica.scaler, optimizer)
+            self.sync.reduce(optimizer, self.replica.scaler)
         self.replica.forget_unscaling()
 
     def update(self) -> None:
         scaler, clip = self.replica.scaler, self.configuration.clip
         for optimizer in self.replica.optimizers:
             if scaler is not None:
-                self.sync.unscale(scaler, optimizer)
+                self.sync.reduce(optimizer, scaler)
             if clip == "norm":
                 self.sync.clip(MAX_NORM, optimizer)
             elif clip == "value":

@@ -131,7 +131,7 @@ class DeAR(SyncMethod):
             self._early.plan()
             self._tuner.restart_trial()
 
-    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+    def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Unscales the averaged gradient, which is not in ``p.grad``: a loss scaler has written to that.
 
         Returns:
@@ -149,7 +149,7 @@ class DeAR(SyncMethod):
 
     def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clips the averaged gradient by its L2 norm; ranks all-reduce the squared norms of their shards."""
-        self.before_unscaling(optimizer)
+        self.reduce(optimizer, unscale=False)
         index = self._index(optimizer)
         norms = foreach_norm(self._own_gradients(index))
         squares = torch.stack(norms).square_()  # its dtype is the same on all ranks, as the buckets'
@@ -162,7 +162,7 @@ class DeAR(SyncMethod):
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
         """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
-        self.before_unscaling(optimizer)
+        self.reduce(optimizer, unscale=False)
         for flat in self._averaged_gradients(self._index(optimizer)):
             flat.clamp_(-max_value, max_value)
 

@@ -129,7 +129,7 @@ class LocalSGD(ReplicaMethod):
         self._rounds[index].average_gradient()
         super()._reduce(index, loss_scale)
 
-    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+    def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Measures the gradient. What is averaged is not finite on all ranks, or on none."""
         self._rounds[index].measure_gradient()
         return False

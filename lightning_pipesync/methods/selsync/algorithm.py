@@ -294,7 +294,7 @@ class SelectiveSync:
         if others:
             raise RuntimeError(
                 f"Rank {', '.join(map(str, others))} and rank 0 have not skipped the same steps of {self._name}. Once "
-                "its gradient has been measured, by clipping it or by after_backward(), a step is taken by all ranks "
+                "its gradient has been measured, by clipping it or by reduce(), a step is taken by all ranks "
                 "or by none: decide about it by what is the same on all ranks; to change nothing by a step, set the "
                 "gradients to zero."
             )

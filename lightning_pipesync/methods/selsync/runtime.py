@@ -84,7 +84,7 @@ class SelSync(ReplicaMethod):
     def _units(self) -> list[OptimizerSync]:
         return self._optimizer_syncs
 
-    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+    def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Measures the gradient, which is unscaled and not yet clipped; with gradient aggregation, averages it.
 
         Returns:
@@ -108,7 +108,7 @@ class SelSync(ReplicaMethod):
         """Updates this rank's weights, and starts to average those of all ranks if the step is synchronized.
 
         Raises:
-            RuntimeError: ``update`` was given and did not call :meth:`after_backward` after the last backward pass;
+            RuntimeError: ``update`` was given and did not call :meth:`reduce` after the last backward pass;
                 some rank has skipped a step that another one has taken; or a peer is lost.
         """
         sync = self._optimizer_syncs[index]

@@ -137,7 +137,7 @@ class ParameterServer(SyncMethod):
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Does nothing: the gradient is pushed as it is when the optimizer steps."""
 
-    def _unscale(self, index: int, loss_scale: float | None) -> bool:
+    def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Returns whether the step is skipped, with a loss scaler and where all ranks take it together."""
         if loss_scale is None or not self._policy.together:
             return False
