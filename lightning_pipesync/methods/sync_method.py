@@ -26,6 +26,7 @@ from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
 from lightning_pipesync.core.torch_private import has_unscaled, mark_overflow
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
+from lightning_pipesync.methods.framework_hooks import FrameworkHooks
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
@@ -35,7 +36,7 @@ from lightning_pipesync.methods.user_steps import UserSteps
 T = TypeVar("T")
 
 
-class SyncMethod(Method):
+class SyncMethod(FrameworkHooks, Method):
     """Takes over gradient synchronization and the optimizer step of one module on every rank.
 
     The constructor attaches the method: it broadcasts rank 0's weights and buffers. A plain loop calls :meth:`step` in
@@ -56,7 +57,6 @@ class SyncMethod(Method):
 
     Attributes:
         config: the settings.
-        applies_grad: whether ``p.grad`` holds the gradient that is about to be applied, after :meth:`reduce`.
         reduces_together: whether the gradients of all optimizers are reduced at the same time.
         same_weights: whether all ranks have the same weights and optimizer states at every step. What is loaded into
             them is then compared at the first step and at each :meth:`flush`, and refused if it differs.
@@ -71,7 +71,6 @@ class SyncMethod(Method):
         RuntimeError: ``torch.distributed`` is not initialized.
     """
 
-    applies_grad: ClassVar[bool] = True
     reduces_together: ClassVar[bool] = False
     same_weights: ClassVar[bool] = False
 
@@ -179,10 +178,6 @@ class SyncMethod(Method):
         parameters = self._trained(optimizer)
         torch.nn.utils.clip_grad_value_([*parameters, *self.clipped_along(parameters)], max_value)
 
-    def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns tensors whose ``grad`` must be clipped in the same way as that of ``parameters``."""
-        return []
-
     def step(self, update: Callable[[], T] | None = None, optimizer: Optimizer | None = None) -> T | None:
         """Takes the optimizer step, with its communication.
 
@@ -223,12 +218,6 @@ class SyncMethod(Method):
         finally:
             self.syncing = before
 
-    def begin_pass(self) -> None:
-        """Called by a framework before the user's code computes a loss and may read any weights."""
-
-    def end_pass(self) -> None:
-        """Called by a framework after the last backward pass since :meth:`begin_pass`."""
-
     # --- data -------------------------------------------------------------------------------------------------------
 
     def prepare_train_loader(
@@ -253,24 +242,6 @@ class SyncMethod(Method):
         return self.data.prepare(loader, seed, to_device)
 
     # --- weights ----------------------------------------------------------------------------------------------------
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether all ranks are at the same step, so that a framework may let them wait for each other at each one."""
-        return True
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the weights may be this rank's own."""
-        return False
-
-    @property
-    def trains_written_weights(self) -> bool:
-        """Whether what a callback writes to the weights after :meth:`flush` stays, and is what training continues from.
-
-        False if an update that is in flight, or the weights of a server, come on top.
-        """
-        return True
 
     @property
     def same_optimizer_states(self) -> bool:
@@ -300,13 +271,6 @@ class SyncMethod(Method):
         """
         self._followed.append(buffer_reader(module))
 
-    def finish(self, before_update: Callable[[Optimizer], object]) -> None:
-        """Called by a framework after the last step of a training; a collective call.
-
-        Args:
-            before_update: called before each further update, when ``p.grad`` holds its gradient.
-        """
-
     # --- state ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
@@ -326,9 +290,6 @@ class SyncMethod(Method):
         if self._loads is not None:
             self._loads.remove()
         self.transport.close(timeout_s)
-
-    def return_optimizer_states(self) -> None:
-        """Restores the optimizers' whole state, which :meth:`detach` would drop; a collective call."""
 
     # --- what a method implements -----------------------------------------------------------------------------------
 
