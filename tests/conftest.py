@@ -35,9 +35,9 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def machine() -> None:
     """Skips where the README says that hosts cannot be emulated; what goes wrong elsewhere is a failure."""
-    from lightning_pipesync.lab.netlab import requirements
+    from lightning_pipesync.lab.netlab import network
 
     try:
-        requirements.check_requirements()
+        network.check_requirements()
     except RuntimeError as error:
         pytest.skip(str(error))

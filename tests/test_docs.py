@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipesync.lab.netlab.links import burst_bytes
+from lightning_pipesync.lab.netlab.kernel import burst_bytes
 from lightning_pipesync.methods.settings import docs_of
 from lightning_pipesync.training.registry import METHODS
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.netlab import TIMED_OUT, Freeze, Kill, Network, Slow, requirements, run_job
+from lightning_pipesync.lab.netlab import TIMED_OUT, Freeze, Kill, Network, Slow, run_job
 from lightning_pipesync.lab.netlab.faults import parse_slow
-from lightning_pipesync.lab.netlab.output import Lines
+from lightning_pipesync.lab.netlab.job import Lines
 from lightning_pipesync.lab.netlab.processes import NAMESPACES, processes_in
 from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse_share
 from tests.harness import _CONTEXT as PROCESSES
@@ -187,7 +187,7 @@ def test_what_the_machine_lacks_is_named(
         assert main(["netlab", "--hosts", "2", "--", "true"]) == 2
         return capsys.readouterr().err
 
-    monkeypatch.setattr(requirements, "missing_capabilities", lambda: ["CAP_NET_ADMIN"])
+    monkeypatch.setattr("lightning_pipesync.lab.netlab.network.missing_capabilities", lambda: ["CAP_NET_ADMIN"])
     assert "lacks CAP_NET_ADMIN" in refusal()
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyroute2" else find_spec(name))
@@ -202,12 +202,12 @@ def test_a_kernel_without_the_token_bucket_is_named_and_all_is_undone(
 ) -> None:
     from pyroute2.netlink.exceptions import NetlinkError
 
-    from lightning_pipesync.lab.netlab import links
+    from lightning_pipesync.lab.netlab import kernel
 
     def unknown_queue(rate: int) -> int:
         raise NetlinkError(errno.ENOENT, "as the kernel answers")
 
-    monkeypatch.setattr(links, "burst_bytes", unknown_queue)
+    monkeypatch.setattr(kernel, "burst_bytes", unknown_queue)
     with pytest.raises(RuntimeError, match="no tbf"), Network(2):
         pass
 

@@ -32,13 +32,13 @@ def netlab(
         timeout: after which the job is ended, such as 90s or 5min.
         command: what every host runs. Write it after two dashes instead, as in -- python train.py.
     """
-    from lightning_pipesync.lab.netlab.faults import Fault, parse_freeze, parse_kill, parse_slow
+    from lightning_pipesync.lab.netlab.faults import Fault, Freeze, Kill, parse_events, parse_slow
     from lightning_pipesync.lab.netlab.job import check_job, run_job
     from lightning_pipesync.lab.netlab.network import Network
     from lightning_pipesync.lab.netlab.units import parse_seconds
 
     slow_hosts, host_rates = parse_slow(slow)
-    faults: list[Fault] = [*slow_hosts, *map(parse_kill, kill), *map(parse_freeze, freeze)]
+    faults: list[Fault] = [*slow_hosts, *parse_events(Kill, kill), *parse_events(Freeze, freeze)]
     timeout_s = None if timeout is None else parse_seconds(timeout)
     network = Network(hosts, rate, racks, uplink, host_rates)
     check_job(hosts, command, faults, timeout_s)

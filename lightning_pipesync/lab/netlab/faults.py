@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeVar, Union
 
 from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse_share
 
@@ -28,12 +28,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for all processes of a host.
-
-    Attributes:
-        host: the number of the host.
-        after_s: seconds after the start of the job.
-    """
+    """SIGKILL for all processes of ``host``, ``after_s`` seconds after the start of the job."""
 
     host: int
     after_s: float
@@ -41,18 +36,14 @@ class Kill:
 
 @dataclass(frozen=True)
 class Freeze:
-    """SIGSTOP for all processes of a host, without a SIGCONT.
-
-    Attributes:
-        host: the number of the host.
-        after_s: seconds after the start of the job.
-    """
+    """SIGSTOP for all processes of ``host``, without a SIGCONT, ``after_s`` seconds after the start of the job."""
 
     host: int
     after_s: float
 
 
 Fault = Union[Slow, Kill, Freeze]
+Event = TypeVar("Event", Kill, Freeze)
 
 
 def check_faults(faults: Iterable[Fault], num_hosts: int) -> None:
@@ -72,14 +63,10 @@ def check_host(host: int, num_hosts: int, where: str) -> None:
         raise ValueError(f"{where}: there is no host {host}. The {num_hosts} hosts are numbered from 0.")
 
 
-def parse_kill(text: str) -> Kill:
+def parse_events(kind: type[Event], texts: Iterable[str]) -> list[Event]:
     """Parses ``"HOST@SECONDS"``, as in ``"2@10s"``; ValueError if malformed."""
-    return Kill(*_parse_event(text, "kill"))
-
-
-def parse_freeze(text: str) -> Freeze:
-    """Parses ``"HOST@SECONDS"``, as in ``"1@5s"``; ValueError if malformed."""
-    return Freeze(*_parse_event(text, "freeze"))
+    hosts = (_parse_host(text, "@", kind.__name__.lower(), "2@10s") for text in texts)
+    return [kind(host, parse_seconds(value)) for host, value in hosts]
 
 
 def parse_slow(texts: Iterable[str]) -> tuple[list[Slow], dict[int, str]]:
@@ -103,11 +90,6 @@ def parse_slow(texts: Iterable[str]) -> tuple[list[Slow], dict[int, str]]:
             parse_rate(value)
             rates[host] = value
     return slow, rates
-
-
-def _parse_event(text: str, where: str) -> tuple[int, float]:
-    host, value = _parse_host(text, "@", where, "2@10s")
-    return host, parse_seconds(value)
 
 
 def _parse_host(text: str, separator: str, where: str, example: str) -> tuple[int, str]:

@@ -17,15 +17,17 @@ from pathlib import Path
 from lightning_pipesync.lab.netlab import enter, processes
 from lightning_pipesync.lab.netlab.faults import Fault, Freeze, Kill, Slow, check_faults
 from lightning_pipesync.lab.netlab.network import Network
-from lightning_pipesync.lab.netlab.output import Lines, Output, prefixed
-from lightning_pipesync.lab.netlab.signals import deferred
+from lightning_pipesync.lab.netlab.processes import deferred_signals
 
+#: A function of the number of a host and a line of its output, without the line end.
+Output = Callable[[int, str], object]
 #: The exit status of a job that was ended after its timeout, the same as of ``timeout``.
 TIMED_OUT = 124
 #: Seconds that processes get between SIGTERM and SIGKILL.
 _GRACE_S = 3.0
 #: The seconds of one cycle of running and stopping of a host with a slow CPU.
 _DUTY_CYCLE_S = 0.05
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def run_job(
@@ -63,11 +65,11 @@ def run_job(
     check_job(network.hosts, command, faults, timeout_s)
     job = _Job(network, output or prefixed(network.hosts), faults)
     try:
-        with deferred():
+        with deferred_signals():
             job.start(command, environment or {})
         timed_out = job.supervise(timeout_s)
     finally:
-        with deferred():
+        with deferred_signals():
             job.end()
     return TIMED_OUT if timed_out else max(host.status for host in job.hosts)
 
@@ -257,3 +259,41 @@ def _fill_in(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
             word = word.replace(f"{{{name}}}", value)
         filled.append(word)
     return filled
+
+
+class Lines:
+    """Splits a stream of bytes into lines. Keeps the last state of an overwritten line, such as a progress bar."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def add(self, data: bytes) -> list[str]:
+        """Returns the lines that ``data`` completes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [_decode(line) for line in lines]
+
+    def end(self) -> list[str]:
+        """Returns the last line if it has no line end, else nothing."""
+        rest, self._rest = self._rest, b""
+        return [_decode(rest)] if rest else []
+
+
+def prefixed(num_hosts: int) -> Output:
+    """Returns an output that prints ``[2] line``; in the host's color if it goes to a terminal."""
+    width = len(str(num_hosts - 1))
+    if not sys.stdout.isatty():
+        return lambda host, line: print(f"[{host:>{width}}] {line}", flush=True)
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+
+    def show(host: int, line: str) -> None:
+        prefix = f"[{host:>{width}}] ", _COLOURS[host % len(_COLOURS)]
+        console.print(Text.assemble(prefix, Text.from_ansi(line)), soft_wrap=True)
+
+    return show
+
+
+def _decode(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

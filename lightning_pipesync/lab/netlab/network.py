@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import itertools
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 
 from lightning_pipesync.lab.netlab.faults import check_host
-from lightning_pipesync.lab.netlab.requirements import check_requirements
-from lightning_pipesync.lab.netlab.signals import deferred, raising
+from lightning_pipesync.lab.netlab.processes import deferred_signals, raising_signals
 from lightning_pipesync.lab.netlab.units import parse_rate
 
 #: Reserved for benchmarks of networks (RFC 2544), so that no name server or proxy of the machine has such an address.
@@ -18,6 +20,8 @@ _SUBNET = ipaddress.ip_network("198.18.0.0/16")
 #: The most ports of a bridge, rounded down.
 _MOST_HOSTS = 1000
 _MASTER_PORT = 29500
+#: Capabilities and their bits in the kernel's masks: links and queues need the first, entering a namespace the second.
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _serials = itertools.count()
 
 
@@ -25,7 +29,7 @@ class Network:
     """``with Network(hosts=4, rate="1gbit") as network:`` creates hosts, and removes them at the end.
 
     Each host is a network namespace, and so is the switch, which is not connected to the machine's own network.
-    Left-overs of killed runs are removed first. Within the block SIGTERM and SIGHUP raise SystemExit in the main
+    Leftovers of killed runs are removed first. Within the block SIGTERM and SIGHUP raise SystemExit in the main
     thread, so that the hosts are removed then, too.
 
     Args:
@@ -57,23 +61,23 @@ class Network:
             raise ValueError("uplink is the link between racks: it needs racks of 2 or more.")
         self.hosts, self.racks = hosts, racks
         self.rates = [parse_rate(rate)] * hosts
-        for host, own in (host_rates or {}).items():
+        for host, slower in (host_rates or {}).items():
             check_host(host, hosts, "host_rates")
-            self.rates[host] = parse_rate(own)
+            self.rates[host] = parse_rate(slower)
         self._uplink = parse_rate(uplink or rate) if racks > 1 else None
         self._prefix = ""
         self._exit = ExitStack()
 
     def __enter__(self) -> Network:
         check_requirements()
-        from lightning_pipesync.lab.netlab import namespaces
+        from lightning_pipesync.lab.netlab import kernel
 
-        namespaces.remove_leftovers()
-        self._prefix = namespaces.name_prefix(next(_serials))
+        kernel.remove_leftovers()
+        self._prefix = kernel.name_prefix(next(_serials))
         with ExitStack() as undo:
-            undo.enter_context(raising())
+            undo.enter_context(raising_signals())
             undo.callback(self._remove)
-            with deferred():
+            with deferred_signals():
                 self._create()
             self._exit = undo.pop_all()
         return self
@@ -93,7 +97,7 @@ class Network:
 
     def environment(self, host: int) -> dict[str, str]:
         """Returns the variables that ``torchrun`` with one process per host would set."""
-        from lightning_pipesync.lab.netlab.links import INTERFACE
+        from lightning_pipesync.lab.netlab.kernel import INTERFACE
 
         return {
             "MASTER_ADDR": self.address(0),
@@ -111,24 +115,39 @@ class Network:
         }
 
     def _create(self) -> None:
-        from lightning_pipesync.lab.netlab import links, namespaces
+        from lightning_pipesync.lab.netlab import kernel
 
-        switch = f"{self._prefix}switch"
-        for name in (switch, *map(self.namespace, range(self.hosts))):
-            namespaces.create(name)
-        hosts = [
-            links.HostLink(
-                namespace=self.namespace(host),
-                address=f"{self.address(host)}/{_SUBNET.prefixlen}",
-                rate=self.rates[host],
-                rack=host * self.racks // self.hosts,
-            )
-            for host in range(self.hosts)
-        ]
-        links.connect(switch, hosts, self.racks, self._uplink)
+        numbers, switch = range(self.hosts), f"{self._prefix}switch"
+        for name in (switch, *map(self.namespace, numbers)):
+            kernel.create(name)
+        kernel.add_switches(switch, self.racks, self._uplink)
+        hosts = [(self.namespace(host), self.rates[host], host * self.racks // self.hosts) for host in numbers]
+        kernel.add_hosts(switch, hosts, [*map(self.address, numbers)], _SUBNET.prefixlen)
 
     def _remove(self) -> None:
-        from lightning_pipesync.lab.netlab import namespaces
+        from lightning_pipesync.lab.netlab import kernel
 
-        with deferred():
-            namespaces.remove(self._prefix)
+        with deferred_signals():
+            kernel.remove(self._prefix)
+
+
+def check_requirements() -> None:
+    """Raises RuntimeError if this is not Linux, not root, or without network namespaces or pyroute2."""
+    if not sys.platform.startswith("linux"):
+        raise RuntimeError(f"A network of hosts can be emulated on Linux only; this is {sys.platform}.")
+    if importlib.util.find_spec("pyroute2") is None:
+        raise RuntimeError("pyroute2 is missing: pip install 'lightning-pipesync[bench]'.")
+    if missing := missing_capabilities():
+        raise RuntimeError(
+            f"Network namespaces need root: this process lacks {' and '.join(missing)}. Run it with sudo, or in a "
+            "privileged container."
+        )
+    if not Path("/proc/self/ns/net").exists():
+        raise RuntimeError("This kernel has no network namespaces (CONFIG_NET_NS).")
+
+
+def missing_capabilities() -> list[str]:
+    """Returns the names of the required capabilities that this process lacks."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
+    return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]

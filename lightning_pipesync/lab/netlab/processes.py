@@ -1,12 +1,16 @@
-"""The processes of a host: all processes in its network namespace, whatever their parent."""
+"""The processes of a host, which are all in its network namespace, and the signals that end this process."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 #: The directory of named network namespaces, the same as of ``ip netns``.
 NAMESPACES = Path("/run/netns")
@@ -16,20 +20,13 @@ _DEATH_S = 10.0
 
 def processes_in(*namespaces: str) -> list[int]:
     """Returns the ids of all processes in the named network namespaces."""
-    wanted = set()
+    wanted, found = set(), []
     for name in namespaces:
-        try:
+        with suppress(OSError):  # It has been removed.
             wanted.add(_identity(NAMESPACES / name))
-        except OSError:  # It has been removed.
-            continue
-    found = []
-    for entry in os.listdir("/proc") if wanted else ():
-        if entry.isdecimal():
-            try:
-                identity = _identity(Path("/proc", entry, "ns", "net"))
-            except OSError:  # It has ended.
-                continue
-            if identity in wanted:
+    for entry in filter(str.isdecimal, os.listdir("/proc") if wanted else ()):
+        with suppress(OSError):  # It has ended.
+            if _identity(Path("/proc", entry, "ns", "net")) in wanted:
                 found.append(int(entry))
     return found
 
@@ -37,10 +34,8 @@ def processes_in(*namespaces: str) -> list[int]:
 def send(number: signal.Signals, processes: Iterable[int]) -> None:
     """Sends a signal to processes; skips those that have ended."""
     for process in processes:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(process, number)
-        except ProcessLookupError:
-            continue
 
 
 def freeze(namespace: str) -> int:
@@ -72,3 +67,41 @@ def kill(*namespaces: str) -> int:
 def _identity(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into ``SystemExit(128 + number)`` while the block runs, as Python does for SIGINT."""
+    with _handling(_raise, (signal.SIGTERM, signal.SIGHUP)):
+        yield
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Defers SIGINT, SIGTERM and SIGHUP while the block runs; raises the first of them at its end."""
+    arrived: list[int] = []
+    try:
+        with _handling(lambda number, frame: arrived.append(number), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            yield
+    finally:
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], Any], numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Installs a handler, in the main thread only, as Python requires. An ignored signal stays ignored."""
+    before = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
