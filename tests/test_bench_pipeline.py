@@ -156,7 +156,7 @@ def test_the_validation_set_chooses() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     """A method that diverges does not stop the others."""
-    names = ["sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe:elastic_force=0.3,sync_period=2"]
+    names = ["sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe:elastic_force=0.3,period=2"]
     options = ["--model", "cnn", "--stages", "3", "--learning_rates", "0.1", "1e30", "--seeds", "0", "1"]
     size = ["--batch_sizes", "200", "--epochs", "1", "--evaluations", "1"]
     assert main(["bench", "pipeline", "--methods", *names, *options, *size, "--output", str(tmp_path)]) == 0
@@ -166,7 +166,7 @@ def test_the_command(tmp_path: Path) -> None:
         assert run["diverged"] == (run["learning_rate"] > 1)
         assert len(run["points"]) == 1 or run["diverged"]
     text = (tmp_path / "pipeline.md").read_text()
-    assert "| ea_pipe: elastic_force=0.3, sync_period=2 |" in text
+    assert "| ea_pipe: elastic_force=0.3, period=2 |" in text
     assert "diverged |" in text
     for name in ("pipeline.png", "pipeline_by_rate.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

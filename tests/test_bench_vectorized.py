@@ -19,8 +19,8 @@ WIDTHS, STAGE_OF, STAGES, STEPS, SAMPLES = (6, 9, 8, 7, 8, 3), [0, 0, 1, 2, 2], 
 #: Settings, momentum and weight decay.
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
     "ea_pipe": ({"elastic_force": 0.3}, 0.0, 1e-3),
-    "ea_pipe, momentum": ({"elastic_force": 0.6, "sync_period": 3}, 0.9, 0.0),
-    "ea_pipe, more replicas": ({"replicas": 6, "sync_period": 2}, 0.0, 0.0),
+    "ea_pipe, momentum": ({"elastic_force": 0.6, "period": 3}, 0.9, 0.0),
+    "ea_pipe, more replicas": ({"replicas": 6, "period": 2}, 0.0, 0.0),
     "pipedream": ({"algorithm": "pipedream"}, 0.9, 1e-3),
     "weight_stashing": ({"algorithm": "weight_stashing"}, 0.9, 0.0),
     "naive": ({"algorithm": "naive"}, 0.9, 0.0),
@@ -50,13 +50,14 @@ def batches_of(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def expected(settings: dict[str, Any], momentum: float, decay: float, seed: int, rate: float) -> Weights:
     known = dict(settings)
     algorithm = known.pop("algorithm", "ea_pipe")
+    tau = known.pop("period", 1)
     start, batches = weights_of(seed), batches_of(seed)
 
     def optimizer(weights: Weights) -> SGD:
         return SGD(weights, rate, momentum=momentum, weight_decay=decay)
 
     if algorithm == "ea_pipe":
-        return ea_pipe(start, optimizer, batches, STAGES, **known)
+        return ea_pipe(start, optimizer, batches, STAGES, sync_period=tau, **known)
     if algorithm == "pipedream":
         return pipedream(start, optimizer, batches, STAGES)
     if algorithm == "weight_stashing":

@@ -25,8 +25,8 @@ OPTIMIZERS = {
     "adam": lambda weights: Adam(weights, lr=0.01),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"tau={tau}": ("sgd", {"sync_period": tau, "elastic_force": 0.3}) for tau in (1, 2, 3)},
-    **{f"adam, tau={tau}": ("adam", {"sync_period": tau}) for tau in (1, 2, 3)},
+    **{f"tau={tau}": ("sgd", {"period": tau, "elastic_force": 0.3}) for tau in (1, 2, 3)},
+    **{f"adam, tau={tau}": ("adam", {"period": tau}) for tau in (1, 2, 3)},
     "more replicas": ("sgd", {"replicas": 6}),
     "pipedream": ("sgd", {"algorithm": "pipedream"}),
     "pipedream, adam": ("adam", {"algorithm": "pipedream"}),
@@ -76,10 +76,11 @@ def expected(case: str, num_stages: int) -> Weights:
     make_optimizer = OPTIMIZERS[optimizer_name]
     known = dict(settings)
     algorithm = known.pop("algorithm", "ea_pipe")
+    tau = known.pop("period", 1)
     initial = [p.detach() for p in layers().parameters()]
     batches = [batch(t, 0) for t in range(STEPS)]
     if algorithm == "ea_pipe":
-        return ea_pipe(initial, make_optimizer, batches, num_stages, **known)
+        return ea_pipe(initial, make_optimizer, batches, num_stages, sync_period=tau, **known)
     if algorithm == "pipedream":
         return pipedream(initial, make_optimizer, batches, num_stages)
     if algorithm == "weight_stashing":

@@ -327,7 +327,7 @@ def test_measuring_leaves_the_layers_as_they_were() -> None:
     [
         ({"elastic_force": 0.0}, "elastic_force"),
         ({"elastic_force": 1.0}, "elastic_force"),
-        ({"sync_period": 0}, "sync_period"),
+        ({"period": 0}, "period"),
         ({"replicas": 0}, "replicas"),
         ({"algorithm": "zero-bubble"}, "algorithm"),
         ({"compression": "int8"}, "compression"),

@@ -41,7 +41,7 @@ IGNORED: list[tuple[str, dict[str, Any], set[str]]] = [
     ("selsync", {"lssr": 0.5, "aggregation": "gradients", "outer_momentum": 0.3}, {"outer_momentum"}),
     ("selsync", {"delta": math.inf, "outer_lr": 0.7, "outer_momentum": 0.3}, {"outer_lr", "outer_momentum"}),
     ("selsync", {"delta": math.inf, "aggregation": "gradients", "compression": "int8"}, {"aggregation", "compression"}),
-    ("ea_pipe", {"algorithm": "naive", "elastic_force": 0.3, "sync_period": 2}, {"elastic_force", "sync_period"}),
+    ("ea_pipe", {"algorithm": "naive", "elastic_force": 0.3, "period": 2}, {"elastic_force", "period"}),
     ("ea_pipe", {"algorithm": "spectrain", "prediction_smoothing": 0.5, "micro_batches": 2}, {"micro_batches"}),
     ("ea_pipe", {"algorithm": "gpipe", "micro_batches": 2, "replicas": 3}, {"replicas"}),
     ("ea_pipe", {"prediction_smoothing": 0.5}, {"prediction_smoothing"}),
@@ -73,7 +73,7 @@ def attach_all() -> list[list[str]]:
         warned(partial(PipeSGD, model, optimizer, delay_compensation="staleness")),
         warned(partial(DeAR, model, optimizer, num_layers=2)),
         warned(partial(SelSync, model, optimizer, window=5, smoothing=1.0)),
-        warned(partial(pipeline, algorithm="pipedream", sync_period=2)),
+        warned(partial(pipeline, algorithm="pipedream", period=2)),
         *(warned(partial(kind, model, optimizer)) for kind in (PipeSGD, DeAR, SelSync)),
         warned(pipeline),
     ]
@@ -86,7 +86,7 @@ def test_rank_0_says_so_once_when_a_method_is_attached() -> None:
         "learning rate is divided by 1. Set staleness to at least 2, or delay_compensation='distance' or 'none'.",
         "num_layers=2 has no effect with fusion='bo': set fusion='layers'.",
         "window=5 has no effect with smoothing=1, which looks at the last step alone: set a smaller one.",
-        "sync_period=2 has no effect with algorithm='pipedream': set algorithm='ea_pipe'.",
+        "period=2 has no effect with algorithm='pipedream': set algorithm='ea_pipe'.",
     ]
     assert of_rank_0 == [*([one] for one in named), [], [], [], []]
     assert of_rank_1 == [[]] * 8

@@ -32,7 +32,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("selsync", {"delta": 1e9}),
     ("parameter_server", {}),
     ("parameter_server", {"policy": "downpour"}),
-    ("parameter_server", {"policy": "easgd", "sync_period": 2}),
+    ("parameter_server", {"policy": "easgd", "period": 2}),
 ]
 #: What a Trainer's training has at each validation, and, last, after it: parameters and buffers.
 Found = list[tuple[Tensor, Tensor]]

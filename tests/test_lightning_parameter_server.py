@@ -93,7 +93,7 @@ def validate(settings: dict[str, Any], folder: Path) -> tuple[list[Tensor], int]
     return validated, fitting.global_step
 
 
-@pytest.mark.parametrize("settings", [{"policy": "downpour", "n_push": 3}, {"policy": "easgd", "sync_period": 3}])
+@pytest.mark.parametrize("settings", [{"policy": "downpour", "n_push": 3}, {"policy": "easgd", "period": 3}])
 def test_learners_with_weights_of_their_own_validate_the_servers(settings: dict[str, Any], tmp_path: Path) -> None:
     (validated, steps), (other, _) = launch(validate, 2, settings, tmp_path, init=False)
     assert len(validated) == 3

@@ -37,7 +37,7 @@ def train(settings: dict[str, Any], group_size: int) -> tuple[list[dict[str, Ten
     """Returns the weights after each step, the consolidated ones, and the number of rounds."""
     model = wide_network()
     optimizer = OPTIMIZERS["adamw"](model)
-    sync = LocalSGD(model, optimizer, replicas_per_group=group_size, bucket_mb=1e-4, **settings)
+    sync = LocalSGD(model, optimizer, ranks_per_replica=group_size, bucket_mb=1e-4, **settings)
     weights = []
     for i in range(STEPS):
         optimizer.zero_grad()
@@ -83,7 +83,7 @@ def clip_accumulated() -> tuple[list[Tensor], float, list[Tensor]]:
     """Returns this rank's gradient of two batches, the norm by which it is clipped, and the clipped gradient."""
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=4, replicas_per_group=SIZE)
+    sync = LocalSGD(model, optimizer, period=4, ranks_per_replica=SIZE)
     with sync.no_sync():
         loss(model, 0, dist.get_rank()).backward()
     loss(model, 1, dist.get_rank()).backward()
@@ -114,7 +114,7 @@ def overflow_on_rank_1() -> tuple[list[bool], dict[str, Tensor]]:
     """Returns whether the loss scaler has let the optimizer take each step, and the weights after an average."""
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=3, replicas_per_group=SIZE)
+    sync = LocalSGD(model, optimizer, period=3, ranks_per_replica=SIZE)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     stepped = []
     for i in range(3):
@@ -148,7 +148,7 @@ def rounds_with_a_jump(jumps: list[list[float]]) -> list[float]:
         model = nn.Linear(1, 1, bias=False)
         optimizer = OPTIMIZERS["sgd"](model)
         settings: dict[str, Any] = {"period": "selsync", "delta": 1.0, "window": 2, "smoothing": 0.5}
-        sync = LocalSGD(model, optimizer, replicas_per_group=SIZE, **settings)
+        sync = LocalSGD(model, optimizer, ranks_per_replica=SIZE, **settings)
         for i in range(8):
             optimizer.zero_grad()
             (model.weight.sum() * (1 + jump[dist.get_rank()] * (i == 7))).backward()
@@ -180,7 +180,7 @@ def number_of_process_groups(group_sizes: list[int | None]) -> list[int]:
             return made[-1]
 
         model = seeded_mlp()
-        settings = {} if size is None else {"replicas_per_group": size}
+        settings = {} if size is None else {"ranks_per_replica": size}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "new_group", counted)
             sync = LocalSGD(model, OPTIMIZERS["sgd"](model), **settings)  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def train_slowly(settings: dict[str, Any]) -> list[bool]:
     return SENT_UNDER_BACKWARD
 
 
-@pytest.mark.parametrize("settings", [{"replicas_per_group": SIZE}, {"warmup_steps": 2}])
+@pytest.mark.parametrize("settings", [{"ranks_per_replica": SIZE}, {"warmup_steps": 2}])
 def test_gradients_are_averaged_under_the_backward_pass(settings: dict[str, Any]) -> None:
     assert launch(train_slowly, GROUPS * SIZE, settings) == [[True, True]] * (GROUPS * SIZE)
 
@@ -242,7 +242,7 @@ def train_with(act: str) -> dict[str, Tensor]:
     """Takes 4 steps; between the backward pass and the third one something else happens, on all ranks."""
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, bucket_mb=1e-4, period=2, replicas_per_group=SIZE, outer_optimizer="nesterov")
+    sync = LocalSGD(model, optimizer, bucket_mb=1e-4, period=2, ranks_per_replica=SIZE, outer_optimizer="nesterov")
     for i in range(4):
         optimizer.zero_grad()
         if i == 2 and act == "a pass without a step":

@@ -52,7 +52,7 @@ def train(optimizer_name: str, settings: dict[str, Any], resumed_at: int | None 
         model = seeded_mlp(seed)
         optimizer = OPTIMIZERS[optimizer_name](model)
         given = {"lr_scale": 1.0, "bucket_mb": 1e-4, **settings}
-        return model, optimizer, LocalSGD(model, optimizer, replicas_per_group=2, **given)
+        return model, optimizer, LocalSGD(model, optimizer, ranks_per_replica=2, **given)
 
     model, optimizer, sync = begin(0)
     weights = []
@@ -125,7 +125,7 @@ def test_groups_stay_together(settings: dict[str, Any]) -> None:
 def traffic_of(settings: dict[str, Any]) -> tuple[float, float]:
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = LocalSGD(model, optimizer, replicas_per_group=2, **settings)
+    sync = LocalSGD(model, optimizer, ranks_per_replica=2, **settings)
     before = sync.metrics()
     for _ in range(12):
         model.zero_grad()
@@ -151,7 +151,7 @@ def out_of_step() -> list[tuple[str, str] | None]:
     for act in ("flush", "load"):
         model = seeded_mlp()
         optimizer = OPTIMIZERS["sgd"](model)
-        sync = LocalSGD(model, optimizer, period=8, replicas_per_group=2, outer_optimizer="sgd", timeout_s=10)
+        sync = LocalSGD(model, optimizer, period=8, ranks_per_replica=2, outer_optimizer="sgd", timeout_s=10)
 
         def drift(act: str = act, model: Any = model, sync: Any = sync) -> None:
             if dist.get_rank() == 1 and act == "flush":
@@ -180,7 +180,7 @@ def test_a_rank_alone_is_named_by_its_group_at_once() -> None:
 def train_until_killed() -> tuple[str, str] | None:
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=4, replicas_per_group=2, timeout_s=5)
+    sync = LocalSGD(model, optimizer, period=4, ranks_per_replica=2, timeout_s=5)
 
     def steps() -> None:
         try:
@@ -208,7 +208,7 @@ def test_a_killed_rank_is_named_in_all_groups() -> None:
 def attach_with_each(sizes: list[int]) -> list[tuple[str, str] | None]:
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    outcomes = [raised(lambda: LocalSGD(model, optimizer, replicas_per_group=size)) for size in sizes]  # noqa: B023
+    outcomes = [raised(lambda: LocalSGD(model, optimizer, ranks_per_replica=size)) for size in sizes]  # noqa: B023
     dist.barrier()  # a process that ends breaks the connections that a slower one still makes
     return outcomes
 
@@ -218,12 +218,12 @@ def test_refusals() -> None:
         for size, outcome in zip((0, 3, 4), outcomes, strict=True):
             assert outcome is not None
             assert outcome[0] == "ValueError"
-            assert f"replicas_per_group={size}" in outcome[1] or "replicas_per_group must be" in outcome[1]
+            assert f"ranks_per_replica={size}" in outcome[1] or "ranks_per_replica must be" in outcome[1]
         assert "1, 2" in outcomes[1][1]  # type: ignore[index]
 
 
 def fit(directory: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-    strategy = LocalSGDStrategy(period=3, replicas_per_group=2, outer_optimizer="nesterov")
+    strategy = LocalSGDStrategy(period=3, ranks_per_replica=2, outer_optimizer="nesterov")
     model = Classifier()
     fitted = trainer(strategy, RANKS, directory, max_epochs=1)
     fitted.fit(model, train_loader())

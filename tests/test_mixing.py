@@ -42,9 +42,9 @@ def test_zeta_is_below_one_and_bounds_the_contraction(num_replicas: int, elastic
 
 
 def test_error_bound_grows_with_the_period_and_falls_with_iterations() -> None:
-    def bound(sync_period: int = 1, num_iterations: float = 1000.0, elastic_force: float = 0.3) -> float:
+    def bound(period: int = 1, num_iterations: float = 1000.0, elastic_force: float = 0.3) -> float:
         return error_bound(
-            num_replicas=4, elastic_force=elastic_force, sync_period=sync_period, learning_rate=0.01, lipschitz=2.0,
+            num_replicas=4, elastic_force=elastic_force, period=period, learning_rate=0.01, lipschitz=2.0,
             variance=1.0, initial_gap=3.0, num_iterations=num_iterations,
         )  # fmt: skip
 
@@ -60,6 +60,6 @@ def test_error_bound_grows_with_the_period_and_falls_with_iterations() -> None:
 def test_error_bound_refuses_a_rate_that_is_too_high() -> None:
     with pytest.raises(ValueError, match="learning_rate=1"):
         error_bound(
-            num_replicas=4, elastic_force=0.1, sync_period=1, learning_rate=1.0, lipschitz=2.0, variance=1.0,
+            num_replicas=4, elastic_force=0.1, period=1, learning_rate=1.0, lipschitz=2.0, variance=1.0,
             initial_gap=1.0,
         )  # fmt: skip

@@ -127,11 +127,11 @@ def test_the_log_explains_downpour(
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("world_size", "given", "force"),
-    [(2, {"sync_period": 1}, 0.45), (3, {"sync_period": 3, "servers": 1}, 0.3), (4, {"elastic_force": 0.5}, 0.5)],
+    [(2, {"period": 1}, 0.45), (3, {"period": 3, "servers": 1}, 0.3), (4, {"elastic_force": 0.5}, 0.5)],
 )
 def test_the_log_explains_easgd(world_size: int, given: dict[str, Any], force: float, optimizer: str) -> None:
     """With momentum in the learners' optimizers it is EAMSGD."""
-    settings = {"policy": "easgd", "sync_period": 2, **given}
+    settings = {"policy": "easgd", "period": 2, **given}
     outcomes = launch(train, world_size, optimizer, settings)
     log = outcomes[0][0]
     expected = state(replay_easgd(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, force)[-1])
@@ -139,7 +139,7 @@ def test_the_log_explains_easgd(world_size: int, given: dict[str, Any], force: f
         assert (
             metrics["updates"]
             == len(log)
-            == sum((STEPS - 2 * (rank == 1)) // settings["sync_period"] for rank in range(world_size))
+            == sum((STEPS - 2 * (rank == 1)) // settings["period"] for rank in range(world_size))
         )
         for name, value in weights.items():
             assert torch.equal(value, expected[name]), name
@@ -151,7 +151,7 @@ def train_replica(resumed: bool, resumes: bool) -> tuple[dict[str, Tensor], dict
     def begin(seed: int) -> tuple[Any, Any, ParameterServer]:
         model = seeded_mlp(seed)
         optimizer = OPTIMIZERS["adamw"](model)
-        return model, optimizer, ParameterServer(model, optimizer, policy="easgd", sync_period=3, timeout_s=60)
+        return model, optimizer, ParameterServer(model, optimizer, policy="easgd", period=3, timeout_s=60)
 
     model, optimizer, sync = begin(0)
     for i in range(STEPS):
@@ -204,7 +204,7 @@ def load_in_midst(settings: dict[str, Any]) -> dict[str, Tensor]:
     "settings",
     [
         {"policy": "downpour", "n_push": 2},
-        {"policy": "easgd", "sync_period": 2},
+        {"policy": "easgd", "period": 2},
         {"policy": "k_sync", "k": 2},
         {"policy": "k_batch_async", "k": 2},
     ],

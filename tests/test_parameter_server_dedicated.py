@@ -31,7 +31,7 @@ POLICIES: dict[str, tuple[dict[str, Any], Any]] = {
     "predicted": ({"policy": "async", "delay_compensation": "momentum"}, replay),
     "ssp": ({"policy": "ssp", "staleness_bound": 0}, replay),
     "downpour": ({"policy": "downpour", "n_push": 2}, replay_downpour),
-    "easgd": ({"policy": "easgd", "sync_period": 2}, replay_easgd),
+    "easgd": ({"policy": "easgd", "period": 2}, replay_easgd),
 }
 
 

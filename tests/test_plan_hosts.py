@@ -52,7 +52,7 @@ def test_a_direction_counts() -> None:
 def test_racks_are_found() -> None:
     (found,) = outliers(links(lambda a, b: 1.2e8 if a // 2 == b // 2 else 3e7), NAMES)
     assert found.startswith("The ranks are in 2 racks (0, 1; 2, 3): 240 Mbit/s between them, 960 Mbit/s within.")
-    assert "replicas_per_group=2" in found
+    assert "ranks_per_replica=2" in found
 
 
 def test_a_slow_pair_is_named() -> None:

@@ -132,3 +132,20 @@ def test_former_names_and_values_are_accepted_with_a_warning() -> None:
         Renamed(period=4, tau=4)
     with pytest.raises(TypeError, match="teriod"):
         Renamed(teriod=4)
+
+
+@pytest.mark.parametrize(
+    ("method", "former", "present"),
+    [
+        ("local_sgd", "replicas_per_group", "ranks_per_replica"),
+        ("ea_pipe", "sync_period", "period"),
+        ("parameter_server", "sync_period", "period"),
+    ],
+)
+def test_renamed_settings_of_methods_are_accepted_from_code_and_from_files(
+    method: str, former: str, present: str
+) -> None:
+    for make, value in ((make_config, 2), (parse_config, "2")):
+        with pytest.warns(FutureWarning, match=f"Set {present}=.* in place of {former}="):
+            config = make(method, {former: value})
+        assert getattr(config, present) == 2

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from lightning_pipesync.methods.setting_types import checked
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.methods.setting_types import Compression, checked
 
 Config = TypeVar("Config", bound="Settings")
 
@@ -43,6 +44,9 @@ class Settings:
     partition: str = "defdp"
     full_pass: bool = False
     injection: tuple[float, float] | None = None
+
+    compression: Compression = "none"
+    error_feedback: bool = False
 
     checkpoint_replicas: bool = True
 
@@ -84,6 +88,11 @@ class Settings:
                 warnings.warn(f"Set {instead}: the next release refuses that.", FutureWarning, stacklevel=3)
             present[new] = replaced
         return present
+
+    @property
+    def uses_error_feedback(self) -> bool:
+        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
+        return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def needs_as_many_ranks(self) -> bool:

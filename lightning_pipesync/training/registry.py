@@ -31,7 +31,8 @@ def make_config(method: object, settings: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: there is no such method or setting, or one is out of its range.
     """
-    return _config_type(method, settings)(**settings)
+    config_type, settings = _present(method, settings)
+    return config_type(**settings)
 
 
 def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
@@ -47,7 +48,7 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
     """
     from jsonargparse import ArgumentError, ArgumentParser  # imported here because its import is slow
 
-    config_type = _config_type(method, settings)
+    config_type, settings = _present(method, settings)
     types, annotations = get_type_hints(config_type), get_type_hints(config_type, include_extras=True)
     parsed: dict[str, Any] = {}
     for name, value in settings.items():
@@ -63,15 +64,16 @@ def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
     return config_type(**parsed)
 
 
-def _config_type(method: object, settings: Mapping[str, Any]) -> type[Settings]:
-    """Returns the class of a method's settings, after checking that it has all of ``settings``."""
+def _present(method: object, settings: Mapping[str, Any]) -> tuple[type[Settings], dict[str, Any]]:
+    """Returns the class of a method's settings, and ``settings`` by their present names, all of which it has."""
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     config_type = METHODS[method].config_type
+    settings = config_type.with_present_names(settings)
     known = [field.name for field in fields(config_type)]
     for name in settings:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"method={method!r} has no setting {name!r}. It has: {', '.join(known)}.{hint}")
-    return config_type
+    return config_type, settings

@@ -99,7 +99,7 @@ def draw(seed: int, world_size: int) -> Pipeline:
     settings["split"] = tuple(sorted(2 * block for block in random.sample(range(1, len(layers) + 1), world_size - 1)))
     if settings["algorithm"] == "ea_pipe":
         settings["elastic_force"] = random.choice([0.1, 0.5])
-        settings["sync_period"] = random.choice([1, 2])
+        settings["period"] = random.choice([1, 2])
         settings["replicas"] = random.choice([None, None, world_size + 1])
     if settings["algorithm"] in ("ea_pipe", "pipedream") and random.random() < 0.3:
         settings["clip_norm"] = MAX_NORM
@@ -189,7 +189,7 @@ class Loop:
         settings, i = self.pipeline.settings, self.step % self.number
         self._backward(self.replicas[i], index)
         self._update(self.replicas[i], self.optimizers[i])
-        if ceil((self.step + 1) / self.number) % settings["sync_period"] == 0:
+        if ceil((self.step + 1) / self.number) % settings["period"] == 0:
             with torch.no_grad():
                 for x, center in zip(_tensors(self.replicas[i]), _tensors(self.master), strict=True):  # Eq. 1
                     if x.is_floating_point():

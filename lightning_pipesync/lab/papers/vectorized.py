@@ -225,7 +225,7 @@ def trainings_of(
     common = (model, initial, learning_rates, momentum, decay)
     if config.algorithm == "ea_pipe":
         forces = initial.new_tensor([[one.elastic_force] for one in configs])
-        periods = torch.tensor([[one.sync_period] for one in configs])
+        periods = torch.tensor([[one.period] for one in configs])
         return Elastic(*common, num_replicas=n, elastic_forces=forces, sync_periods=periods)
     if config.algorithm == "pipedream":
         return Delayed(*common, forward=[n - 1] * num_stages, backward=[n - 1] * num_stages)

@@ -114,7 +114,7 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
         listed = "; ".join(", ".join(map(str, rack)) for rack in rest)
         found.append(
             f"The ranks are in {len(rest)} racks ({listed}): {rate(value)} between them, {rate(best)} within. Made for "
-            f"that, and not run here: LocalSGDStrategy(replicas_per_group={len(rest[0])}), "
+            f"that, and not run here: LocalSGDStrategy(ranks_per_replica={len(rest[0])}), "
             "DeARStrategy(topology='torus2d')."
         )
     pairs = sorted((a, b) for a, b in slow if a < b and any(a in rack and b in rack for rack in rest))

@@ -115,11 +115,6 @@ class DeARConfig(Settings):
         get_codec(self.compression)
 
     @property
-    def uses_error_feedback(self) -> bool:
-        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
-        return self.error_feedback and not get_codec(self.compression).lossless
-
-    @property
     def usual_update(self) -> Update:
         """How an element-wise optimizer updates the weights."""
         return self.update or ("replicated" if self.gathers_early else "sharded")

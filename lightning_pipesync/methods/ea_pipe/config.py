@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
 from lightning_pipesync.methods.setting_types import Seconds
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Settings, renamed
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
@@ -24,6 +24,7 @@ UNCLIPPED = ("weight_stashing", "naive", "spectrain")
 SYNCHRONOUS = ("gpipe", "1f1b")
 
 
+@renamed({"sync_period": "period"})
 @dataclass(frozen=True)
 class EAPipeConfig(Settings):
     """Settings of EA-Pipe ("Pipeline Parallelism With Elastic Averaging", IEEE Access 2024).
@@ -39,7 +40,7 @@ class EAPipeConfig(Settings):
     """alpha: the fraction of their distance by which a replica and the master are pulled together (Eq. 1). The paper
     uses 0.1, 0.3 and 0.5; with a weak force the replicas of many stages drift apart."""
 
-    sync_period: int = 1
+    period: int = 1
     """tau: the number of a replica's mini-batches between two pulls (Algorithm 1)."""
 
     algorithm: Algorithm = "ea_pipe"
@@ -83,7 +84,7 @@ class EAPipeConfig(Settings):
         super().__post_init__()
         if not 0 < self.elastic_force < 1:
             raise ValueError(f"elastic_force must lie between 0 and 1, got {self.elastic_force!r}.")
-        for name in ("sync_period", "replicas", "micro_batches"):
+        for name in ("period", "replicas", "micro_batches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
@@ -129,7 +130,7 @@ class EAPipeConfig(Settings):
         """Returns the settings that have no effect because of others, by name, and why."""
         ignored, chosen = {}, f"with algorithm={self.algorithm!r}"
         if self.algorithm != "ea_pipe":
-            for name in ("elastic_force", "sync_period"):
+            for name in ("elastic_force", "period"):
                 ignored[name] = f"{chosen}: set algorithm='ea_pipe'"
         if self.algorithm in SYNCHRONOUS:
             ignored["replicas"] = f"{chosen}, which has one set of weights: leave it out"

@@ -53,7 +53,7 @@ def error_bound(
     *,
     num_replicas: int,
     elastic_force: float,
-    sync_period: int,
+    period: int,
     learning_rate: float,
     lipschitz: float,
     variance: float,
@@ -65,7 +65,7 @@ def error_bound(
     Args:
         num_replicas: N.
         elastic_force: alpha.
-        sync_period: tau.
+        period: tau.
         learning_rate: eta; the effective learning rate is N / (N + 1) times it.
         lipschitz: L, the Lipschitz constant of the gradient.
         variance: sigma squared, the variance of the gradient of a mini-batch.
@@ -83,7 +83,7 @@ def error_bound(
             f"(learning_rate={learning_rate!r})."
         )
     squared = zeta(mixing_matrix(n, elastic_force)) ** 2
-    drift = ((1 + squared) / (1 - squared) * sync_period - 1) * (1 + 1 / n) ** 2
+    drift = ((1 + squared) / (1 - squared) * period - 1) * (1 + 1 / n) ** 2
     return (
         2 * initial_gap / (rate * num_iterations)
         + rate * lipschitz * variance / n

@@ -37,9 +37,9 @@ class Schedule:
         """Returns the index of the replica that mini-batch ``step`` (both from 0) uses in every stage."""
         return step % self.num_replicas
 
-    def is_due(self, step: int, sync_period: int) -> bool:
+    def is_due(self, step: int, period: int) -> bool:
         """Returns whether the replica is pulled after mini-batch ``step`` (from 0): ceil(t / N) mod tau = 0."""
-        return (step // self.num_replicas + 1) % sync_period == 0
+        return (step // self.num_replicas + 1) % period == 0
 
     @property
     def versions_between(self) -> int:

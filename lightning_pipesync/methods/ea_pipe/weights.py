@@ -138,7 +138,7 @@ class ElasticReplicas(Weights):
         replica = self._schedule.replica(step)
         self._states.load(replica)
         optimizer_step()
-        if self._schedule.is_due(step, self._config.sync_period):
+        if self._schedule.is_due(step, self._config.period):
             self._versions.pull(replica, self._master, self._config.elastic_force)  # Eq. 1
 
 

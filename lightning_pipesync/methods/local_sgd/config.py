@@ -15,7 +15,7 @@ from lightning_pipesync.methods.local_sgd.period import BY_GRADIENT, Period, epo
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
 from lightning_pipesync.methods.selsync.algorithm import check_trigger_settings, trigger_settings_without_effect
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, Settings
+from lightning_pipesync.methods.settings import Partition, Settings, renamed
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 OnLostRank = Literal["raise", "continue"]
@@ -28,6 +28,7 @@ OUTER_MOMENTUM = {"sgd": 0.0, "nesterov": 0.9}
 BETA = 0.9
 
 
+@renamed({"replicas_per_group": "ranks_per_replica"})
 @dataclass(frozen=True)
 class LocalSGDConfig(Settings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
@@ -45,7 +46,7 @@ class LocalSGDConfig(Settings):
     """C of FedAvg: the share of the ranks, or groups, drawn anew in each round, whose weights are averaged, in (0, 1].
     All ranks continue from that average."""
 
-    replicas_per_group: int = 1
+    ranks_per_replica: int = 1
     """Number of neighboring ranks that train one replica together, such as those of a host: their gradients are
     averaged in each step. The groups are averaged as single ranks are otherwise. It must divide the number of ranks."""
 
@@ -138,7 +139,7 @@ class LocalSGDConfig(Settings):
         super().__post_init__()
         in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
         check_trigger_settings(self)
-        for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0), ("replicas_per_group", 1)):
+        for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0), ("ranks_per_replica", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}.")
         if in_steps and self.overlap_steps > int(self.period):
@@ -182,10 +183,10 @@ class LocalSGDConfig(Settings):
                 "on_lost_rank='continue' goes on from one average to the next, and period='selsync' needs all ranks at "
                 "each step: set a period in steps or epochs."
             )
-        if self.replicas_per_group > 1:
+        if self.ranks_per_replica > 1:
             raise ValueError(
-                f"on_lost_rank='continue' cannot go on with replicas_per_group={self.replicas_per_group!r}, as "
-                "the group of a lost rank has one less: set replicas_per_group=1."
+                f"on_lost_rank='continue' cannot go on with ranks_per_replica={self.ranks_per_replica!r}, as "
+                "the group of a lost rank has one less: set ranks_per_replica=1."
             )
         if self.injection is not None:
             raise ValueError(
@@ -221,11 +222,6 @@ class LocalSGDConfig(Settings):
             return partial(Adam, lr=lr)
         momentum = OUTER_MOMENTUM[kind] if self.outer_momentum == "auto" else self.outer_momentum
         return partial(SGD, lr=lr, momentum=momentum, nesterov=kind == "nesterov" and momentum > 0)
-
-    @property
-    def uses_error_feedback(self) -> bool:
-        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
-        return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def lost_with_other_ranks(self) -> str | None:

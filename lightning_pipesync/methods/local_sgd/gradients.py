@@ -74,7 +74,7 @@ class SynchronousGradients:
         if any(id(p) not in self._bucket_of and p.requires_grad for p in parameters_of(self._optimizer)):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__} has got further parameters, whose gradients are not averaged: set "
-                f"{'warmup_steps=0' if self._row is None else 'replicas_per_group=1'}, or add them before the training."
+                f"{'warmup_steps=0' if self._row is None else 'ranks_per_replica=1'}, or add them before the training."
             )
         flags = self._finish_pass()
         if flags & OUTDATED:  # on some rank, so that all average again

@@ -273,7 +273,7 @@ class LocalSGD(ReplicaMethod):
         return section() if self._recovery is None else self._recovery.run(section)
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        size = self.config.replicas_per_group
+        size = self.config.ranks_per_replica
         if size == 1:
             return super()._make_transport(device, backend)
         check_group_size(size, dist.get_world_size())
@@ -311,6 +311,6 @@ class LocalSGD(ReplicaMethod):
             "bucket_mb": config.bucket_mb,
             "outer_optimizer": config.outer_optimizer,
             "fragments": config.fragments,
-            "replicas_per_group": config.replicas_per_group,
+            "ranks_per_replica": config.ranks_per_replica,
             "warmup_steps": config.warmup_steps,
         }

@@ -91,11 +91,6 @@ class PipeSGDConfig(Settings):
         get_codec(self.compression)
 
     @property
-    def uses_error_feedback(self) -> bool:
-        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
-        return self.error_feedback and not get_codec(self.compression).lossless
-
-    @property
     def reduces_learning_rate(self) -> bool:
         """Whether the delay is compensated by a smaller learning rate."""
         return self.delay_compensation in ("staleness", "distance")

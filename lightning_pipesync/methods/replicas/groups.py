@@ -101,6 +101,6 @@ def check_group_size(size: int, world_size: int) -> None:
     possible = [number for number in range(1, world_size) if world_size % number == 0]
     if size not in possible:
         raise ValueError(
-            f"replicas_per_group={size!r} does not divide {world_size} ranks into two or more groups: set one of "
+            f"ranks_per_replica={size!r} does not divide {world_size} ranks into two or more groups: set one of "
             f"{', '.join(map(str, possible)) or '1'}."
         )

@@ -147,9 +147,11 @@ class ReplicaMethod(SyncMethod):
         Raises:
             ValueError: the state is of other settings that determine its structure.
         """
-        if state["settings"] != self._shape_settings():
+        former = self.config.former_names
+        settings = {former.get(name, name): value for name, value in state["settings"].items()}
+        if settings != self._shape_settings():
             raise ValueError(
-                f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
+                f"The checkpoint was written with {settings}, this run has {self._shape_settings()}. Use the "
                 "same settings, or remove the key 'pipesync' from the checkpoint to start from the averaged weights."
             )
         self.synchronize()

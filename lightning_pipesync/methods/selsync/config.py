@@ -128,11 +128,6 @@ class SelSyncConfig(Settings):
         return partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     @property
-    def uses_error_feedback(self) -> bool:
-        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
-        return self.error_feedback and not get_codec(self.compression).lossless
-
-    @property
     def needs_as_many_ranks(self) -> bool:
         """Whether a run resumes with as many ranks as before only: each rank has its own replica."""
         return True

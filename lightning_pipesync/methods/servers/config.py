@@ -12,7 +12,7 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.gradients.bucket_update import ELEMENTWISE
 from lightning_pipesync.methods.servers.policies import Policy
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Settings, renamed
 
 PolicyName = Literal[
     "sync", "k_sync", "k_batch_sync", "k_async", "k_batch_async", "async", "n_softsync", "ssp", "downpour", "easgd"
@@ -28,7 +28,7 @@ _POLICIES_WITH = {
     "staleness_bound": ("ssp",),
     "n_push": ("downpour",),
     "n_fetch": ("downpour",),
-    "sync_period": ("easgd",),
+    "period": ("easgd",),
     "elastic_force": ("easgd",),
 }
 
@@ -36,9 +36,10 @@ _POLICIES_WITH = {
 _ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", "easgd")
 
 #: The least values of settings that are whole numbers.
-_LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "sync_period": 1, "servers": 1}
+_LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "period": 1, "servers": 1}
 
 
+@renamed({"sync_period": "period"})
 @dataclass(frozen=True)
 class ParameterServerConfig(Settings):
     """Settings of SGD with parameter servers (lecture "Distributed Deep Learning", SGD variants).
@@ -55,7 +56,7 @@ class ParameterServerConfig(Settings):
     learner is more than ``staleness_bound`` gradients ahead of the slowest one. ``downpour``: learners take local steps
     of plain SGD, push the sum of their gradients every ``n_push`` steps, each of which is an update, and fetch weights
     every ``n_fetch`` steps, both under computation. ``easgd``: each learner trains a replica with its own optimizer,
-    and every ``sync_period`` steps the replica and the servers' weights pull at each other."""
+    and every ``period`` steps the replica and the servers' weights pull at each other."""
 
     k: int | None = None
     """K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as many
@@ -73,7 +74,7 @@ class ParameterServerConfig(Settings):
     n_fetch: int = 1
     """Steps of ``downpour`` from one fetch to the next."""
 
-    sync_period: int = 10
+    period: int = 10
     """tau of ``easgd``: steps of a learner from one pull to the next."""
 
     elastic_force: Literal["auto"] | float = "auto"
@@ -276,11 +277,6 @@ class ParameterServerConfig(Settings):
     def is_elementwise(self, optimizer: Optimizer) -> bool:
         """Returns whether this optimizer is known to treat every value by itself."""
         return type(optimizer) in (*ELEMENTWISE, *self.elementwise)
-
-    @property
-    def uses_error_feedback(self) -> bool:
-        """Whether the codec is lossy, and its error is added to the next values that it encodes."""
-        return self.error_feedback and not get_codec(self.compression).lossless
 
     @property
     def lost_with_other_ranks(self) -> str | None:

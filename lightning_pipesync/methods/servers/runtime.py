@@ -110,7 +110,7 @@ class ParameterServer(SyncMethod):
             self._local = LocalSteps(self._learner, self._buckets, self.optimizers[0], *given, self._push, ask)
         self._elastic: ElasticReplica | None = None
         if self._policy.elastic:
-            self._elastic = ElasticReplica(self._learner, self._buckets, config.sync_period, self._push)
+            self._elastic = ElasticReplica(self._learner, self._buckets, config.period, self._push)
 
     def prepare_train_loader(
         self, loader: DataLoader[Any], seed: int = 0, to_device: Callable[[Any], Any] | None = None
