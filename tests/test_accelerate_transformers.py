@@ -135,7 +135,7 @@ def test_trainer(tmp_path: Path) -> None:
     [
         (PipeSyncPlugin("ea_pipe"), "prepare_pipeline"),
         (PipeSyncPlugin("selsync", injection=(0.5, 0.5)), "injection=\\(0.5, 0.5\\)"),
-        (PipeSyncPlugin("parameter_server", partition="handed_out"), "partition='handed_out'"),
+        (PipeSyncPlugin("parameter_server", partition="work_queue"), "partition='work_queue'"),
     ],
 )
 def test_what_the_trainer_cannot_do(plugin: PipeSyncPlugin, words: str) -> None:

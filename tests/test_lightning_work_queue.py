@@ -1,4 +1,4 @@
-"""Batches that are handed out in a Trainer: an epoch is the whole data set, whoever trains on which part of it."""
+"""Batches from a work queue in a Trainer: an epoch is the whole data set, whoever trains on which part of it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Uneven(Classifier):
 
 
 def strategy(**settings: Any) -> ParameterServerStrategy:
-    return ParameterServerStrategy(partition="handed_out", timeout_s=60, **settings)
+    return ParameterServerStrategy(partition="work_queue", timeout_s=60, **settings)
 
 
 def fit(folder: Path, policy: str, size: int = 4, num_workers: int = 0, resume: bool = False) -> dict[str, Any]:

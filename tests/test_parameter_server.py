@@ -293,11 +293,11 @@ def test_a_slow_ranks_gradient_is_dropped(tmp_path: Path) -> None:
     assert used == together + alone, "its first one was of the first weights"
 
 
-def train_handed_out(delay_s: float, num_workers: int) -> tuple[list[list[int]], float]:
-    """Trains two epochs of batches that are handed out, with a slow rank 1, saved and resumed in between."""
+def train_from_a_work_queue(delay_s: float, num_workers: int) -> tuple[list[list[int]], float]:
+    """Trains two epochs of batches from a work queue, with a slow rank 1, saved and resumed in between."""
     rank = dist.get_rank()
     model = seeded_mlp()
-    settings = {"policy": "async", "partition": "handed_out", "timeout_s": 60}
+    settings = {"policy": "async", "partition": "work_queue", "timeout_s": 60}
     data = TensorDataset(torch.arange(50))
     loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
     seen: list[list[int]] = []
@@ -323,9 +323,9 @@ def train_handed_out(delay_s: float, num_workers: int) -> tuple[list[list[int]],
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_is_handed_out_to_who_asks(num_workers: int) -> None:
+def test_each_rank_takes_its_next_batch_from_the_queue(num_workers: int) -> None:
     """Each sample once an epoch, more of them to the fast rank; in another order in the next epoch."""
-    (fast, updates), (slow, _) = launch(train_handed_out, 2, 0.1, num_workers)
+    (fast, updates), (slow, _) = launch(train_from_a_work_queue, 2, 0.1, num_workers)
     everything = sorted(index for batch in (*fast, *slow) for index in batch)
     assert everything == sorted([*range(50), *range(50)])
     assert len(fast) > len(slow) > 0

@@ -78,10 +78,10 @@ def test_the_log_explains_the_weights(policy: str, world_size: int, servers: int
         assert max(len(update.gradients) for update in log) == world_size - servers, "as many as there are learners"
 
 
-def train_handed_out(timeout_s: float, pause_s: float) -> list[int]:
+def train_from_a_work_queue(timeout_s: float, pause_s: float) -> list[int]:
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    settings: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "partition": "handed_out"}
+    settings: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "partition": "work_queue"}
     sync = ParameterServer(model, optimizer, timeout_s=timeout_s, **settings)
     seen = []
     for (indices,) in sync.prepare_train_loader(DataLoader(TensorDataset(torch.arange(24)), batch_size=4)):
@@ -95,9 +95,9 @@ def train_handed_out(timeout_s: float, pause_s: float) -> list[int]:
     return seen
 
 
-def test_batches_are_handed_out_to_learners() -> None:
+def test_only_learners_take_batches_from_the_queue() -> None:
     """The server waits for them for longer than the timeout, in which they are heard of."""
-    serving, *learning = launch(train_handed_out, 3, 3.0, 1.6)
+    serving, *learning = launch(train_from_a_work_queue, 3, 3.0, 1.6)
     assert serving == []
     assert sorted(index for seen in learning for index in seen) == list(range(24))
     assert all(learning)
@@ -170,7 +170,7 @@ def step_and_refuse() -> list[tuple[str, str] | None]:
 def test_refusals() -> None:
     for rank, (stepped, *refused) in enumerate(launch(step_and_refuse, 2)):
         assert rank == 1 or "Rank 0 only serves" in str(stepped)
-        texts = ["set partition='handed_out'", "leaves none of the 2 ranks to train", "more than the 1 learners"]
+        texts = ["set partition='work_queue'", "leaves none of the 2 ranks to train", "more than the 1 learners"]
         for outcome, words in zip(refused, texts, strict=True):
             assert outcome is not None
             assert outcome[0] == "ValueError"

@@ -172,7 +172,7 @@ ALL = [
     Prediction("pipe_sgd", {"compression": "int8"}, exact=False),
     Prediction("selsync", {"lssr": 0.75, "outer_momentum": 0.3}, exact=False),
     Prediction("local_sgd", {"period": 4, **OUTER, "fragments": 2, "overlap_steps": 2}, exact=False),
-    Prediction("parameter_server", {"partition": "handed_out"}, exact=False),
+    Prediction("parameter_server", {"partition": "work_queue"}, exact=False),
     Prediction("ea_pipe", {}, exact=False),
 ]
 

@@ -149,3 +149,9 @@ def test_renamed_settings_of_methods_are_accepted_from_code_and_from_files(
         with pytest.warns(FutureWarning, match=f"Set {present}=.* in place of {former}="):
             config = make(method, {former: value})
         assert getattr(config, present) == 2
+
+
+def test_the_former_name_of_the_work_queue_is_accepted() -> None:
+    for make in (make_config, parse_config):
+        with pytest.warns(FutureWarning, match="Set partition='work_queue' in place of partition='handed_out'"):
+            assert make("parameter_server", {"partition": "handed_out"}).partition == "work_queue"

@@ -1,4 +1,4 @@
-"""Batches that are handed out in loops with Fabric and Accelerate, whose ranks take different numbers of steps."""
+"""Batches from a work queue in loops with Fabric and Accelerate, whose ranks take different numbers of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_pipesync.fabric import ParameterServerFabricStrategy
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 
-SETTINGS: dict[str, Any] = {"policy": "async", "partition": "handed_out", "timeout_s": 60}
+SETTINGS: dict[str, Any] = {"policy": "async", "partition": "work_queue", "timeout_s": 60}
 SAMPLES, BATCH_SIZE, EPOCHS, DELAY_S = 80, 4, 2, 0.1
 
 
@@ -78,7 +78,7 @@ def train_with_accelerate(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("framework", ["fabric", "accelerate"])
-def test_an_epoch_is_handed_out_to_who_asks(framework: str, tmp_path: Path) -> None:
+def test_each_rank_takes_its_next_batch_from_the_queue(framework: str, tmp_path: Path) -> None:
     if framework == "fabric":
         fast, slow = launch(train_with_fabric, 2, init=False)
     else:
@@ -110,4 +110,4 @@ def prepare_wrongly() -> list[Any]:
 def test_loaders_that_nobody_hands_out_are_refused() -> None:
     for early, unknown in launch(prepare_wrongly, 2, init=False):
         assert "prepare(model, optimizer) before prepare_train_loader()" in early[1]
-        assert "partition='handed_out' has no effect" in unknown[1]
+        assert "partition='work_queue' has no effect" in unknown[1]

@@ -317,7 +317,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Returns the loader without its first batches, to resume within an epoch."""
         if isinstance(dataloader, loaders.InjectedLoader):
             return dataloader.skip_first_batches(num_batches)
-        if loaders.uses_work_queue(dataloader):  # what was handed out before is not handed out again
+        if loaders.uses_work_queue(dataloader):  # the queue resumes where it was
             return dataloader
         return super().skip_first_batches(dataloader, num_batches)
 

@@ -56,7 +56,7 @@ def for_training(
         ValueError: the data set has fewer samples than there are ranks, or data injection is set and the loader has no
             batches.
     """
-    if config.partition == "handed_out":
+    if config.partition == "work_queue":
         number = num_prepared_loaders(accelerator)
         ordered = find_data().prepare(loader, _shared_seed(accelerator)).loader
         if isinstance(batches := sampler_of(ordered), WorkQueueBatches):

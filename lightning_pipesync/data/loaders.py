@@ -108,7 +108,7 @@ def with_work_queue(
     """
     if loader.batch_sampler is None:
         raise ValueError(
-            "partition='handed_out' hands out batches, and this loader has batch_size=None: let it make them, or "
+            "partition='work_queue' hands out batches, and this loader has batch_size=None: let it make them, or "
             "set partition='defdp'."
         )
     if isinstance(order := sampler_of(loader), DistributedSampler):
@@ -144,7 +144,7 @@ def begin_at(
     sampler = sampler_of(loader)
     if isinstance(sampler, WorkQueueBatches):
         sampler.set_epoch(epoch)
-        return True  # what was handed out before is not handed out again
+        return True  # the queue resumes where it was
     if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
         return False
     sampler.set_epoch(epoch)  # whoever iterates does so, too, but after worker processes have started to fetch

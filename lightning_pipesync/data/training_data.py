@@ -33,7 +33,7 @@ class DataSettings(Protocol):
 
     Attributes:
         partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` is the loader's own order;
-            ``"handed_out"`` hands out an epoch's batches one by one.
+            ``"work_queue"`` hands out an epoch's batches one by one.
         full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
         injection: (alpha, beta) of data injection; None: there is none.
     """
@@ -108,7 +108,7 @@ class TrainingData:
             "injection": "set injection=None",
             "full_pass": "set full_pass=False, also with a SelDPSampler(full_pass=True) of your own",
         }
-        if self._settings.partition == "handed_out":
+        if self._settings.partition == "work_queue":
             ways_out["partition"] = "set partition='defdp'"
         for name, way_out in ways_out.items():
             if value := getattr(self._settings, name):
@@ -134,7 +134,7 @@ class TrainingData:
             loader = copy(loader) if samples is None else with_order(loader, order, samples)
             return with_seed_of_its_own(loader)
         shuffle = type(order) is not SequentialSampler
-        if config.partition == "handed_out":
+        if config.partition == "work_queue":
             return with_work_queue(loader, self.ask, self._num_prepared, seed=seed, shuffle=shuffle)
         if type(order) is not DistributedSampler:
             order = DistributedSampler(loader.dataset, world_size, self.transport.rank, shuffle, seed)

@@ -54,7 +54,7 @@ def check_uneven_batches(trainer: Trainer) -> None:
     for name, used in counted.items():
         if used:
             raise ValueError(
-                f"{name} counts a rank's own steps, and with partition='handed_out' ranks take different numbers of "
+                f"{name} counts a rank's own steps, and with partition='work_queue' ranks take different numbers of "
                 "them: count in epochs (max_epochs, check_val_every_n_epoch, every_n_epochs), or set "
                 "partition='defdp'."
             )

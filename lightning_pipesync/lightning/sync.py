@@ -64,14 +64,14 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         module = self.lightning_module
         assert module is not None
         check_trainer(trainer, self.precision_plugin)
-        if self.config.partition == "handed_out":
+        if self.config.partition == "work_queue":
             check_uneven_batches(trainer)
         self._begin_to_attach(trainer)
         self._check(module, self.optimizers)
         self.method = self._plan.attach(module, self.optimizers)
-        if not self.method.in_lockstep or self.config.partition == "handed_out":
+        if not self.method.in_lockstep or self.config.partition == "work_queue":
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
-        if self.config.partition == "handed_out":
+        if self.config.partition == "work_queue":
             self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
             self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
         self._check_checkpoint(self.method.transport)
@@ -158,7 +158,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         dataloader = super().process_dataloader(dataloader)
         if not self._training or not isinstance(dataloader, DataLoader):
             return dataloader
-        if self.config.partition == "handed_out":
+        if self.config.partition == "work_queue":
             in_default_order = replaceable_order(dataloader, self.config, self.global_rank) is not None
             return self.resume_loader(self._uneven_batches.with_work_queue(dataloader, in_default_order))
         if self.config.partition == "seldp" or self.config.injection is not None:

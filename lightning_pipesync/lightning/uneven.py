@@ -39,7 +39,7 @@ class UnevenBatches:
         """
         if not in_default_order:
             raise ValueError(
-                "partition='handed_out' hands out the samples of a map-style data set in Lightning's own order, and "
+                "partition='work_queue' hands out the samples of a map-style data set in Lightning's own order, and "
                 f"this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
                 "out the sampler, or set partition='defdp'."
             )

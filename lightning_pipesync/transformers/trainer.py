@@ -47,9 +47,9 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
                 f"method={self._pipesync.method!r} makes the passes itself, and so does transformers' Trainer: use "
                 "PipeSyncAccelerator.prepare_pipeline() in a plain loop, or another method."
             )
-        if self._pipesync is not None and self._pipesync.config.partition == "handed_out":
+        if self._pipesync is not None and self._pipesync.config.partition == "work_queue":
             raise ValueError(
-                "partition='handed_out' gives ranks different numbers of steps, and transformers' Trainer saves and "
+                "partition='work_queue' gives ranks different numbers of steps, and transformers' Trainer saves and "
                 "evaluates by a rank's own: set partition='defdp', or use PipeSyncAccelerator in a plain loop."
             )
         if self._pipesync is not None and self._pipesync.config.injection is not None:

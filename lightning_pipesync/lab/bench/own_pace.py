@@ -60,7 +60,7 @@ class AtOwnPace(WithServers):
     """A training with parameter servers in which an epoch's batches are handed out to whoever asks next."""
 
     def __init__(self, task: Task, config: ServedConfig) -> None:
-        super().__init__(task, replace(config, partition="handed_out", keep_log=True))
+        super().__init__(task, replace(config, partition="work_queue", keep_log=True))
 
     def loader(self, seed: int) -> TrainLoader:
         loader = DataLoader(self.task.train_set, self.task.batch_size, shuffle=True)

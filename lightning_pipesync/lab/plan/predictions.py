@@ -194,7 +194,7 @@ def _all_groups(work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
     yield [
         Prediction(
             "parameter_server",
-            {"partition": "handed_out"},
+            {"partition": "work_queue"},
             compute * work.own_pace + servers,
             exact=False,
             why="stale; nobody waits for a slow rank",

@@ -39,7 +39,7 @@ _ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", 
 _LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "period": 1, "servers": 1}
 
 
-@renamed({"sync_period": "period"})
+@renamed({"sync_period": "period"}, {"partition": {"handed_out": "work_queue"}})
 @dataclass(frozen=True)
 class ParameterServerConfig(Settings):
     """Settings of SGD with parameter servers (lecture "Distributed Deep Learning", SGD variants).
@@ -122,9 +122,9 @@ class ParameterServerConfig(Settings):
     keep_log: bool = False
     """Whether rank 0 keeps the log of all updates, from which the run can be replayed."""
 
-    partition: Literal["defdp", "handed_out"] = "defdp"
+    partition: Literal["defdp", "work_queue"] = "defdp"
     """Which rank trains on which data: ``defdp`` is the framework's order, with the same number of batches for all.
-    ``handed_out``: each rank asks for its next batch, so that an epoch is the whole data set, whoever trains on which
+    ``work_queue``: each rank asks for its next batch, so that an epoch is the whole data set, whoever trains on which
     part of it. Except in a Trainer, with ``prepare_train_loader``."""
 
     on_lost_rank: OnLostRank = "auto"

@@ -120,10 +120,10 @@ class ParameterServer(SyncMethod):
         Raises:
             ValueError: on every rank, also with ``dedicated_servers=True`` and batches that are not handed out.
         """
-        if self.config.dedicated_servers and self.config.partition != "handed_out":
+        if self.config.dedicated_servers and self.config.partition != "work_queue":
             raise ValueError(
                 f"partition={self.config.partition!r} gives as many batches to all ranks, and with "
-                "dedicated_servers=True some only serve: set partition='handed_out'."
+                "dedicated_servers=True some only serve: set partition='work_queue'."
             )
         return super().prepare_train_loader(loader, seed, to_device)
 
@@ -150,7 +150,7 @@ class ParameterServer(SyncMethod):
         if self.only_serves:
             raise RuntimeError(
                 f"Rank {self.transport.rank} only serves (dedicated_servers=True), and takes no steps: leave them out "
-                "if sync.only_serves, and call flush() with the others; or let partition='handed_out' give it no "
+                "if sync.only_serves, and call flush() with the others; or let partition='work_queue' give it no "
                 "batches."
             )
         if self._members != group_members(self.optimizers):
