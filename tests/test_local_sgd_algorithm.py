@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.methods.local_sgd.algorithm import Rounds, in_fragments, number_of_participants, participants
+from lightning_pipesync.methods.local_sgd.clock import Rounds, in_fragments, number_of_participants, participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.period import epochs_of, steps_of
 

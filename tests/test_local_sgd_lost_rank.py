@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.comm.gloo import GlooExchange
 from lightning_pipesync.core.comm.messages import Messages
-from lightning_pipesync.methods.local_sgd import recovery
 from lightning_pipesync.methods.local_sgd.fragments import Fragments
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
-from lightning_pipesync.methods.local_sgd.recovery import Recovery
+from lightning_pipesync.methods.replicas import recovery
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
+from lightning_pipesync.methods.replicas.recovery import Recovery
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from tests.harness import DIED, free_port, launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync import LocalSGD
-from lightning_pipesync.methods.local_sgd.step_size import StepSize, measured_noise, scale_of
+from lightning_pipesync.methods.replicas.step_size import StepSize, measured_noise, scale_of
 from tests.harness import launch
 from tests.models import loss, seeded_mlp, state
 from tests.reference_local_sgd import simulate

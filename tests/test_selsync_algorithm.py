@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision
 from lightning_pipesync.methods.selsync import GradientChangeTracker, SelSyncConfig
-from lightning_pipesync.methods.selsync.algorithm import SelectiveSync, SyncDecision
 from tests.reference_selsync import next_delta, relative_change
 
 

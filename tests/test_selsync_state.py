@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_pipesync.methods.selsync import SelSync, trigger
+from lightning_pipesync.methods.replicas import trigger
+from lightning_pipesync.methods.selsync import SelSync
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_selsync import mean

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig, algorithm
-from lightning_pipesync.methods.selsync.algorithm import FIRST_DELTA, GAIN, SMALLEST_DELTA, Threshold
+from lightning_pipesync.methods.replicas import gradient_change
+from lightning_pipesync.methods.replicas.gradient_change import FIRST_DELTA, GAIN, SMALLEST_DELTA, Threshold
+from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_selsync import next_delta, simulate
@@ -125,7 +126,7 @@ def test_follows_the_simulation_and_resumes() -> None:
 
 def skip_steps(ways: list[str]) -> list[tuple[list[float], list[bool]]]:
     """Trains with some gradients measured, and their steps skipped in some way; returns the thresholds."""
-    algorithm.FIRST_DELTA = 1.0  # so that steps of both kinds come soon
+    gradient_change.FIRST_DELTA = 1.0  # so that steps of both kinds come soon
     outcomes = []
     for way in ways:
         model = seeded_mlp()

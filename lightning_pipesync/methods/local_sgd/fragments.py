@@ -14,7 +14,7 @@ from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.local_sgd.algorithm import in_fragments
+from lightning_pipesync.methods.local_sgd.clock import in_fragments
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, raise_if_not_all_consolidate, raise_if_not_all_loaded
 from lightning_pipesync.methods.replicas.groups import exchange_flags, replicas_of

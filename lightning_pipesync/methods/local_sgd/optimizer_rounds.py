@@ -15,15 +15,15 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.local_sgd.algorithm import Rounds, number_of_participants, participants
+from lightning_pipesync.methods.local_sgd.clock import Rounds, number_of_participants, participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.fragments import Fragments
 from lightning_pipesync.methods.local_sgd.gradients import SynchronousGradients
 from lightning_pipesync.methods.local_sgd.period import BY_GRADIENT, epochs_of, steps_of
-from lightning_pipesync.methods.local_sgd.step_size import StepSize
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.groups import replicas_of
-from lightning_pipesync.methods.selsync.trigger import GradientTrigger
+from lightning_pipesync.methods.replicas.step_size import StepSize
+from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 
 
 class OptimizerRounds:

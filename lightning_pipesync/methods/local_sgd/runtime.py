@@ -18,13 +18,13 @@ from lightning_pipesync.core.consistency import describe, raise_if_different
 from lightning_pipesync.core.faults.admission import Job, start_job
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.local_sgd.algorithm import number_of_participants
+from lightning_pipesync.methods.local_sgd.clock import number_of_participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
-from lightning_pipesync.methods.local_sgd.handover import Handover
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
-from lightning_pipesync.methods.local_sgd.recovery import Recovery, Snapshot, reshard
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
+from lightning_pipesync.methods.replicas.handover import Handover
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
+from lightning_pipesync.methods.replicas.recovery import Recovery, Snapshot, reshard
 from lightning_pipesync.methods.settings import config_from
 
 T = TypeVar("T")

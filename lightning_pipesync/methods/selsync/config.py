@@ -11,8 +11,8 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.methods.replicas.gradient_change import check_trigger_settings, trigger_settings_without_effect
 from lightning_pipesync.methods.replicas.outer import MakeOptimizer
-from lightning_pipesync.methods.selsync.algorithm import check_trigger_settings, trigger_settings_without_effect
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
 from lightning_pipesync.methods.settings import Partition, Settings
 

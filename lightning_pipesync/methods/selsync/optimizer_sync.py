@@ -12,8 +12,8 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.replicas.gradients import GradientAggregation
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
+from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
-from lightning_pipesync.methods.selsync.trigger import GradientTrigger
 
 
 class OptimizerSync:

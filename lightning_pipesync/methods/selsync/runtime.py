@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
+from lightning_pipesync.methods.replicas.gradient_change import SyncDecision
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
-from lightning_pipesync.methods.selsync.algorithm import SyncDecision
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision, TriggerSettings
 from lightning_pipesync.methods.replicas.groups import exchange_flags
-from lightning_pipesync.methods.selsync.algorithm import SelectiveSync, SyncDecision, TriggerSettings
 
 #: After so many consecutive local steps a warning says that delta seems too large.
 MANY_LOCAL_STEPS = 500

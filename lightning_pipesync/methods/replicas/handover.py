@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.methods.local_sgd.recovery import Snapshot, without_outer_state
+from lightning_pipesync.methods.replicas.recovery import Snapshot, without_outer_state
 
 
 @dataclass(frozen=True)
