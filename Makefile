@@ -20,7 +20,7 @@ CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/tes
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-cuda test-kernels test-core test-oldest fuzz lint clean
+.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest fuzz lint clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -41,6 +41,10 @@ lint: $(READY)
 # Most tests wait for processes that start: two files at a time.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Before each commit: what needs no other process than pytest's.
+test-fast: lint
+	$(BIN)/python -m pytest -q -rfE --fast -n 2 --dist worksteal
 
 # What one GPU can show: two ranks share it over Gloo, and one rank uses NCCL. Elsewhere all is skipped, with the reason,
 # also where torch is a build for the CPU.

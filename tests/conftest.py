@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="skip each test when it starts another process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        sys.addaudithook(skip_if_a_process_starts)
+        BaseProcess.start = lambda process: skip_if_a_process_starts("multiprocessing")  # raises no audit event
+
+
+def skip_if_a_process_starts(event: str, args: object = ()) -> None:
+    starts = event in {"multiprocessing", "subprocess.Popen", "os.fork", "os.posix_spawn"}
+    if starts and "PYTEST_CURRENT_TEST" in os.environ:
+        pytest.skip("starts another process")
 
 
 @pytest.fixture(autouse=True)
