@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections import UserDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipesync import EAPipe
 from lightning_pipesync.lightning.submodule import Submodule
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig, traced
-from lightning_pipesync.methods.ea_pipe.layout import Call
+from lightning_pipesync.methods.pipeline import Call
 from tests.harness import assert_refused, launch, raised
 from tests.models import batch
 from tests.test_ea_pipe import OPTIMIZERS
@@ -106,6 +107,18 @@ def test_gradients_that_no_graph_has_are_refused() -> None:
     )
     assert_same_step(Net(lambda net, x: net.b(twice(net.a(x)))))
     assert_same_step(Net(lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False))))
+
+
+def reversed_elsewhere(net: Net, x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: Reverse.apply(torch.ones(1, requires_grad=True)).backward()).result()
+    return net.b(net.a(x))
+
+
+def test_other_threads_and_later_calls_are_as_before() -> None:
+    before = vars(torch.autograd.Function)["apply"], Tensor.register_hook
+    assert_same_step(Net(reversed_elsewhere))
+    assert (vars(torch.autograd.Function)["apply"], Tensor.register_hook) == before
 
 
 def assert_same_step(net: Net, x: Tensor = X) -> None:

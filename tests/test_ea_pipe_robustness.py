@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.methods.ea_pipe import EAPipe
-from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
+from lightning_pipesync.methods.ea_pipe.channels import StageInput
 from tests.harness import launch, raised
 from tests.models import batch
 from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
@@ -208,8 +209,8 @@ def feed_differently(algorithm: str) -> tuple[str, str] | None:
     engine = EAPipe(layers(), None, OPTIMIZERS["sgd"], algorithm=algorithm, split=CUTS[2])
     x, y = batch(0, 0)
 
-    def loss(output: Tensor, index: int, count: int) -> Tensor:
-        return nn.functional.cross_entropy(output, y.tensor_split(count)[index])
+    def loss(output: Tensor, part: Callable[[Any], Any]) -> Tensor:
+        return nn.functional.cross_entropy(output, part(y))
 
     engine.feed(lambda: x, loss, digest=7)
     return raised(lambda: [engine.feed(lambda: x, loss, digest=torch.distributed.get_rank()) for _ in range(4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,6 +192,31 @@ def test_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
     other.load_state_dict(checkpoint["engine"])
     run(other, range(9, 17))
     other.flush()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+def test_resumed_optimizer_states_keep_their_dtypes() -> None:
+    """NAdam's product is float32 for parameters of float64, and load_state_dict would cast it to theirs."""
+
+    def engine_of(model: nn.Sequential) -> EAPipe:
+        make = partial(torch.optim.NAdam, lr=0.01)
+        return EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=2, split=CUTS[2])
+
+    def run(engine: EAPipe, steps: range) -> None:
+        for t in steps:
+            x, y = batch(t, 0)
+            engine.train_batch((x.double(), y))
+
+    model, resumed = layers().double(), layers(seed=5).double()
+    engine, other = engine_of(model), engine_of(resumed)
+    run(engine, range(4))
+    state = engine.state_dict()
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    for trained, steps in ((engine, range(4, 9)), (other, range(4, 9))):
+        run(trained, steps)
+        trained.flush()
     for name, value in model.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -30,8 +30,7 @@ from lightning_pipesync.accelerate.saving import SavingAccelerator
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data.loaders import num_batches
 from lightning_pipesync.data.training_data import TrainingData
-from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.runtime import OptimizerFactory
+from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
 from lightning_pipesync.training.module import SyncedModule
@@ -188,7 +187,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     def prepare_pipeline(
         self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
-    ) -> EAPipe:
+    ) -> PipelineMethod:
         """Creates the pipeline of ``method="ea_pipe"``, whose ``train_batch(batch)`` replaces the loop's body.
 
         Args:
@@ -206,11 +205,11 @@ class PipeSyncAccelerator(SavingAccelerator):
                 f"{self.pipesync!r}: call prepare(model, optimizer), or change the method."
             )
         assert self.pipesync is not None
-        assert isinstance(self.pipesync.config, EAPipeConfig)
         layers = super().prepare_model(layers, device_placement=False, evaluation_mode=True)
         if self.num_processes == 1:
             engine_kwargs.setdefault("virtual_stages", 1)
-        engine = EAPipe(
+        method = cast("type[PipelineMethod]", METHODS[self.pipesync.method])
+        engine = method(
             layers,
             loss,
             optimizer_factory,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +118,22 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ValueError("ZeroRedundancyOptimizer communicates itself: pass the optimizer that it wraps.")
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Loads what ``optimizer.state_dict()`` returned, bit for bit.
+
+    ``load_state_dict`` alone casts floating-point tensors to the parameter's dtype, which changes later updates: NAdam
+    keeps a product in float32 for parameters of float64.
+    """
+    optimizer.load_state_dict(state)
+    saved_at = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for index, parameter in zip(saved_at, parameters, strict=True):
+        for name, saved in state["state"].get(index, {}).items():
+            loaded = optimizer.state[parameter].get(name)
+            if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
+                optimizer.state[parameter][name] = saved.to(loaded.device, copy=True)
 
 
 def _check_parameter(parameter: NamedParameter) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipesync.core.consistency import check_optimizers
+from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.pipelined import (
@@ -31,11 +32,8 @@ from lightning_pipesync.lightning.pipelined import (
 from lightning_pipesync.lightning.private import check_trainer, keep_local, run_hooks_before_step, without_rank
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
-from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.microbatched import part_of
-from lightning_pipesync.methods.ea_pipe.randomness import drawing
-from lightning_pipesync.methods.ea_pipe.runtime import nothing_to_optimize
-from lightning_pipesync.methods.ea_pipe.stage import ModelStage
+from lightning_pipesync.methods.pipeline import PipelineMethod, PipelineSettings
+from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -51,8 +49,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
     returns the predictions on rank 0.
     """
 
-    config: EAPipeConfig
-    method: EAPipe | None = None
+    config: PipelineSettings
+    method: PipelineMethod | None = None
     _completes = True
     _num_evaluated = 0
 
@@ -80,10 +78,11 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         broadcast_rng_state(self.broadcast)
         for metric in metrics_of(module):
             keep_local(metric)  # only rank 0 updates it
-        self.method = EAPipe(
+        method = cast("type[PipelineMethod]", METHODS[self.name])
+        self.method = method(
             self._submodule.layers,
             None,
-            lambda parameters: self.optimizers[0] if self._fitting else nothing_to_optimize(),
+            (lambda parameters: self.optimizers[0]) if self._fitting else None,
             self._config_for(trainer),
             others=self._submodule.others,
             device=self.root_device,
@@ -94,10 +93,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
             check_optimizers(self.method.transport, self.optimizers)
         self._check_checkpoint(self.method.transport)
 
-    def _config_for(self, trainer: Trainer) -> EAPipeConfig:
-        if not self._fitting:
-            return replace(self.config, algorithm="naive")  # without training, one version of the weights is enough
-        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+    def _config_for(self, trainer: Trainer) -> PipelineSettings:
+        by_norm = self._fitting and trainer.gradient_clip_algorithm in (None, "norm")
         return replace(self.config, clip_norm=(trainer.gradient_clip_val or None) if by_norm else None)
 
     @override
@@ -152,8 +149,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         step, trainer = self.lightning_module.training_step, self.lightning_module.trainer
         results: list[Any] = []
 
-        def loss(output: Any, index: int, count: int) -> Tensor:
-            result = self._submodule.result_of(partial(step, part_of(batch, index, count), *args), output)
+        def loss(output: Any, part: Callable[[Any], Any]) -> Tensor:
+            result = self._submodule.result_of(partial(step, part(batch), *args), output)
             results[:] = [without_graph(result)]
             return loss_of(result) / trainer.accumulate_grad_batches
 
@@ -176,8 +173,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         complete = self.method.backward()
         self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-        for stage in complete:
-            self._update(stage)
+        if complete:
+            self._update()
         return closure_loss
 
     @override
@@ -196,10 +193,11 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
     def after_backward(self, optimizer: Optimizer) -> None:
         """Does nothing: a pipeline averages no gradients."""
 
-    def _update(self, stage: ModelStage) -> None:
+    def _update(self) -> None:
+        assert self.method is not None
         optimizer = self.optimizers[0]
         run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
-        stage.update(unwrapped(optimizer).step)
+        self.method.step(unwrapped(optimizer).step)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Does nothing: the method clips by the norm over all stages, after the backward pass of all of them.
@@ -233,7 +231,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         assert self.method is not None
         step = partial(getattr(self.lightning_module, name), *args)
         self._num_evaluated += 1
-        drawn = drawing(self.config.seed, -self._num_evaluated, None, self.root_device)
+        drawn = seeded(self.config.seed, -self._num_evaluated, None, self.root_device)
         with drawn, self.precision_plugin.val_step_context():
             output = self.method.infer(lambda: self._submodule.input_of(step))
             return self._submodule.result_of(step, output) if self.global_rank == 0 else None

@@ -78,16 +78,6 @@ class Method(ABC):
         """Ends what the method has, and then what its base has, see :meth:`detach`."""
 
 
-class PipelineMethod(Method):
-    """A method that trains a model as a pipeline, and makes the passes itself: each rank has some of the layers."""
-
-    makes_passes = True
-
-    @abstractmethod
-    def gather(self) -> None:
-        """Copies the consolidated layers of all ranks to all ranks, after :meth:`flush`; a collective call."""
-
-
 def device_of(module: nn.Module) -> torch.device:
     """Returns the device of the module's first parameter; the CPU if it has none."""
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))

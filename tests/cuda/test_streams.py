@@ -13,8 +13,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.norm import SquaredNorm
-from lightning_pipesync.core.rng import rng_states, set_rng_states
-from lightning_pipesync.methods.ea_pipe.randomness import drawing
+from lightning_pipesync.core.rng import rng_states, seeded, set_rng_states
 from tests.cuda.device import DEVICE, needs_cuda, recorded, sleep
 
 pytestmark = needs_cuda
@@ -182,7 +181,7 @@ def test_random_numbers_of_a_pass_are_its_own() -> None:
     set_rng_states(states)
     drawn = []
     for _ in range(2):
-        with drawing(0, 5, 1, DEVICE):
+        with seeded(0, 5, 1, DEVICE):
             drawn.append((torch.rand(3), torch.rand(3, device=DEVICE)))
     assert all(torch.equal(one, other) for one, other in zip(*drawn, strict=True))
     assert torch.equal(torch.rand(3), expected[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -89,8 +90,8 @@ class InStages(Candidate):
     def step(self) -> None:
         for _ in range(self._engine.num_stages):
             self._engine.feed(lambda: self._inputs, self._loss)
-            for stage in self._engine.backward():
-                stage.update()
+            if self._engine.backward():
+                self._engine.step()
 
     def begin(self) -> None:
         for _ in range(3):  # until the steady state
@@ -102,7 +103,7 @@ class InStages(Candidate):
     def close(self) -> None:
         self._engine.detach()
 
-    def _loss(self, output: Any, index: int, count: int) -> Tensor:
+    def _loss(self, output: Any, part: Callable[[Any], Any]) -> Tensor:
         module: Any = self.model.module
         module.forward = lambda *_, **__: output  # it is there already
         try:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
+from lightning_pipesync.methods.pipeline import PipelineSettings
 from lightning_pipesync.methods.setting_types import Seconds
-from lightning_pipesync.methods.settings import Settings, renamed
+from lightning_pipesync.methods.settings import renamed
 
 Algorithm = Literal["ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain", "gpipe", "1f1b"]
 Wire = Literal["none", "bf16", "fp16"]
@@ -26,7 +27,7 @@ SYNCHRONOUS = ("gpipe", "1f1b")
 
 @renamed({"sync_period": "period"})
 @dataclass(frozen=True)
-class EAPipeConfig(Settings):
+class EAPipeConfig(PipelineSettings):
     """Settings of EA-Pipe ("Pipeline Parallelism With Elastic Averaging", IEEE Access 2024).
 
     Raises:

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.torch_private import map_tensors, paths_in, tensors_in, tree_flatten, tree_unflatten
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hooks: bool = True  # whether to run the module's own hooks, which may have run already
+from lightning_pipesync.methods.pipeline import Call
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
-from lightning_pipesync.methods.ea_pipe.channels import rank_of
-from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, Loss, ModelStage, Source
-from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
+from lightning_pipesync.methods.ea_pipe.channels import StageInput, rank_of
+from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, ModelStage
+from lightning_pipesync.methods.pipeline import Loss, Source
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 #: The flag of a batch that cannot be divided.
@@ -24,10 +25,6 @@ class MicroBatchedStage(ModelStage):
     """A stage that runs all micro-batches of a mini-batch before the next mini-batch starts.
 
     All micro-batches have the same size. The inputs of the first layer and of each stage are a tensor or a tuple.
-
-    Args:
-        args: the arguments of :class:`ModelStage`.
-        transport: the transport to the other stages.
     """
 
     def __init__(self, *args: Any, transport: Transport) -> None:
@@ -42,7 +39,7 @@ class MicroBatchedStage(ModelStage):
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:
-        """Runs all passes, forward and backward; arguments and result as in :meth:`ModelStage.forward`.
+        """Runs all passes, forward and backward.
 
         Raises:
             ValueError: on every rank: the samples do not divide into micro-batches of one size.
@@ -54,35 +51,33 @@ class MicroBatchedStage(ModelStage):
         if digest is not None and len(set(self._transport.gather_objects(digest))) > 1:
             raise RuntimeError(DIFFERENT_BATCHES)
         arguments: tuple[Any, ...] = ()
-        if self.is_first:
+        if self._channels.activations_in is None:
             with self._drawing(None):
                 value = source()
             arguments = value if isinstance(value, tuple) else (value,)
         pipeline = self._pipeline_for(arguments)
         self._restore_partial()
         losses: list[Tensor] = []
+        of_last_stage: dict[str, Any] = {"target": torch.arange(self._parts), "losses": losses}
         with self._drawing(self._schedule.stage), self._transport.watch.waiting("another stage"):
-            if self.is_last:
-                pipeline.step(*arguments, target=torch.arange(self._parts), losses=losses, return_outputs=False)
-            else:
-                pipeline.step(*arguments, return_outputs=False)
+            is_last = self._channels.activations_out is None
+            pipeline.step(*arguments, **(of_last_stage if is_last else {}), return_outputs=False)
         made = self._count(completes, None, [])
         if completes:
             squared_norm = None
             if self._config.clip_norm is not None:
-                own = self._squared_norm(None)
+                squared = self._squared_norm(None)
                 # The parameters of other stages may have another dtype.
-                squared_norm = self._transport.all_reduce(own.double().reshape(1)).wait()[0].to(own.dtype)
+                squared_norm = self._transport.all_reduce(squared.double().reshape(1)).wait()[0].to(squared.dtype)
             self._complete = made, squared_norm
-        self._partial = self._gradients()
-        self._set_gradients(None)  # a framework may zero them now
+        self._partial = self._take_gradients()  # a framework may zero them now
         return torch.stack([part.detach() for part in losses]).sum() if losses else None
 
     def backward(self) -> bool:
-        """Returns whether the gradient of a mini-batch is complete; then ``p.grad`` holds it."""
-        if self._complete is not None:
+        """Restores the gradient of a complete mini-batch; returns :attr:`is_complete`."""
+        if self.is_complete:
             self._restore_partial()
-        return self._complete is not None
+        return self.is_complete
 
     def finish(self) -> None:
         self._training = False
@@ -103,23 +98,23 @@ class MicroBatchedStage(ModelStage):
             )
         if any(flags) or self._pipeline is None:
             self._shapes = shapes
-            self._pipeline = self._new_pipeline(part_of(arguments, 0, self._parts))
+            self._pipeline = self._new_pipeline(_part_of(arguments, 0, self._parts))
         return self._pipeline
 
     def _new_pipeline(self, example: tuple[Any, ...]) -> PipelineScheduleSingle:
         """Returns a schedule for the shapes of a micro-batch, after a run through the layers that changes no buffer."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.layers.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._layers.buffers()]
         if self._channels.activations_in is not None:
             received = self._channels.activations_in.receive()
             example = received if isinstance(received, tuple) else (received,)
         with self._drawing(self._schedule.stage), torch.enable_grad():
-            output = _Tupled(self.layers)(*StageInput(example).tree)
+            output = _Tupled(self._layers)(*StageInput(example).tree)
         for buffer, before in buffers:
             buffer.copy_(before)
         if self._channels.activations_out is not None:
             self._channels.activations_out.send(output)
         index, count = self._schedule.stage, self._schedule.num_stages
-        stage = PipelineStage(_Tupled(self.layers), index, count, self._device, example, output, group=self._group)
+        stage = PipelineStage(_Tupled(self._layers), index, count, self._device, example, output, group=self._group)
         stage.stage_index_to_group_rank = {other: rank_of(other, count) for other in range(count)}
         # Losses are already divided by the number of micro-batches.
         kind = _SCHEDULES[self._config.algorithm]
@@ -127,7 +122,7 @@ class MicroBatchedStage(ModelStage):
 
     def _loss_of_part(self, output: Any, number: Tensor) -> Tensor:
         with self._drawing(None):
-            return self._loss(output, int(number), self._parts) / self._parts
+            return self._loss(output, partial(_part_of, index=int(number), count=self._parts)) / self._parts
 
 
 class _Tupled(nn.Module):
@@ -141,7 +136,7 @@ class _Tupled(nn.Module):
         return self.layers(values[0] if len(values) == 1 else values)
 
 
-def part_of(batch: Any, index: int, count: int) -> Any:
+def _part_of(batch: Any, index: int, count: int) -> Any:
     """Returns one of ``count`` parts of a batch, split along the first dimension of each tensor, the samples."""
     if count == 1:
         return batch

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.exchange import exchange_fused
@@ -17,20 +18,19 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_consistency, check_same, raise_on_all_ranks
-from lightning_pipesync.core.parameters import check_optimizer, check_values, collect_parameters
+from lightning_pipesync.core.parameters import check_values, collect_parameters
+from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage, part_of
-from lightning_pipesync.methods.ea_pipe.partition import Partition, make_partition
-from lightning_pipesync.methods.ea_pipe.randomness import drawing
+from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
-from lightning_pipesync.methods.ea_pipe.stage import Loss, ModelStage, Source
-from lightning_pipesync.methods.method import PIECE_MB, PipelineMethod, device_of
+from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
+from lightning_pipesync.methods.method import PIECE_MB, device_of
+from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 
 T = TypeVar("T")
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class EAPipe(PipelineMethod):
@@ -46,19 +46,19 @@ class EAPipe(PipelineMethod):
         engine.flush()                            # the pipeline is empty, the layers hold the master's weights
         layers.eval()
         predictions = engine.forward(x)           # None but on rank 0
-        engine.gather()                           # all layers on all ranks, not only their own
+        engine.gather()                           # all layers on all ranks, not only those of its stage
         engine.detach()
 
     Args:
         layers: the model, the same on all ranks: an ``nn.Sequential``, whose layers of other stages stay on the host;
             or any other module, which is traced, if ``split`` names submodules.
         loss: returns the loss, 0-dim, for an output and a target; None: it is an argument of :meth:`feed`.
-        optimizer_factory: returns the optimizer of a stage's parameters.
+        optimizer_factory: returns the optimizer of a stage's parameters; None: the model is not trained.
         config: the settings; or pass them as keywords, see :class:`EAPipeConfig`.
         others: parameters and buffers that the loss uses; they belong to the last stage.
-        device: the device of this rank's stage; None: that of the layers.
         virtual_stages: runs this number of stages in this process, without ``torch.distributed``, with the same results
             bit for bit.
+        device: the device of this rank's stage; None: that of the layers.
         backend: the backend of the transport, see :class:`Transport`.
 
     Attributes:
@@ -76,12 +76,13 @@ class EAPipe(PipelineMethod):
 
     name = "ea_pipe"
     config_type = EAPipeConfig
+    config: EAPipeConfig
 
     def __init__(
         self,
         layers: nn.Module,
         loss: Callable[[Any, Any], Tensor] | None,
-        optimizer_factory: OptimizerFactory,
+        optimizer_factory: OptimizerFactory | None,
         config: EAPipeConfig | None = None,
         *,
         others: Sequence[Tensor] = (),
@@ -91,10 +92,11 @@ class EAPipe(PipelineMethod):
         **settings: Any,
     ) -> None:
         self.config = config_from(EAPipeConfig, config, settings)
+        if optimizer_factory is None:  # one version of the weights is enough
+            self.config = replace(self.config, algorithm="naive", clip_norm=None)
         self._model, self._loss, self._optimizer_factory = layers, loss, optimizer_factory
         self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)
-        self._partition: Partition
         self._to_resume: dict[str, Any] | None = None
         self.cuts: list[int] = []
         self._stages: list[ModelStage] = []
@@ -120,75 +122,42 @@ class EAPipe(PipelineMethod):
             warn_of_one_rank(type(self).__name__, self.transport.world_size)
 
     def train_batch(self, batch: tuple[Any, Any], *, completes: bool = True) -> Tensor | None:
-        """Runs the next passes of the pipeline for a mini-batch, or a part of one, and the updates that are due.
-
-        Args:
-            batch: input and target. Only the first stage uses the input, only the last one the target.
-            completes: whether this is the last part of the mini-batch.
-
-        Returns:
-            The loss, 0-dim and detached, on the rank of the last stage; None on others.
-        """
         inputs, target = batch
         assert self._loss is not None
         criterion = self._loss
-        loss = self.feed(
-            lambda: inputs,
-            lambda output, index, count: criterion(output, part_of(target, index, count)),
-            completes=completes,
-        )
-        for stage in self.backward():
-            stage.update()
+        loss = self.feed(lambda: inputs, lambda output, part: criterion(output, part(target)), completes=completes)
+        if self.backward():
+            self.step()
         return loss
 
     def feed(self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None) -> Tensor | None:
-        """Runs the forward pass of the next mini-batch, or of a part of one: the first half of :meth:`train_batch`.
-
-        Args:
-            source: returns the input of the first layer; called on the rank of the first stage.
-            loss: returns the loss; called on the rank of the last stage.
-            completes: whether this is the last part of the mini-batch.
-            digest: a digest of the batch, which is compared between the first and the last stage; None: no comparison.
-
-        Returns:
-            The loss, 0-dim and detached, on the rank of the last stage; None on others.
-
-        Raises:
-            RuntimeError: the first and the last stage have different batches, or a peer is lost.
-        """
         self._begin(source)
         self.flushed = self._gathered = False
         result = None
         for stage in self._stages:
-            result = stage.forward(source, loss, completes=completes, digest=digest)
+            with self._receiving("a mini-batch"):
+                result = stage.forward(source, loss, completes=completes, digest=digest)
         return result
 
-    def backward(self) -> list[ModelStage]:
-        """Runs the backward passes that are due after :meth:`feed`: the second half of :meth:`train_batch`.
-
-        Returns:
-            The stages whose gradient of a mini-batch is complete, in ``p.grad``; update them next.
-
-        Raises:
-            RuntimeError: the loss depends on another stage's layers, or a peer is lost.
-        """
-        complete = [stage for stage in reversed(self._stages) if stage.backward()]
-        if complete and self.transport is not None and not self._checked:
+    def backward(self) -> bool:
+        complete = [stage.backward() for stage in reversed(self._stages)]
+        if any(complete) and self.transport is not None and not self._checked:
             self._check_gradients()
-        return complete
+        return any(complete)
 
-    def flush(self, update: Callable[[ModelStage], object] = ModelStage.update) -> None:
-        """Empties the pipeline, and loads the master's weights into the layers of this rank's stage.
+    def step(self, optimizer_step: Callable[[], object] | None = None) -> None:
+        for stage in reversed(self._stages):
+            if stage.is_complete:
+                stage.update(optimizer_step)
 
-        Args:
-            update: called when the gradient of a mini-batch is complete in a stage.
-        """
+    def flush(self, step: Callable[[], object] | None = None) -> None:
         # A framework may have turned gradients off for a validation that follows.
         with torch.inference_mode(False), torch.enable_grad():
             for stage in reversed(self._stages):
-                stage.finish_backward(partial(update, stage))
+                stage.finish_backward(step or self.step)
             for stage in self._stages:
-                stage.finish()
+                with self._receiving("the end of the mini-batches"):
+                    stage.finish()
         self.flushed = True
 
     def forward(self, inputs: Any) -> Any:
@@ -196,7 +165,6 @@ class EAPipe(PipelineMethod):
         return self.infer(lambda: inputs)
 
     def infer(self, source: Source) -> Any:
-        """Runs the master model on the result of ``source``, as :meth:`forward` does."""
         self.flush()
         self._begin(source)
         output = None
@@ -218,13 +186,13 @@ class EAPipe(PipelineMethod):
         exchange_fused([tensor.data for tensor in self._others], PIECE_MB, self._broadcast)  # rank 0's, as the loss
 
     def describe(self) -> str:
-        """Returns a line per stage that names its layers; an empty text before the first batch."""
-        bounds = [0, *self.cuts, len(self._partition.layers)] if self._stages else []
+        if not self._stages:
+            return ""
         lines = []
-        for stage, (start, end) in enumerate(pairwise(bounds)):
+        for stage, (start, end) in enumerate(pairwise(self._bounds)):
             values = sum(split.numbers_of_parameters(self._layers_of(stage)))
             place = "" if self.transport is None else f" on rank {rank_of(stage, self.num_stages)}"
-            names = " to ".join(dict.fromkeys([self._partition.layers[start][0], self._partition.layers[end - 1][0]]))
+            names = " to ".join(dict.fromkeys([self._split.layers[start][0], self._split.layers[end - 1][0]]))
             lines.append(f"stage {stage + 1} of {self.num_stages}{place}: layers {names}, {values:,.0f} parameters")
         return "\n".join(lines)
 
@@ -270,7 +238,7 @@ class EAPipe(PipelineMethod):
                 )
         if len(state["cuts"]) != self.num_stages - 1:
             raise ValueError(f"The state is of {len(state['cuts']) + 1} stages, and there are {self.num_stages}.")
-        if not self._stages and not self._partition.layers:
+        if not self._stages and not self._split.layers:
             self._to_resume = state
             return
         if not self._stages:
@@ -284,7 +252,6 @@ class EAPipe(PipelineMethod):
             stage.load_state_dict(saved)
 
     def _detach(self, timeout_s: float) -> None:
-        """Ends the threads and process groups. The weights stay as they are."""
         for stage in self._stages:
             stage.close(timeout_s)
         if self.transport is not None:
@@ -293,8 +260,8 @@ class EAPipe(PipelineMethod):
     def _prepare(self) -> None:
         """Checks that all ranks train the same model, and broadcasts rank 0's weights."""
         self._on_all_ranks(self._check_backend)
-        self._partition = self._on_all_ranks(
-            lambda: make_partition(self._model, self.config, self.num_stages, self._device)
+        self._split = self._on_all_ranks(
+            lambda: split.split_of(self._model, self.config, self.num_stages, self._device)
         )
         self._on_all_ranks(lambda: check_values(self._model))
         parameters = self._on_all_ranks(lambda: collect_parameters(self._model, []))
@@ -324,7 +291,7 @@ class EAPipe(PipelineMethod):
         """
         self._checked = True
         own = {id(layer) for layer in self._layers_of(rank_of(self.transport.rank, self.num_stages))}  # type: ignore[union-attr]
-        for name, layer in self._partition.layers:
+        for name, layer in self._split.layers:
             if id(layer) not in own and any(parameter.grad is not None for parameter in layer.parameters()):
                 raise RuntimeError(
                     f"The loss depends on the parameters of layer {name} itself, which is on another stage: compute it "
@@ -341,8 +308,8 @@ class EAPipe(PipelineMethod):
         """Makes the stages at the first call; a collective call."""
         if self._stages:
             return
-        inspected = self._of_first_stage(lambda: self._partition.inspect(source))
-        self._make_stages(lambda: self._partition.choose_cuts(inspected))
+        inspected = self._of_first_stage(lambda: self._split.inspect(source))
+        self._make_stages(lambda: self._split.cuts(inspected))
         if self._to_resume is not None:
             self.load_state_dict(self._to_resume)
 
@@ -353,16 +320,14 @@ class EAPipe(PipelineMethod):
         def find() -> Any:
             if self.transport is not None and self.transport.rank != first:
                 return None
-            with torch.inference_mode(False), torch.enable_grad(), drawing(self.config.seed, 0, None, self._device):
+            with torch.inference_mode(False), torch.enable_grad(), seeded(self.config.seed, 0, None, self._device):
                 return function()
 
         found = self._on_all_ranks(find)
         return found if self.transport is None else self.transport.gather_objects(found)[first]
 
     def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
-        self.cuts = self._on_all_ranks(
-            lambda: split.checked_cuts(choose_cuts(), self._partition.layers, self.num_stages)
-        )
+        self.cuts = self._on_all_ranks(lambda: split.checked_cuts(choose_cuts(), self._split.layers, self.num_stages))
         if self.transport is not None:
             check_same(self.transport, self._places())
         channels = make_channels(self.transport, self.num_stages, self.config)
@@ -378,33 +343,32 @@ class EAPipe(PipelineMethod):
         return [(f"the stage of {name}", str(places[id(tensor)] + 1)) for name, tensor in named]
 
     def _make_stage(self, index: int, channels: Channels) -> ModelStage:
-        layers = nn.Sequential(*self._layers_of(index))
-        layers.to(self._device)
         others = self._others if index == self.num_stages - 1 else []
-        parameters = [*layers.parameters(), *(tensor for tensor in others if isinstance(tensor, nn.Parameter))]
-        buffers = [*layers.buffers(), *(tensor for tensor in others if not isinstance(tensor, nn.Parameter))]
-        trained = any(parameter.requires_grad for parameter in parameters)
-        optimizer = self._optimizer_factory(parameters) if trained else nothing_to_optimize()
-        check_optimizer(optimizer)
         schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
-        if self.config.algorithm not in SYNCHRONOUS:
-            return ModelStage(layers, parameters, buffers, optimizer, schedule, self.config, channels, self._device)
-        assert self.transport is not None
-        return MicroBatchedStage(
-            layers,
-            parameters,
-            buffers,
-            optimizer,
-            schedule,
-            self.config,
-            channels,
-            self._device,
-            transport=self.transport,
-        )
+        kind: Callable[..., ModelStage] = ModelStage
+        if self.transport is not None and self.config.algorithm in SYNCHRONOUS:
+            kind = partial(MicroBatchedStage, transport=self.transport)
+        layers = self._layers_of(index)
+        return kind(layers, others, self._optimizer_factory, schedule, self.config, channels, self._device)
+
+    @property
+    def _bounds(self) -> list[int]:
+        """The index of each stage's first layer, and the number of layers."""
+        return [0, *self.cuts, len(self._split.layers)]
 
     def _layers_of(self, stage: int) -> list[nn.Module]:
-        bounds = [0, *self.cuts, len(self._partition.layers)]
-        return [layer for _, layer in self._partition.layers[bounds[stage] : bounds[stage + 1]]]
+        start, end = self._bounds[stage : stage + 2]
+        return [layer for _, layer in self._split.layers[start:end]]
+
+    @contextmanager
+    def _receiving(self, what: str) -> Iterator[None]:
+        """Context in which an unexpected message of the stage before becomes an error that names the rank at fault."""
+        try:
+            yield
+        except OutOfStepError as error:
+            assert self.transport is not None
+            peer = self.transport.rank + 1
+            raise self.transport.watch.accuse(f"{what} of rank {peer}", peer, error) from error
 
     def _on_all_ranks(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them."""
@@ -421,8 +385,3 @@ class EAPipe(PipelineMethod):
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def nothing_to_optimize() -> Optimizer:
-    """Returns an optimizer for a stage without parameters: torch's optimizers need at least one."""
-    return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=0.0)

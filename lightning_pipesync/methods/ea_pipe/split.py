@@ -1,10 +1,10 @@
-"""The split of layers among stages, by their cost."""
+"""The split of a model among stages: of an ``nn.Sequential`` by the cost of its layers, of other models by tracing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,14 +12,95 @@ from torch import nn
 
 from lightning_pipesync.core.comm.channel import LocalChannel
 from lightning_pipesync.core.torch_private import tensors_in
-from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
+from lightning_pipesync.methods.ea_pipe.channels import StageInput
+from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.layout import Layout, input_of
 from lightning_pipesync.methods.ea_pipe.torch_private import has_hooks
+from lightning_pipesync.methods.ea_pipe.traced import Tracer
 from lightning_pipesync.methods.method import device_of
 
 #: The slowest stage may take this many times as long as with the best split, if that saves memory.
 TOLERANCE = 1.05
 #: The number of measurements of a layer, of which the fastest counts.
 REPEATS = 3
+
+
+class SequentialSplit:
+    """The split of the layers of an ``nn.Sequential``.
+
+    Attributes:
+        layers: the layers by name, in order.
+    """
+
+    def __init__(self, model: nn.Sequential, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
+        self.layers = flattened(model)
+        self._modules = [layer for _, layer in self.layers]
+        self._split, self._num_stages, self._device = config.split, num_stages, device
+        check_number(self.layers, num_stages)
+
+    def inspect(self, source: Callable[[], Any]) -> list[int] | None:
+        """Returns what the first stage tells the others about the model's first input: the cuts, if measured."""
+        if self._split != "balanced":
+            return None
+        return balanced(*measure(self._modules, source(), self._device), self._num_stages)
+
+    def cuts(self, inspected: list[int] | None) -> list[int]:
+        """Returns the indices of the first layers of all stages but the first."""
+        if inspected is not None:
+            return inspected
+        if self._split == "parameters":
+            return partition(numbers_of_parameters(self._modules), self._num_stages)
+        return [int(index) for index in self._split]
+
+
+class TracedSplit:
+    """The split of any other model, with one layer per stage, made by tracing.
+
+    Attributes:
+        layers: the layers by name, in order; none before :meth:`cuts`.
+    """
+
+    def __init__(self, model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
+        name, names = type(model).__name__, config.split_names or ()
+        if config.algorithm in SYNCHRONOUS:
+            raise ValueError(
+                f"algorithm={config.algorithm!r} takes the layers of an nn.Sequential, and {name} would have to be "
+                "traced: make it one, without names in split=, or choose another algorithm."
+            )
+        if not names and num_stages > 1:
+            raise ValueError(
+                f"{name} is no nn.Sequential, and split={config.split!r} does not say where to divide it: set split= "
+                "to the names of the submodules with which the later stages begin."
+            )
+        if len(names) != num_stages - 1:
+            raise ValueError(
+                f"split={names!r} must have as many names as there are stages after the first, {num_stages - 1} of "
+                "them: of the submodules with which they begin."
+            )
+        self.layers: list[tuple[str, nn.Module]] = []
+        self._tracer = Tracer(model, names, device, config.seed)
+
+    def inspect(self, source: Callable[[], Any]) -> Layout:
+        """Returns what the first stage tells the others about the model's first input: its layout."""
+        return input_of(source())[0]
+
+    def cuts(self, inspected: Layout) -> list[int]:
+        """Traces the layers, and returns the indices of those of all stages but the first."""
+        self.layers = self._tracer.stages(inspected)
+        return list(range(1, len(self.layers)))
+
+
+def split_of(
+    model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device
+) -> SequentialSplit | TracedSplit:
+    """Returns the split that the settings choose.
+
+    Raises:
+        ValueError: the model cannot be split with these settings.
+    """
+    if isinstance(model, nn.Sequential) and config.split_names is None:
+        return SequentialSplit(model, config, num_stages, device)
+    return TracedSplit(model, config, num_stages, device)
 
 
 def flattened(layers: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -44,12 +125,11 @@ def partition(costs: Sequence[float], parts: int, limits: Sequence[tuple[Sequenc
     Returns:
         The indices of the first members of all parts but the first.
     """
-    sums = [_running(costs), *(_running(others) for others, _ in limits)]
-    most = [limit for _, limit in limits]
+    sums, *limited = ([0.0, *accumulate(values)] for values in (costs, *(others for others, _ in limits)))
 
-    def largest(start: int, end: int) -> float:
-        within = all(s[end] - s[start] <= m for s, m in zip(sums[1:], most, strict=True))
-        return sums[0][end] - sums[0][start] if within else float("inf")
+    def cost(start: int, end: int) -> float:
+        within = all(s[end] - s[start] <= most for s, (_, most) in zip(limited, limits, strict=True))
+        return sums[end] - sums[start] if within else float("inf")
 
     count = len(costs)
     best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
@@ -57,18 +137,18 @@ def partition(costs: Sequence[float], parts: int, limits: Sequence[tuple[Sequenc
     best[0][0] = float("-inf")
     for part in range(1, parts + 1):
         for end in range(part, count + 1):
-            start = min(range(part - 1, end), key=lambda s: max(best[part - 1][s], largest(s, end)))
-            best[part][end], start_of[part][end] = max(best[part - 1][start], largest(start, end)), start
-    cuts, end = [], count
+            start = min(range(part - 1, end), key=lambda s: max(best[part - 1][s], cost(s, end)))
+            best[part][end], start_of[part][end] = max(best[part - 1][start], cost(start, end)), start
+    cuts = [count]
     for part in range(parts, 0, -1):
-        end = start_of[part][end]
-        cuts.append(end)
-    return cuts[-2::-1]
+        cuts.append(start_of[part][cuts[-1]])
+    return cuts[-2:0:-1]
 
 
 def balanced(times: Sequence[float], num_bytes: Sequence[float], parts: int) -> list[int]:
     """Splits so that the largest stage is smallest, with the slowest within :data:`TOLERANCE` of the best split's."""
-    fastest = _largest(times, partition(times, parts))
+    bounds = [0, *partition(times, parts), len(times)]
+    fastest = max(sum(times[start:end]) for start, end in pairwise(bounds))
     return partition(num_bytes, parts, [(times, fastest * TOLERANCE)])
 
 
@@ -100,11 +180,7 @@ def numbers_of_parameters(layers: Sequence[nn.Module]) -> list[float]:
 
 
 def check_number(layers: Sequence[tuple[str, nn.Module]], num_stages: int) -> None:
-    """Checks that there are enough layers for all stages.
-
-    Raises:
-        ValueError: there are too few.
-    """
+    """Raises a ValueError if there are fewer layers than stages."""
     if len(layers) < num_stages:
         raise ValueError(
             f"{num_stages} stages need at least as many layers, and the Sequential has {len(layers)}: use fewer "
@@ -131,12 +207,13 @@ def checked_cuts(cuts: Sequence[int], layers: Sequence[tuple[str, nn.Module]], n
             if owner != stage:
                 raise ValueError(
                     f"Layers {other} and {name} share a parameter or buffer, and are on stages {owner} and {stage}: "
-                    "set split= so that they are on one stage, or give them parameters of their own."
+                    "set split= so that they are on one stage, or give each its own parameters."
                 )
     return list(cuts)
 
 
 def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
+    """Returns the seconds of both passes of a layer, and its output."""
     stage_input = StageInput(value)
     before = _now(device)
     with torch.enable_grad():
@@ -159,15 +236,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _running(costs: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    return sums
-
-
-def _largest(costs: Sequence[float], cuts: Sequence[int]) -> float:
-    bounds = [0, *cuts, len(costs)]
-    return max(sum(costs[start:end]) for start, end in pairwise(bounds))

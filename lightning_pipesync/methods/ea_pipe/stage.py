@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.parameters import check_optimizer
+from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
-from lightning_pipesync.methods.ea_pipe.channels import Channels
+from lightning_pipesync.methods.ea_pipe.channels import Channels, StageInput
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
-from lightning_pipesync.methods.ea_pipe.randomness import drawing
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
-from lightning_pipesync.methods.ea_pipe.stage_input import StageInput
-from lightning_pipesync.methods.ea_pipe.weights import weights_for
+from lightning_pipesync.methods.ea_pipe.weights import WEIGHTS
 from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current, in_use
+from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, Source
 
 DIFFERENT_BATCHES = (
     "The stages have different mini-batches: input and target would not belong together. All ranks must load the same "
@@ -37,11 +39,9 @@ DIFFERENT_BATCHES = (
     "seed_everything(1)."
 )
 
-#: Returns the input of the first layer.
-Source = Callable[[], Any]
-#: Returns the loss, 0-dim, for an output of the last layer, the index of its part of the batch, and the number of
-#: parts.
-Loss = Callable[[Any, int, int], Tensor]
+
+class OutOfStepError(dist.DistError):
+    """The stage before has sent a mini-batch where this stage expects the end of them, or the reverse."""
 
 
 @dataclass(frozen=True)
@@ -69,36 +69,29 @@ class ModelStage:
     """The layers of one stage, in training.
 
     Args:
-        layers: the layers of this stage.
-        parameters: the parameters of the layers, and others that are trained on this stage.
-        buffers: the buffers of the layers, and others of this stage.
-        optimizer: the optimizer of the parameters.
-        schedule: the schedule of this stage.
-        config: the settings.
-        channels: the channels to the neighbors.
-        device: the device of the layers.
+        others: parameters and buffers outside of the layers that are trained on this stage.
 
     Attributes:
-        layers: the layers of this stage.
         step: the mini-batch of the next forward pass, from 0.
+        weights: the versions of the stage's parameters and buffers.
     """
 
     def __init__(
         self,
-        layers: nn.Sequential,
-        parameters: Sequence[nn.Parameter],
-        buffers: Sequence[Tensor],
-        optimizer: Optimizer,
+        layers: Sequence[nn.Module],
+        others: Sequence[Tensor],
+        optimizer_factory: OptimizerFactory | None,
         schedule: Schedule,
         config: EAPipeConfig,
         channels: Channels,
         device: torch.device,
     ) -> None:
-        self.layers, self._optimizer, self._schedule, self._config = layers, optimizer, schedule, config
-        self._channels = channels
-        self._parameters, self._buffers = list(parameters), list(buffers)
-        self._device = device
-        self.weights = weights_for(config.algorithm)(parameters, buffers, optimizer, schedule, config)
+        self._layers, self._schedule, self._config = nn.Sequential(*layers).to(device), schedule, config
+        self._channels, self._device = channels, device
+        self._parameters = [*self._layers.parameters(), *(one for one in others if isinstance(one, nn.Parameter))]
+        self._buffers = [*self._layers.buffers(), *(one for one in others if not isinstance(one, nn.Parameter))]
+        self._optimizer = _optimizer_for(self._parameters, optimizer_factory)
+        self.weights = WEIGHTS[config.algorithm](self._parameters, self._buffers, self._optimizer, schedule, config)
         self.step = self._num_passes = 0
         self._passes: deque[_Pass] = deque()
         self._partial: list[Tensor | None] | None = None
@@ -109,89 +102,66 @@ class ModelStage:
         self.weights.load_master()
 
     @property
-    def is_first(self) -> bool:
-        """Whether this stage is the first one, which takes the mini-batches."""
-        return self._channels.activations_in is None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage is the last one, which computes the loss."""
-        return self._channels.activations_out is None
+    def is_complete(self) -> bool:
+        """Whether ``p.grad`` holds the gradient of a mini-batch, so that :meth:`update` follows."""
+        return self._complete is not None
 
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:
         """Runs the next forward pass.
 
-        Args:
-            source: returns the input of the first layer; called on the first stage only.
-            loss: called on the last stage only.
-            completes: whether this is the last pass of the mini-batch.
-            digest: a digest of the mini-batch, to compare; None: no comparison.
-
         Returns:
             The loss, detached, on the last stage.
 
         Raises:
             RuntimeError: the last stage has another mini-batch than the first one.
+            OutOfStepError: the stage before empties the pipeline.
         """
         self._begin_training()
+        is_last = self._channels.activations_out is None
         stage_input, norms = None, self._take_norms()
         if self._channels.activations_in is not None:
-            tree, norms, of_first = self._channels.activations_in.receive()
-            if self.is_last and of_first != digest:
+            tree, norms, of_first = self._receive(flushing=False)
+            if is_last and of_first != digest:
                 raise RuntimeError(DIFFERENT_BATCHES)
             digest = of_first
             self._channels.activations_in.expect()
             self._apply_waiting(norms)
             stage_input = StageInput(tree)
         self.weights.for_forward(self.step)
-        result = None
         if stage_input is None:
             with self._drawing(None):
                 value = source()
         else:
             value = stage_input.tree
         with self._drawing(self._schedule.stage), self.weights.computing():
-            output = self.layers(value)
+            output = self._layers(value)
         if self._num_passes == 0:
             self._check_buffers()
         if self._channels.activations_out is None:
             with self._drawing(None):
-                output = loss(output, 0, 1)
-            result = output.detach()
+                output = loss(output, lambda batch: batch)
         else:
             assert self._channels.gradients_in is not None
             self._channels.activations_out.send((output, norms, digest))
             self._channels.gradients_in.expect()
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         self._passes.append(self._count(completes, stage_input, outputs))
-        return result
+        return output.detach() if is_last else None
 
     def backward(self) -> bool:
-        """Runs the next backward pass, unless the pipeline is still filling.
-
-        Returns:
-            Whether the gradient of a mini-batch is complete: then ``p.grad`` holds it, and :meth:`update` follows.
-        """
-        return len(self._passes) > self._schedule.lag and self._backward()
+        """Runs the next backward pass, unless the pipeline is still filling; returns :attr:`is_complete`."""
+        if len(self._passes) > self._schedule.lag:
+            self._backward()
+        return self.is_complete
 
     def update(self, optimizer_step: Callable[[], object] | None = None) -> None:
-        """Applies the complete gradient, with the hyper-parameters at its forward pass.
-
-        Args:
-            optimizer_step: ``optimizer.step`` if None.
-        """
+        """Applies the complete gradient by ``optimizer_step``, with the hyper-parameters at its forward pass."""
         assert self._complete is not None
-        (one, squared_norm), self._complete = self._complete, None
-        waiting = _Waiting(
-            one.step,
-            self._gradients(),
-            one.hyperparameters,
-            optimizer_step or self._optimizer.step,
-        )
-        self._set_gradients(None)
-        self._waiting.append(waiting)
+        (made, squared_norm), self._complete = self._complete, None
+        optimizer_step = optimizer_step or self._optimizer.step
+        self._waiting.append(_Waiting(made.step, self._take_gradients(), made.hyperparameters, optimizer_step))
         if squared_norm is None:
             self._apply(None)
         else:
@@ -200,16 +170,21 @@ class ModelStage:
     def finish_backward(self, update: Callable[[], object]) -> None:
         """Runs the remaining backward passes; calls ``update`` after each that completes a gradient."""
         while self._passes:
-            if self._backward():
+            self._backward()
+            if self.is_complete:
                 update()
 
     def finish(self) -> None:
-        """Applies the remaining updates and loads the master. Call it after :meth:`finish_backward`."""
+        """Applies the remaining updates and loads the master. Call it after :meth:`finish_backward`.
+
+        Raises:
+            OutOfStepError: the stage before runs another mini-batch.
+        """
         if not self._training:
             return
         norms = self._take_norms()
         if self._channels.activations_in is not None:
-            norms = self._channels.activations_in.receive()
+            norms = self._receive(flushing=True)
             self._apply_waiting(norms)
         if self._channels.activations_out is not None:
             self._channels.activations_out.send(norms)
@@ -224,38 +199,12 @@ class ModelStage:
         """Runs the master on the result of ``source``; returns the output of the last layer, None elsewhere."""
         assert not self._training
         value = source() if self._channels.activations_in is None else self._channels.activations_in.receive()
-        output = self.layers(value)
+        output = self._layers(value)
         if self._channels.activations_out is None:
             return output
         self._channels.activations_out.send(output)
         self._channels.activations_out.finish()  # at most one batch ahead; delivered before the end
         return None
-
-    def _check_buffers(self) -> None:
-        """Checks that the layers have not replaced a buffer that is replicated.
-
-        Raises:
-            RuntimeError: they have replaced one.
-        """
-        known = {id(buffer) for buffer in self._buffers}
-        for name, buffer in self.layers.named_buffers():
-            if id(buffer) not in known and self.weights.replicates_buffers:
-                raise RuntimeError(
-                    f"The layers replace their buffer {name} by another tensor, and each replica needs its own: write "
-                    "to it in place, as with copy_()."
-                )
-
-    def _begin_training(self) -> None:
-        if not self._training:
-            self.weights.leave_master()
-            self._training = True
-
-    def _count(self, completes: bool, stage_input: StageInput | None, outputs: list[Tensor]) -> _Pass:
-        """Counts a forward pass."""
-        made = _Pass(self.step, completes, stage_input, outputs, current(self._optimizer))
-        self._num_passes += 1
-        self.step += completes
-        return made
 
     def reset(self) -> None:
         """Restarts with the first mini-batch, from the current weights and the current state of the optimizer."""
@@ -279,45 +228,67 @@ class ModelStage:
             if receiver is not None:
                 receiver.close(timeout_s)
 
-    def _backward(self) -> bool:
-        one = self._passes.popleft()
-        self.weights.for_backward(one.step)
+    def _receive(self, flushing: bool) -> Any:
+        """Returns a message of the stage before: a list of norms when it empties the pipeline, else a tuple."""
+        assert self._channels.activations_in is not None
+        message = self._channels.activations_in.receive()
+        if isinstance(message, list) != flushing:
+            raise OutOfStepError("it sent another mini-batch" if flushing else "it sent the end of its mini-batches")
+        return message
+
+    def _check_buffers(self) -> None:
+        """Raises a RuntimeError if the layers have replaced a buffer that is replicated."""
+        known = {id(buffer) for buffer in self._buffers}
+        for name, buffer in self._layers.named_buffers():
+            if id(buffer) not in known and self.weights.replicates_buffers:
+                raise RuntimeError(
+                    f"The layers replace their buffer {name} by another tensor, and each replica needs its own: write "
+                    "to it in place, as with copy_()."
+                )
+
+    def _begin_training(self) -> None:
+        if not self._training:
+            self.weights.leave_master()
+            self._training = True
+
+    def _count(self, completes: bool, stage_input: StageInput | None, outputs: list[Tensor]) -> _Pass:
+        """Counts a forward pass."""
+        made = _Pass(self.step, completes, stage_input, outputs, current(self._optimizer))
+        self._num_passes += 1
+        self.step += completes
+        return made
+
+    def _backward(self) -> None:
+        made = self._passes.popleft()
+        self.weights.for_backward(made.step)
         self._restore_partial()
+        gradients: list[Tensor | None] = [None]  # of the loss
         squared_norm = None
-        gradients: list[Tensor | None] = [None]
         if self._channels.gradients_in is not None:
             gradients, squared_norm = self._channels.gradients_in.receive()
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(one.outputs, gradients, strict=True)
-            if self.is_last or gradient is not None
-        ]
+        is_last = self._channels.gradients_in is None
+        received = zip(made.outputs, gradients, strict=True)
+        pairs = [(output, gradient) for output, gradient in received if is_last or gradient is not None]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        if one.is_last and self._config.clip_norm is not None:
+        if made.is_last and self._config.clip_norm is not None:
             squared_norm = self._squared_norm(squared_norm)
         if self._channels.gradients_out is not None:
-            assert one.stage_input is not None
-            self._channels.gradients_out.send((one.stage_input.gradients, squared_norm))
-        return self._keep(one, squared_norm)
-
-    def _keep(self, one: _Pass, squared_norm: Tensor | None) -> bool:
-        """Keeps the gradient after a backward pass; returns whether it is complete."""
-        if one.is_last:
-            self._complete = one, squared_norm
-        else:  # where no zero_grad() reaches it
-            self._partial = self._gradients()
-            self._set_gradients(None)
-        return one.is_last
+            assert made.stage_input is not None
+            self._channels.gradients_out.send((made.stage_input.gradients, squared_norm))
+        if made.is_last:
+            self._complete = made, squared_norm
+        else:
+            self._partial = self._take_gradients()  # where no zero_grad() reaches it
 
     def _restore_partial(self) -> None:
-        """Restores the accumulated gradients of earlier passes of the same mini-batch."""
+        """Restores the gradient that earlier passes of the same mini-batch have accumulated."""
         self._set_gradients(self._partial)
         self._partial = None
 
     def _apply_in_time(self, squared_norm: Tensor) -> None:
         """Applies the newest gradient once its norm over all stages is known: on the first stage, now."""
-        if self.is_first:
+        if self._channels.activations_in is None:
             norm = squared_norm.sqrt()
             self._norms.append(norm)
             self._apply(norm)
@@ -328,32 +299,42 @@ class ModelStage:
 
     def _apply(self, norm: Tensor | None) -> None:
         """Applies the oldest waiting gradient, clipped if its norm is given."""
-        one = self._waiting.popleft()
-        self.weights.for_backward(one.step)
-        self._set_gradients(one.gradients)
+        oldest = self._waiting.popleft()
+        self.weights.for_backward(oldest.step)
+        self._set_gradients(oldest.gradients)
         if norm is not None:
             assert self._config.clip_norm is not None
             nn.utils.clip_grads_with_norm_(self._parameters, self._config.clip_norm, norm)
-        later = [waiting.hyperparameters for waiting in self._waiting] + [made.hyperparameters for made in self._passes]
-        with in_use(self._optimizer, one.hyperparameters, later):
-            self.weights.update(one.step, one.optimizer_step)
+        later = [one.hyperparameters for queue in (self._waiting, self._passes) for one in queue]
+        with in_use(self._optimizer, oldest.hyperparameters, later):
+            self.weights.update(oldest.step, oldest.optimizer_step)
         self._set_gradients(None)
 
     def _squared_norm(self, of_later_stages: Tensor | None) -> Tensor:
         norms = foreach_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
-        own = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
-        return own if of_later_stages is None else of_later_stages + own
+        squared = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
+        return squared if of_later_stages is None else of_later_stages + squared
 
     def _take_norms(self) -> list[Tensor]:
         norms, self._norms = self._norms, []
         return norms
 
-    def _gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self._parameters]
+    def _take_gradients(self) -> list[Tensor | None]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._set_gradients(None)
+        return gradients
 
     def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
         for i, parameter in enumerate(self._parameters):
             parameter.grad = None if gradients is None else gradients[i]
 
     def _drawing(self, place: int | None) -> Any:
-        return drawing(self._config.seed, self._num_passes, place, self._device)
+        return seeded(self._config.seed, self._num_passes, place, self._device)
+
+
+def _optimizer_for(parameters: list[nn.Parameter], factory: OptimizerFactory | None) -> Optimizer:
+    if factory is None or not any(parameter.requires_grad for parameter in parameters):
+        return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=0.0)  # an optimizer needs a parameter
+    optimizer = factory(parameters)
+    check_optimizer(optimizer)
+    return optimizer

@@ -5,14 +5,17 @@ Each is checked when it is imported: see :mod:`lightning_pipesync.core.private_n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipesync.core.private_names import missing, require
@@ -44,34 +47,38 @@ def written_by(node: Node) -> list[Node]:
 
 
 @contextmanager
-def reporting_own_gradients(tell: Callable[[str], object]) -> Iterator[None]:
-    """Context that calls ``tell`` with a description of Python code that changes gradients, which a graph lacks."""
-    if "apply" not in vars(torch.autograd.Function):
-        raise missing(torch.autograd.Function, "apply")
-    function, apply, register_hook = (
-        torch.autograd.Function,
-        vars(torch.autograd.Function)["apply"],
-        Tensor.register_hook,
-    )
+def noting_gradient_code() -> Iterator[list[str]]:
+    """Context that yields descriptions of Python code of this thread that changes gradients, which a graph lacks."""
+    if "apply" not in vars(Function):
+        raise missing(Function, "apply")
+    found: list[str] = []
+    apply, thread = vars(Function)["apply"], get_ident()
 
-    def told_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            tell("checkpoint(use_reentrant=True): set use_reentrant=False")
-        elif not cls.__module__.startswith(
-            ("torch._library", "torch._higher_order_ops")
-        ):  # operators, which graphs have
-            tell(f"the backward of the autograd.Function {cls.__qualname__}")
+    def noting_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        of_operator = cls.__module__.startswith(("torch._library", "torch._higher_order_ops"))  # which graphs have
+        if get_ident() == thread and not of_operator:
+            reentrant = "checkpoint(use_reentrant=True): set use_reentrant=False"
+            backward = f"the backward of the autograd.Function {cls.__qualname__}"
+            found.append(reentrant if cls is CheckpointFunction else backward)
         return apply.__func__(cls, *args, **kwargs)
 
-    def told_register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        tell("a hook that Tensor.register_hook has set in the forward pass")
-        return register_hook(tensor, hook)
-
-    function.apply, Tensor.register_hook = classmethod(told_apply), told_register_hook  # type: ignore[assignment,method-assign]
+    Function.apply = classmethod(noting_apply)  # type: ignore[assignment,method-assign]
     try:
-        yield
+        with _NotingTensorHooks(found):
+            yield found
     finally:
-        function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
+        Function.apply = apply  # type: ignore[method-assign]
+
+
+class _NotingTensorHooks(TorchFunctionMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook:
+            self._found.append("a hook that Tensor.register_hook has set in the forward pass")
+        return func(*args, **(kwargs or {}))
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -18,17 +18,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
+from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.graph_split import StageGraph, split_graph
-from lightning_pipesync.methods.ea_pipe.layout import Call, Layout, described, input_of, varying, with_strides
-from lightning_pipesync.methods.ea_pipe.randomness import drawing
-from lightning_pipesync.methods.ea_pipe.torch_private import has_backward_hooks, reporting_own_gradients
+from lightning_pipesync.methods.ea_pipe.layout import Layout, described, input_of, varying, with_strides
+from lightning_pipesync.methods.ea_pipe.torch_private import has_backward_hooks, noting_gradient_code
+from lightning_pipesync.methods.pipeline import Call
 
 #: The number of graphs of a model above which its input is assumed to vary without bound.
 MANY_GRAPHS = 32
@@ -42,6 +43,21 @@ class _Traced:
 
     stage_graphs: list[StageGraph]
     output: Layout
+
+
+@dataclass
+class _Run:
+    """What is found in the traced run of a model.
+
+    Attributes:
+        called: the named submodules, in the order of their calls.
+        output: the layout of the output.
+        replaced: the buffers that the model has replaced.
+    """
+
+    called: list[str] = field(default_factory=list)
+    output: Layout | None = None
+    replaced: set[str] = field(default_factory=set)
 
 
 class Tracer:
@@ -120,41 +136,54 @@ class Tracer:
         return self._graphs[key]
 
     def _trace(self, inputs: Layout) -> _Traced:
-        called: list[str] = []
-        outputs: list[Layout] = []
-        replaced: set[str] = set()
-        own_gradients: list[str] = []
-        flat = _Flat(self._model, inputs, outputs.append, replaced.update)
-        what = f"{type(self._model).__name__} cannot be divided at split={self._names!r}"
+        run, name = _Run(), type(self._model).__name__
+        what = f"{name} cannot be divided at split={self._names!r}"
         try:
             with (
-                _marked(self._model, self._names, called.append),
+                _marked(self._model, self._names, run.called.append),
                 _restored(self._model),
-                reporting_own_gradients(own_gradients.append),
-                drawing(self._seed, 0, None, self._device),
+                seeded(self._seed, 0, None, self._device),
+                noting_gradient_code() as gradient_code,
             ):
-                exported = torch.export.export(flat, inputs.zeros(self._device), strict=False)
+                exported = torch.export.export(
+                    _Flat(self._model, inputs, run), inputs.zeros(self._device), strict=False
+                )
         except Exception as error:
-            _check_gradients(what, self._model, own_gradients)
-            for output in outputs:
-                output.check(f"The output of {type(self._model).__name__}")
+            self._check_run(run, gradient_code, what)
             [reason, *_] = str(error).splitlines() or [type(error).__name__]
             raise ValueError(
                 f"{what}, since torch.export cannot trace it: {reason.strip()} {_advice(str(error))}"
             ) from error
-        _check_gradients(what, self._model, own_gradients)
-        outputs[-1].check(f"The output of {type(self._model).__name__}")
+        output = self._check_run(run, gradient_code, what)
+        assert output is not None
         try:
             stage_graphs = split_graph(exported.module(check_guards=False))
         except ValueError as error:
             raise ValueError(f"{what}: {error}.") from error
-        self._check_calls(called, len(stage_graphs))
-        if replaced:
+        self._check_calls(run.called, len(stage_graphs))
+        if run.replaced:
             raise ValueError(
-                f"{type(self._model).__name__} replaces its buffer {min(replaced)} by another tensor, and a graph has "
-                "the one that there was: have it write in place, as with copy_()."
+                f"{name} replaces its buffer {min(run.replaced)} by another tensor, and a graph has the one that there "
+                "was: have it write in place, as with copy_()."
             )
-        return _Traced(stage_graphs, outputs[-1])
+        return _Traced(stage_graphs, output)
+
+    def _check_run(self, run: _Run, gradient_code: list[str], what: str) -> Layout | None:
+        """Returns the layout of the output, after checking it and that the operations alone make all gradients.
+
+        Raises:
+            ValueError: Python code of the model makes or changes gradients, or the output cannot be sent.
+        """
+        hooked = [
+            f"the backward hooks of {name or 'itself'}"
+            for name, module in self._model.named_modules()
+            if has_backward_hooks(module)
+        ]
+        for found in (*hooked, *gradient_code):
+            raise ValueError(f"{what}, since a graph would not have what it does to gradients: {found}.")
+        if run.output is not None:
+            run.output.check(f"The output of {type(self._model).__name__}")
+        return run.output
 
     def _check_calls(self, called: list[str], num_stages: int) -> None:
         for name in self._names:
@@ -226,33 +255,18 @@ class TracedStage(nn.Module):
 
 
 class _Flat(nn.Module):
-    """A module that takes and returns tensors only.
+    """A model that takes and returns tensors only, and tells ``run`` what is found."""
 
-    Args:
-        model: the wrapped model.
-        inputs: the layout of its input.
-        tell_output: called with the layout of its output.
-        tell_replaced: called with the names of the buffers that it has replaced.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Layout,
-        tell_output: Callable[[Layout], object],
-        tell_replaced: Callable[[set[str]], object],
-    ) -> None:
+    def __init__(self, model: nn.Module, inputs: Layout, run: _Run) -> None:
         super().__init__()
-        self.model = model
-        self._inputs, self._tell_output, self._tell_replaced = inputs, tell_output, tell_replaced
+        self.model, self._inputs, self._run = model, inputs, run
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         call = Call(**self._inputs.filled(tensors))
-        run = self.model if call.hooks else self.model.forward
         before = dict(self.model.named_buffers())
-        output, found = described(run(*call.args, **call.kwargs))
-        self._tell_output(output)
-        self._tell_replaced({name for name, buffer in self.model.named_buffers() if buffer is not before.get(name)})
+        output = (self.model if call.hooks else self.model.forward)(*call.args, **call.kwargs)
+        self._run.output, found = described(output)
+        self._run.replaced = {name for name, buffer in self.model.named_buffers() if buffer is not before.get(name)}
         return tuple(found)
 
 
@@ -328,19 +342,6 @@ def _advice(reason: str) -> str:
             "or make it in __init__ as a buffer. Or it writes through .data: have it use torch.no_grad()."
         )
     return "Change the model, or make it an nn.Sequential, whose layers are not traced."
-
-
-def _check_gradients(what: str, model: nn.Module, own_gradients: Sequence[str]) -> None:
-    """Checks that the operations in a graph alone make all gradients.
-
-    Raises:
-        ValueError: Python code of the model makes or changes some.
-    """
-    hooks = [
-        f"the backward hooks of {name or 'itself'}" for name, one in model.named_modules() if has_backward_hooks(one)
-    ]
-    for own in (*hooks, *own_gradients):
-        raise ValueError(f"{what}, since a graph would not have what it does to gradients: {own}.")
 
 
 def _check_name(model: nn.Module, name: str) -> None:

@@ -1,25 +1,28 @@
-"""Several versions of a set of tensors."""
+"""Versions of a stage's tensors, and of the state of its optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.parameters import load_optimizer_state
 from lightning_pipesync.core.torch_private import version
+
+#: The state of an optimizer, such as momentum, by parameter.
+State = dict[Any, Any]
 
 
 class Versions:
-    """Versions of tensors, one of which is loaded; each is in one flat buffer per dtype.
+    """Versions of tensors on one device, one of which is loaded; each is in one flat buffer per dtype.
 
     Loading swaps the tensors' data instead of copying: the backward pass of a graph needs the version of its forward
     pass. All versions start with the tensors' current values.
-
-    Args:
-        tensors: tensors on one device.
-        count: the number of versions.
     """
 
     def __init__(self, tensors: Sequence[Tensor], count: int) -> None:
@@ -27,7 +30,6 @@ class Versions:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(self._tensors):
             by_dtype.setdefault(tensor.dtype, []).append(i)
-        self._dtypes = list(by_dtype)
         self._flats: list[list[Tensor]] = []
         self._views: list[list[Tensor]] = []
         for _ in range(count):
@@ -42,7 +44,6 @@ class Versions:
             self._flats.append(flats)
             self._views.append(views)
         self._forces = [torch.empty_like(flat) for flat in self._flats[0]] if count > 1 else []
-        self._loaded = 0
         self.load(0)
 
     def load(self, index: int) -> None:
@@ -69,13 +70,13 @@ class Versions:
 
     def floating(self, index: int) -> list[Tensor]:
         """Returns the floating-point flat buffers of version ``index``, 1-D."""
-        return [flat for flat, dtype in zip(self._flats[index], self._dtypes, strict=True) if dtype.is_floating_point]
+        return [flat for flat in self._flats[index] if flat.is_floating_point()]
 
     @torch.no_grad()
     def copy(self, source: int, target: int) -> None:
         """Copies version ``source`` to version ``target``."""
-        for one, other in zip(self._flats[target], self._flats[source], strict=True):
-            one.copy_(other)
+        for copied, flat in zip(self._flats[target], self._flats[source], strict=True):
+            copied.copy_(flat)
 
     @torch.no_grad()
     def pull(self, index: int, master: int, elastic_force: float) -> None:
@@ -98,3 +99,66 @@ class Versions:
         for flats, saved in zip(self._flats, state, strict=True):
             for flat, values in zip(flats, saved, strict=True):
                 flat.copy_(values)
+
+
+class OptimizerStates:
+    """Several states of one optimizer, which has one of them loaded. All start as its current state.
+
+    The user's optimizer itself steps, so that its hooks run and learning rate schedulers apply to all replicas. The
+    state of other parameters than those of the stage is dropped.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], count: int) -> None:
+        self._optimizer, self._parameters, self._count = optimizer, list(parameters), count
+        self.reset()
+
+    def reset(self) -> None:
+        """Sets all states to the optimizer's current one."""
+        current = self._optimizer.state
+        held = [parameter for parameter in self._parameters if parameter in current]
+        self._states: list[State] = [{p: deepcopy(dict(current[p])) for p in held} for _ in range(self._count)]
+        self._put(0)
+
+    def load(self, index: int) -> None:
+        """Loads state ``index`` into the optimizer, after storing the one that was loaded."""
+        self._states[self._loaded] = dict(self._optimizer.state)
+        self._put(index)
+
+    def _put(self, index: int) -> None:
+        self._loaded = index
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._states[index])
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns copies of the states in the form of ``Optimizer.state_dict``."""
+        found = []
+        for index in range(self._count):
+            self.load(index)
+            found.append(deepcopy(self._optimizer.state_dict()))
+        return found
+
+    def mean(self) -> dict[int, Any]:
+        """Returns one state, by the index of the parameter: the means of tensors, and the maxima of single numbers."""
+        states = [saved["state"] for saved in self.state()]
+        indices = {index for state in states for index in state}
+        return {index: _mean([state[index] for state in states if index in state]) for index in sorted(indices)}
+
+    def load_state(self, state: list[dict[str, Any]]) -> None:
+        """Loads the result of :meth:`state`."""
+        for index, saved in enumerate(state):
+            self.load(index)
+            load_optimizer_state(self._optimizer, saved)
+
+
+def _mean(states: list[State]) -> State:
+    """Returns the mean of the replicas' states of one parameter."""
+    found = {}
+    for name in states[0]:
+        values = [state[name] for state in states]
+        if all(isinstance(value, Tensor) and value.dim() and value.is_floating_point() for value in values):
+            found[name] = torch.stack(values).mean(dim=0)
+        elif all(isinstance(value, (Tensor, int, float)) and not getattr(value, "ndim", 0) for value in values):
+            found[name] = max(values)
+        else:
+            found[name] = values[0]
+    return found

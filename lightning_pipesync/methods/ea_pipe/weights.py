@@ -13,21 +13,15 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
-from lightning_pipesync.methods.ea_pipe.states import OptimizerStates
 from lightning_pipesync.methods.ea_pipe.torch_private import hidden_from_autograd
-from lightning_pipesync.methods.ea_pipe.versions import Versions
+from lightning_pipesync.methods.ea_pipe.versions import OptimizerStates, Versions
 
 
-class Weights(ABC):
-    """The weights of one stage, in the versions that an algorithm needs.
+class StageWeights(ABC):
+    """The parameters and buffers of one stage, in the versions that an algorithm needs; the last one is the master."""
 
-    Args:
-        parameters: the parameters of the stage.
-        buffers: the buffers of the stage.
-        optimizer: the optimizer of the parameters, and possibly of others without gradients.
-        schedule: the schedule of the stage.
-        config: the settings.
-    """
+    #: Whether buffers (such as BatchNorm's averages) have versions, too; if not, all mini-batches share them.
+    replicates_buffers = False
 
     def __init__(
         self,
@@ -37,18 +31,16 @@ class Weights(ABC):
         schedule: Schedule,
         config: EAPipeConfig,
     ) -> None:
-        self._parameters, self._schedule, self._config = list(parameters), schedule, config
-        self._buffers = list(buffers) if self.replicates_buffers else []
-        self._versions = Versions([*self._parameters, *self._buffers], self.num_versions)
+        self._parameters, self._schedule, self._config = parameters, schedule, config
+        self._buffers = buffers if self.replicates_buffers else []
+        self._master = self.num_copies
+        self._versions = Versions([*self._parameters, *self._buffers], self.num_copies + 1)
         self._states = OptimizerStates(optimizer, self._parameters, self.num_states)
-
-    #: Whether buffers (such as BatchNorm's averages) have versions, too; if not, all mini-batches share them.
-    replicates_buffers = False
 
     @property
     @abstractmethod
-    def num_versions(self) -> int:
-        """The number of versions of the weights. The last one is the master."""
+    def num_copies(self) -> int:
+        """The number of versions of the weights besides the master."""
 
     @property
     def num_states(self) -> int:
@@ -73,8 +65,7 @@ class Weights(ABC):
             self._update(step, optimizer_step)
 
     @abstractmethod
-    def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
-        """Implements :meth:`update`."""
+    def _update(self, step: int, optimizer_step: Callable[[], object]) -> None: ...
 
     def load_master(self) -> None:
         """Loads the master, which others may read and write until :meth:`leave_master`."""
@@ -93,7 +84,7 @@ class Weights(ABC):
 
     def _reset_to_master(self) -> None:
         self._versions.keep()
-        for index in range(self._master):
+        for index in range(self.num_copies):
             self._versions.copy(self._master, index)
 
     def computing(self) -> AbstractContextManager[None]:
@@ -113,19 +104,15 @@ class Weights(ABC):
         self._versions.load_state(state["versions"])
         self._states.load_state(state["optimizer"])
 
-    @property
-    def _master(self) -> int:
-        return self.num_versions - 1
 
-
-class ElasticReplicas(Weights):
+class ElasticReplicas(StageWeights):
     """EA-Pipe: each mini-batch in flight updates its own replica, which is then pulled (Algorithm 1)."""
 
     replicates_buffers = True
 
     @property
-    def num_versions(self) -> int:
-        return self._schedule.num_replicas + 1
+    def num_copies(self) -> int:
+        return self._schedule.num_replicas
 
     @property
     def num_states(self) -> int:
@@ -142,7 +129,7 @@ class ElasticReplicas(Weights):
             self._versions.pull(replica, self._master, self._config.elastic_force)  # Eq. 1
 
 
-class StashedWeights(Weights):
+class StashedWeights(StageWeights):
     """PipeDream's weight stashing: each stage keeps a copy of its newest weights for both passes of a mini-batch.
 
     Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Section 3.3: a gradient
@@ -151,51 +138,46 @@ class StashedWeights(Weights):
     """
 
     @property
-    def num_stashed(self) -> int:
-        """The number of copies, one per mini-batch between its forward and its backward pass."""
+    def num_copies(self) -> int:
         return self._schedule.num_in_flight
 
-    @property
-    def num_versions(self) -> int:
-        return self.num_stashed + 1
-
     def for_forward(self, step: int) -> None:
-        self._versions.load(step % self.num_stashed)
+        self._versions.load(step % self.num_copies)
 
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         self._versions.load(self._master)
         optimizer_step()
-        self._versions.copy(self._master, step % self.num_stashed)
+        self._versions.copy(self._master, step % self.num_copies)
 
 
 class SynchronizedStashedWeights(StashedWeights):
     """PipeDream with vertical sync: all stages use copies as old as those of the first stage (paper, Fig. 1b)."""
 
     @property
-    def num_stashed(self) -> int:
+    def num_copies(self) -> int:
         return self._schedule.num_replicas
 
 
-class SharedWeights(Weights):
+class SharedWeights(StageWeights):
     """One version, which all passes use: naive pipelining (Fig. 1a) and synchronous pipelines."""
 
-    @property
-    def num_versions(self) -> int:
-        return 1
+    num_copies = 0
 
     def for_forward(self, step: int) -> None:
-        self._versions.load(0)
+        self._versions.load(self._master)
 
     def _update(self, step: int, optimizer_step: Callable[[], object]) -> None:
         optimizer_step()
 
 
-class PredictedWeights(Weights):
+class SpecTrainWeights(StageWeights):
     """SpecTrain: both passes of a mini-batch use a prediction of the weights at the end of its backward pass.
 
     Chen et al., "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform", Section
     3.2: the weights s updates ahead are the current ones plus s times a smoothed update.
     """
+
+    num_copies = 1
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], optimizer: Optimizer, *rest: Any):
         super().__init__(parameters, buffers, optimizer, *rest)
@@ -203,10 +185,6 @@ class PredictedWeights(Weights):
         self._smoothing = (0.0 if _has_momentum(optimizer) else 0.9) if smoothing is None else smoothing
         self._velocity = [torch.zeros_like(flat) for flat in self._versions.floating(self._master)]
         self._before = [torch.empty_like(flat) for flat in self._velocity]
-
-    @property
-    def num_versions(self) -> int:
-        return 2
 
     def for_forward(self, step: int) -> None:
         self._predict(self._schedule.versions_between + self._schedule.versions_after)
@@ -242,18 +220,16 @@ class PredictedWeights(Weights):
             flat.copy_(values)
 
 
-def weights_for(algorithm: str) -> type[Weights]:
-    """Returns the class of an ``algorithm``."""
-    known: dict[str, type[Weights]] = {
-        "ea_pipe": ElasticReplicas,
-        "pipedream": SynchronizedStashedWeights,
-        "weight_stashing": StashedWeights,
-        "naive": SharedWeights,
-        "gpipe": SharedWeights,
-        "1f1b": SharedWeights,
-        "spectrain": PredictedWeights,
-    }
-    return known[algorithm]
+#: The class of each algorithm.
+WEIGHTS: dict[str, type[StageWeights]] = {
+    "ea_pipe": ElasticReplicas,
+    "pipedream": SynchronizedStashedWeights,
+    "weight_stashing": StashedWeights,
+    "naive": SharedWeights,
+    "gpipe": SharedWeights,
+    "1f1b": SharedWeights,
+    "spectrain": SpecTrainWeights,
+}
 
 
 def _has_momentum(optimizer: Optimizer) -> bool:
