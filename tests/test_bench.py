@@ -226,7 +226,7 @@ def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     methods += [
         "pipe_sgd:compression=int8",
         "selsync:overlap=forward",
-        "dear:edge_mb=0.1,overlap=paper",
+        "dear:edge_mb=0.1,overlap=forward",
         "--ratio",
         "4",
     ]
@@ -235,7 +235,7 @@ def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     ddp, dear, merged, level_2, int8, selsync, edged = result["runs"][0]["candidates"][1:]
     assert (level_2["name"], int8["name"]) == ("Pipe-SGD (pipeline_level=2)", "Pipe-SGD (compression=int8)")
     assert selsync["name"] == "SelSync (overlap=forward), synchronized step, 1 MiB"
-    assert edged["name"] == "DeAR (edge_mb=0.1, overlap=paper), 1 MiB"
+    assert edged["name"] == "DeAR (edge_mb=0.1, overlap=forward), 1 MiB"
     assert int8["limit"] <= level_2["limit"]
     assert int8["predicted"] <= level_2["predicted"]
     assert merged["limit"] == ddp["limit"]

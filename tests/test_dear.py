@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_refused, launch, raised
@@ -232,6 +233,45 @@ def test_both_pipes() -> None:
         assert gathers == [f"all_gather {i}" for i in (0, 1, 2)]
         assert events.index("reduce_scatter 0") < events.index("all_gather 0")
         assert events.index("step") < events.index("all_gather 0")
+
+
+def gathered_in_step(overlap: str) -> list[bool]:
+    """Returns after each step but the first whether all weights have arrived; the network is slow."""
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = DeAR(model, optimizer, overlap=overlap, fusion="none")
+    all_gather = sync.transport.all_gather
+    num_ended = 0
+
+    def slow(flat: Tensor, **settings: Any) -> Handle[Tensor]:
+        gathered = all_gather(flat, **settings)
+
+        def wait() -> Tensor:
+            nonlocal num_ended
+            time.sleep(0.02)
+            result = gathered.wait()
+            num_ended += 1
+            return result
+
+        return Handle(wait)
+
+    sync.transport.all_gather = slow  # type: ignore[method-assign]
+    have_arrived = []
+    for i in range(4):
+        num_ended = 0
+        optimizer.zero_grad()
+        loss(model, i, dist.get_rank()).backward()
+        sync.step()
+        have_arrived.append(num_ended == len(sync._fused.buckets))
+        sync.synchronize()
+    sync.detach()
+    return have_arrived
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_without_overlap_weights_have_arrived_when_step_returns(overlap: str) -> None:
+    for have_arrived in launch(gathered_in_step, 2, overlap):
+        assert have_arrived == [overlap == "none"] * 4
 
 
 def misuse() -> dict[str, tuple[str, str] | None]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync.core.parameters import hook_gradient
-from lightning_pipesync.methods.gradients.backpipe_schedule import BackPipeSchedule
+from lightning_pipesync.methods.gradients.backpipe import BackPipeSchedule
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipeSchedule
 

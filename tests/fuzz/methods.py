@@ -80,7 +80,7 @@ def _no_sharding(configuration: Configuration) -> str:
 def _draw_dear(random: Random) -> Settings:
     settings: Settings = {
         "update": random.choice([None, "sharded", "replicated"]),
-        "overlap": random.choice(["eager", "paper"]),
+        "overlap": random.choice(["eager", "forward", "none"]),
         "fusion": random.choice(["bo", "random", "grid", "buffer", "layers", "none"]),
         "bucket_mb": random.choice([1e-4, 1e-3, 25.0]),
         "search_mb": (1e-4, 1e-2),

@@ -63,7 +63,7 @@ def step(
         scale: Number of values in each tensor of an emulated model over the true number.
         methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
             the papers' baselines; dear-rs and dear-ag, half of DeAR; and dear, local_sgd, parameter_server, pipe_sgd
-            and selsync, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=paper,
+            and selsync, each with settings if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward,
             dear:edge_mb=0.5, dear:fusion=bo, which searches for a bucket size first, in some 100 steps,
             selsync:overlap=forward or pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.

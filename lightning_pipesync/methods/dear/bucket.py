@@ -10,36 +10,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket, shard_numel
-from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.torch_private import version
 from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
 
-class FusedBucket:
+class FusedBucket(GradientBucket):
     """Parameters of one group of one optimizer, which become views of one buffer.
 
     Attributes:
         members: the parameters.
         sharded: whether this rank updates its shard only.
         group: indices of their optimizer and of their parameter group there.
-        gradients: buffer of their gradients.
         own_gradient: this rank's shard of ``gradients``, which the reduce-scatter averages.
         values: buffer of their values.
         update: the optimizer's step on them.
-        present: for each parameter whether it has a gradient in this step: on this rank, or on any once that is known.
-
-    Args:
-        members: the parameters.
-        optimizers: the user's own, one of which has them.
-        config: the settings.
-        transport: the way to the other ranks.
     """
+
+    kind = "reduce_scatter"
 
     def __init__(
         self,
@@ -48,31 +41,30 @@ class FusedBucket:
         config: DeARConfig,
         transport: Transport,
     ) -> None:
+        super().__init__([member.tensor for member in members], transport, config.compression)
         assert members[0].group is not None
         self.members, self.group, self._transport = list(members), members[0].group, transport
-        optimizer, codec = optimizers[self.group[0]], get_codec(config.compression)
-        self._codec, self.sharded = codec, config.shards(optimizer)
-        self._tensors = [member.tensor for member in members]
-        self.gradients, self.values = Bucket(self._tensors), Bucket(self._tensors)
-        self.values.pack(self._tensors)
-        for tensor, view in zip(self._tensors, self.values.views, strict=True):
+        optimizer, lossless = optimizers[self.group[0]], self._codec.lossless
+        self.sharded = config.shards(optimizer)
+        self.values = Bucket(self.parameters)
+        self.values.pack(self.parameters)
+        for tensor, view in zip(self.parameters, self.values.views, strict=True):
             tensor.data = view
-        self._feedback = transport.feedback(self.gradients.flat) if config.uses_error_feedback else None
+        if config.uses_error_feedback:
+            self.use_error_feedback()
+        [self._feedback] = self.feedback
         # Weights that a lossy codec rounds at every step would not move. So it encodes their difference to the weights
         # that all ranks have. With error feedback its error is added to the weights before the next update.
-        self._difference = None if codec.lossless or not self.sharded else torch.empty_like(self.values.flat)
+        self._difference = None if lossless or not self.sharded else torch.empty_like(self.values.flat)
         self.own_gradient = transport.shard(self.gradients.flat)
         own = transport.shard(self.values.flat)
         self._own, self._updated = own, own if self._difference is None else own.clone()
         self._dropped = torch.zeros_like(own) if config.uses_error_feedback and self.sharded else None
         # A step on the whole buffer also updates the gaps between parameters, which a lossy codec must not see.
-        whole = self._whole() if config.is_elementwise(optimizer) and codec.lossless else (None, None)
+        whole = self._whole() if config.is_elementwise(optimizer) and lossless else (None, None)
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces(), *whole)
-        for tensor in self._tensors:
+        for tensor in self.parameters:
             optimizer.state.pop(tensor, None)
-        self.present = [True] * len(self._tensors)
-        self._noted: list[tuple[int, int] | None] = []
-        self._reduced: Queued[Tensor] | None = None
         self._gathered: Handle[Tensor] | None = None
         self._num_early = 0  # values of each rank's shard that are gathered under backward
 
@@ -84,52 +76,32 @@ class FusedBucket:
         early = self._transport.parts(self.gradients.flat, slice(self._num_early))
         return [*early, self.own_gradient[self._num_early :]]
 
-    @property
-    def num_gradients(self) -> int:
-        """Number of gradients that a backward pass computes."""
-        return sum(tensor.requires_grad for tensor in self._tensors)
-
     @torch.no_grad()
-    def reduce_scatter(self, queue: CommQueue) -> None:
-        """Packs the gradients, zeros for missing ones, and starts their reduce-scatter (OP1)."""
-        for tensor, view in zip(self._tensors, self.values.views, strict=True):
+    def reduce(self, queue: CommQueue, requires: Queued[Any] | None = None) -> None:
+        """Packs the gradients, zeros for missing ones, and queues their reduce-scatter (OP1)."""
+        for tensor, view in zip(self.parameters, self.values.views, strict=True):
             if tensor.data_ptr() != view.data_ptr():  # the user has given the parameter other memory
                 view.copy_(tensor)
                 tensor.data = view
-        self.present = self.gradients.pack_gradients(self._tensors)
+        super().reduce(queue, requires)
         self.note_gradients()
-        self._reduced = queue.submit("reduce_scatter", self._start_reduce_scatter)
         self._num_early = 0
 
-    def note_gradients(self) -> None:
-        """Notes which gradients the parameters have, and what was written to them."""
-        self._noted = _versions(self._tensors)
-
-    @property
-    def written(self) -> str | None:
-        """The name of a parameter whose gradient was written to since :meth:`note_gradients`; None if none was.
-
-        Of gradients that share memory, as views of one buffer, only the replaced ones are known.
-        """
-        now = _versions(self._tensors)
-        if now == self._noted:
-            return None
-        for member, current, noted in zip(self.members, now, self._noted, strict=True):
-            same = current and noted and current[0] == noted[0]
-            if current != noted and not (same and _is_part(member.tensor.grad)):
-                return member.name
-        return None
+    def start(self, piece: int = 0) -> Handle[Tensor]:
+        """Starts the reduce-scatter of what :meth:`pack` has copied."""
+        return self._transport.reduce_scatter(
+            self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
+        )
 
     def gather_early(self, queue: CommQueue, pieces: int) -> None:
         """Starts the all-gather of the next of ``pieces`` equal pieces of each rank's shard, after the reduce-scatter.
 
         This is for a bucket that is not sharded.
         """
-        assert self._reduced is not None
         begin, largest = self._num_early, self._largest_shard
         self._num_early = min(largest, begin + -(-largest // pieces))
         part = None if pieces == 1 else slice(begin, self._num_early)
-        queue.submit("all_gather", lambda: self._gather_gradient(part), requires=self._reduced)
+        queue.submit("all_gather", lambda: self._gather_gradient(part), requires=self._averaged[0])
 
     def start_update(self, queue: CommQueue) -> None:
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
@@ -187,7 +159,7 @@ class FusedBucket:
 
     def release(self) -> None:
         """Moves every parameter out of the buffer, to memory of its own."""
-        for tensor in self._tensors:
+        for tensor in self.parameters:
             tensor.data = tensor.data.clone()
 
     def updated_slices(self, rank: int) -> dict[str, slice]:
@@ -218,7 +190,7 @@ class FusedBucket:
 
     def _pieces(self) -> list[Piece]:
         """Returns what this rank updates."""
-        names, tensors = [member.name for member in self.members], self._tensors
+        names, tensors = [member.name for member in self.members], self.parameters
         if not self.sharded:
             rows = zip(names, tensors, self.values.views, self.gradients.views, strict=True)
             return [Piece(i, *row, None) for i, row in enumerate(rows)]
@@ -233,11 +205,6 @@ class FusedBucket:
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Returns the buffers that hold what this rank updates: values and gradients."""
         return (self._updated, self.own_gradient) if self.sharded else (self.values.flat, self.gradients.flat)
-
-    def _start_reduce_scatter(self) -> Handle[Tensor]:
-        return self._transport.reduce_scatter(
-            self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
-        )
 
     @torch.no_grad()
     def _start_all_gather(self) -> Handle[Tensor]:
@@ -277,14 +244,3 @@ class FusedBucket:
             self.values.flat.add_(self._difference)
             if self._dropped is not None:
                 torch.sub(self._updated, self._own, out=self._dropped)
-
-
-def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Returns for each parameter which gradient it has, and how often that was written to; None without one."""
-    gradients = [parameter.grad for parameter in parameters]
-    return [None if gradient is None else (gradient.data_ptr(), version(gradient)) for gradient in gradients]
-
-
-def _is_part(gradient: Tensor | None) -> bool:
-    """Returns whether other tensors may share the memory of a gradient, and so its number of writes."""
-    return gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes

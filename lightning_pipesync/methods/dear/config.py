@@ -12,14 +12,15 @@ from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.gradients.bucket_update import ELEMENTWISE
 from lightning_pipesync.methods.setting_types import Compression, MiB, MiBRange, OptimizerClasses, Seconds
-from lightning_pipesync.methods.settings import Settings
+from lightning_pipesync.methods.settings import Settings, renamed
 
 Update = Literal["sharded", "replicated"]
-Overlap = Literal["eager", "paper"]
+Overlap = Literal["eager", "forward", "none"]
 Topology = Literal["flat", "torus2d"]
 FusionMethod = Literal["bo", "random", "grid", "buffer", "layers", "none"]
 
 
+@renamed(values={"overlap": {"paper": "forward"}})
 @dataclass(frozen=True)
 class DeARConfig(Settings):
     """Settings of DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
@@ -33,15 +34,16 @@ class DeARConfig(Settings):
     """``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``: each rank
     updates its shard of the weights, and all-gathers weights; for element-wise optimizers (SGD, Adam, AdamW, RMSprop,
     Adagrad, NAdam, RAdam, Adamax, ASGD). None: ``sharded`` for these where gradients are not gathered under backward,
-    with ``overlap="paper"``, compression or several optimizers; otherwise ``replicated``."""
+    with another ``overlap``, compression or several optimizers; otherwise ``replicated``."""
 
     elementwise: OptimizerClasses = ()
     """Classes of further element-wise optimizers, which step on whole buckets, and can be sharded."""
 
     overlap: Overlap = "eager"
-    """``eager``: averaged gradients are gathered under backward already where the network would idle, unless
-    ``update="sharded"``, compressed, or with several optimizers. ``paper``: all-gathers start after the last
-    reduce-scatter (Section III-B). See ``update=None``, which depends on it."""
+    """Where the all-gathers run. ``eager``: averaged gradients are gathered under backward already where the network
+    would idle, unless ``update="sharded"``, compressed, or with several optimizers. ``forward``: all-gathers start
+    after the last reduce-scatter, and run under the next forward pass (the paper, Section III-B). ``none``: they end
+    before ``step()`` returns. See ``update=None``, which depends on it."""
 
     fusion: FusionMethod = "bo"
     """Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during training
@@ -140,8 +142,8 @@ class DeARConfig(Settings):
         if self.fusion in ("buffer", "layers", "none"):
             for name in ("search_mb", "trial_steps", "max_trials", "tuning_file"):
                 ignored[name] = f"{chosen}, which searches nothing: set fusion='bo'"
-        if self.update == "sharded" or not get_codec(self.compression).lossless:
-            ignored["overlap"] = "with update='sharded' or compression, which gather nothing before the step"
+        if self.overlap == "forward" and (self.update == "sharded" or not get_codec(self.compression).lossless):
+            ignored["overlap"] = "with update='sharded' or compression, which gather nothing under backward"
         if not get_codec(self.compression).lossless and self.usual_update == "replicated":
             ignored["elementwise"] = "where every rank updates all weights, with compression: set update='sharded'"
         return ignored

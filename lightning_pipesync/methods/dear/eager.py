@@ -18,16 +18,14 @@ import math
 from collections.abc import Sequence
 from statistics import mean
 
-import torch
-
-from lightning_pipesync.core.clock import Clock
+from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
-from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.link import measure_link
 
 #: Candidates: the least share of a piece that is gathered before the next reduce-scatter is ready.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -40,10 +38,6 @@ LEAST_GAIN = 0.005
 
 #: How many times as slow as measured the network may be: a schedule that serves one of them only would often lose.
 NETWORKS = (0.8, 1.0, 1.25)
-
-#: All-gathers that measure the network: of the mean size of a bucket, in bytes between these two, and of so many times
-#: that size; how many follow each other; and how many times.
-SMALLEST, LARGEST, FACTOR, IN_A_ROW, ROUNDS = 2**14, 2**20, 4, 4, 3
 
 
 def plan_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
@@ -146,30 +140,27 @@ class EagerGathers:
             self._trained = trained
             self._times.begin()
 
-    def after(self, index: int) -> list[tuple[FusedBucket, int]]:
-        """Returns the buckets of which a piece is gathered after the reduce-scatter of the bucket ``index``.
-
-        Each comes with its number of pieces.
-        """
-        if not self._is_current:
-            return []
-        return [(self._fused.buckets[other], self._early.pieces[other]) for other in self._early.after[index]]
+    def start_after(self, index: int, queue: CommQueue) -> None:
+        """Queues the all-gathers that follow the reduce-scatter of the bucket ``index``."""
+        if self._is_current:
+            for other in self._early.after[index]:
+                self._fused.buckets[other].gather_early(queue, self._early.pieces[other])
 
     @property
     def num_early(self) -> int:
         """Number of all-gathers that start under backward."""
         return sum(map(len, self._early.after)) if self._is_current else 0
 
-    def plan(self) -> None:
+    def make_schedule(self) -> None:
         """Makes the schedule that all ranks follow from the next backward pass on; a collective call.
 
         No operation may be in flight.
         """
         link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self._fused.buckets])
-        planned = None
+        schedule = None
         if self._transport.rank == 0:
-            planned = plan_early_gathers(self._bucket_times(link), divisible=self._transport.gathers_parts)
-        self._early = self._transport.gather_objects(planned)[0]
+            schedule = plan_early_gathers(self._bucket_times(link), divisible=self._transport.gathers_parts)
+        self._early = self._transport.gather_objects(schedule)[0]
         self._version = self._fused.version
 
     @property
@@ -193,25 +184,3 @@ class EagerGathers:
             )
             for bucket in self._fused.buckets
         ]
-
-
-def measure_link(transport: Transport, buckets: Sequence[int]) -> LinkCost:
-    """Returns the cost of the network, from a few all-gathers in a row; a collective call.
-
-    Args:
-        transport: the way to the other ranks.
-        buckets: the sizes that matter, in bytes.
-    """
-    clock = Clock(transport.device)
-    smaller = 4 * round(min(LARGEST, max(SMALLEST, mean(buckets))) / 4)
-    sizes = [smaller, FACTOR * smaller]
-    flats = {size: torch.zeros(size // 4, dtype=torch.float32, device=transport.device) for size in sizes}
-    transport.all_gather(flats[max(sizes)]).wait()  # all ranks begin, and a network that lets bursts pass has none left
-    num_bytes, seconds = [], []
-    for size in sizes * ROUNDS:
-        begin = clock.now()
-        for handle in [transport.all_gather(flats[size]) for _ in range(IN_A_ROW)]:
-            handle.wait()
-        num_bytes.append(size)
-        seconds.append(clock.seconds_between(begin, clock.now()) / IN_A_ROW)
-    return LinkCost.fit(num_bytes, seconds, transport.world_size, halves=1)

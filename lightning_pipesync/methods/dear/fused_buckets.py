@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 class FusedBuckets:
-    """The parameters, fused into buckets; there are no buckets before the first :meth:`plan`.
+    """The parameters, fused into buckets; there are no buckets before the first :meth:`fuse`.
 
     Args:
         order: the observed order of gradients and of the forward pass.
@@ -64,11 +64,11 @@ class FusedBuckets:
         return [bucket for bucket in self._gather_order if bucket.group[0] == index]
 
     def reset(self, parameters: Sequence[NamedParameter]) -> None:
-        """Releases the buckets; the next :meth:`plan` fuses ``parameters``."""
+        """Releases the buckets; the next :meth:`fuse` fuses ``parameters``."""
         self.release()
         self._parameters = parameters
 
-    def plan(self, fusion: Fusion) -> None:
+    def fuse(self, fusion: Fusion) -> None:
         """Fuses the parameters in the order that rank 0 has observed; a collective call."""
         index_of = {id(parameter.tensor): index for index, parameter in enumerate(self._parameters)}
         observed = [[index_of[k] for k in keys if k in index_of] for keys in (self._order.ready, self._order.needed)]
@@ -78,7 +78,7 @@ class FusedBuckets:
         needed += sorted(set(everything).difference(needed))
         self._ready = [self._parameters[index] for index in ready]
         self._needed = [self._parameters[index].name for index in needed]
-        self._fuse(self.divide(fusion))
+        self._set_buckets(self.divide(fusion))
 
     def divide(self, fusion: Fusion) -> list[list[NamedParameter]]:
         """Returns the parameters of each bucket with another fusion."""
@@ -92,18 +92,18 @@ class FusedBuckets:
         """Returns whether the buckets would be others than now."""
         return self.names(fusion) != _names(bucket.members for bucket in self.buckets)
 
-    def replan(self, fusion: Fusion) -> None:
+    def fuse_anew(self, fusion: Fusion) -> None:
         """Fuses the parameters into other buckets, and keeps optimizer states and residuals; a collective call.
 
         No communication may be in flight.
         """
-        states = _joined(bucket.update.flat_states() for bucket in self.buckets)
+        states = _joined(bucket.update.states() for bucket in self.buckets)
         residuals = _joined(bucket.residuals_of_shard() for bucket in self.buckets)
         residuals_of_gradients = _joined(bucket.residuals_of_gradients() for bucket in self.buckets)
         updated, owned = self._by_rank(FusedBucket.updated_slices), self._by_rank(FusedBucket.shard_slices)
         self.release()
         self._transport.release_memory()
-        self._fuse(self.divide(fusion))
+        self._set_buckets(self.divide(fusion))
         states = reshard(states, updated, self._by_rank(FusedBucket.updated_slices), self._transport)
         residuals = reshard(residuals, owned, self._by_rank(FusedBucket.shard_slices), self._transport)
         for bucket in self.buckets:
@@ -115,13 +115,20 @@ class FusedBuckets:
         buckets = self.of_optimizer(index)
         old = self._by_rank(FusedBucket.updated_slices, buckets)
         whole = [_joined(bucket.whole_slices() for bucket in buckets)] * self._transport.world_size
-        states = reshard(_joined(bucket.update.flat_states() for bucket in buckets), old, whole, self._transport)
+        states = reshard(_joined(bucket.update.states() for bucket in buckets), old, whole, self._transport)
         return {
             member.tensor: {kind: whole_state(value, member.tensor) for kind, value in states[member.name].items()}
             for bucket in buckets
             for member in bucket.members
             if member.name in states
         }
+
+    def find_present(self) -> None:
+        """Finds the parameters that have a gradient on some rank; the others are not updated, as in DDP."""
+        flags = [present for bucket in self.buckets for present in bucket.present]
+        somewhere = iter(self._transport.union(flags).wait())
+        for bucket in self.buckets:
+            bucket.present = [next(somewhere) for _ in bucket.present]
 
     def release(self) -> None:
         """Releases the buckets; every parameter has memory of its own afterwards."""
@@ -145,15 +152,15 @@ class FusedBuckets:
         self.release()
         by_name = {parameter.name: parameter for parameter in self._parameters}
         self._ready, self._needed = [by_name[name] for name in state["ready"]], state["needed"]
-        self._fuse([[by_name[name] for name in names] for names in state["plan"]])
+        self._set_buckets([[by_name[name] for name in names] for names in state["plan"]])
         for bucket, saved in zip(self.buckets, state["buckets"], strict=True):
             bucket.load_state_dict(saved)
 
-    def _fuse(self, plan: Sequence[Sequence[NamedParameter]]) -> None:
-        self.buckets = [FusedBucket(members, self._optimizers, self._config, self._transport) for members in plan]
-        self.index_of = {id(member.tensor): i for i, members in enumerate(plan) for member in members}
+    def _set_buckets(self, layout: Sequence[Sequence[NamedParameter]]) -> None:
+        self.buckets = [FusedBucket(members, self._optimizers, self._config, self._transport) for members in layout]
+        self.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}
         names = {id(parameter.tensor): parameter.name for parameter in self._parameters}
-        schedule = FeedPipeSchedule(_names(plan), self._needed)
+        schedule = FeedPipeSchedule(_names(layout), self._needed)
         self._gather_order = [self.buckets[index] for index in schedule.order]
         for module in self._order.modules:
             own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
@@ -167,8 +174,8 @@ class FusedBuckets:
         return [_joined(slices_of(bucket, rank) for bucket in buckets) for rank in range(self._transport.world_size)]
 
 
-def _names(plan: Iterable[Sequence[NamedParameter]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(member.name for member in members) for members in plan)
+def _names(layout: Iterable[Sequence[NamedParameter]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(member.name for member in members) for members in layout)
 
 
 def _joined(mappings: Iterable[Mapping[str, V]]) -> dict[str, V]:

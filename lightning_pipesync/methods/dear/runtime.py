@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
-from lightning_pipesync.methods.dear.backpipe import BackPipe
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
+from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.gradients.module_hook import ModuleHook
@@ -29,6 +29,10 @@ from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
+
+# Further bits of a rank's flag: rank 0 knows which bucket size to try next; an optimizer has another state or other
+# parameters.
+END_OF_TRIAL, CHANGED = 4, 8
 
 
 class DeAR(SyncMethod):
@@ -67,23 +71,17 @@ class DeAR(SyncMethod):
     _tuning_file: TuningFile | None = None
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        order = ExecutionOrder(self._module, self.transport.device)
-        self._queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
+        self._order = order = ExecutionOrder(self._module, self.transport.device)
+        self._queue = queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
         config = self._effective_config
         self._fused = FusedBuckets(order, self.optimizers, config, self.transport)
         self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
         self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
         self._backpipe = BackPipe(
-            self._fused,
-            order,
-            self._queue,
-            self._tuner,
-            self._early,
-            self.transport,
-            is_syncing=lambda: self.syncing,
+            self._fused, queue, self._may_start, self._wait_for_all, lambda index: self._early.start_after(index, queue)
         )
-        self._feedpipe = FeedPipe(self._fused, order, self._queue)
-        self._waits = False
+        self._feedpipe = FeedPipe(self._fused, order, queue)
+        self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         arrived = ModuleHook(self._before_state_dict)
         self._hooks = [child.register_state_dict_pre_hook(arrived) for child in self._module.modules()]
@@ -116,20 +114,44 @@ class DeAR(SyncMethod):
         # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
         changed = bool(self._loaded) or self._members != group_members(self.optimizers)
         if not self._fused.buckets:
-            self._fused.plan(self._tuner.fusion)
+            self._fused.fuse(self._tuner.fusion)
         elif self._tuner.change_due:
-            self._backpipe.wait()
+            self._wait_for_all()
             if not any(self.transport.exchange_flags(changed).wait()):  # otherwise the old states would replace it
                 self._tuner.change()
-        if self._backpipe.finish(changed):
+        if self._finish_backpipe(CHANGED * changed) & CHANGED:  # on some rank: nothing may be applied to these buckets
             self.return_optimizer_states()
             self._compare_loaded()
             self._set_parameters(self._agreed_parameters())
-            self._fused.plan(self._tuner.fusion)
-            self._backpipe.finish()
+            self._fused.fuse(self._tuner.fusion)
+            self._finish_backpipe()
         if self._early.due:
-            self._early.plan()
+            self._early.make_schedule()
             self._tuner.restart_trial()
+
+    def _finish_backpipe(self, flag: int = 0) -> int:
+        """Blocks until all gradients are averaged; returns the union of all ranks' flags."""
+        flag |= END_OF_TRIAL * self._tuner.end_of_trial()
+        flags = self._backpipe.finish(self._exchange_flag, flag, unless=CHANGED)
+        self._tuner.change_due |= bool(flags & END_OF_TRIAL)
+        if flags & MISSING and not flags & CHANGED:
+            self._fused.find_present()
+        return flags
+
+    def _exchange_flag(self, flag: int) -> Queued[list[int]]:
+        return self._queue.submit("flags", lambda: self.transport.exchange_flags(flag))
+
+    def _may_start(self, parameter: Tensor) -> bool:
+        """Returns whether this pass starts reduce-scatters, now that a gradient is ready; observes their order."""
+        if not self.syncing:
+            return False
+        self._order.gradient_is_ready(parameter)
+        return not self._tuner.change_due  # new buckets come after this pass
+
+    def _wait_for_all(self) -> None:
+        """Blocks until no communication is in flight and all weights are up to date."""
+        self._queue.wait_all()
+        self._feedpipe.wait()
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Unscales the averaged gradient, which is not in ``p.grad``: a loss scaler has written to that.
@@ -182,13 +204,14 @@ class DeAR(SyncMethod):
 
     def _check_gradient(self, index: int) -> None:
         for bucket in self._fused.of_optimizer(index):
-            if (written := bucket.written) is not None:
+            if (written := bucket.written(through_views=False)) is not None:
                 raise RuntimeError(
-                    f"The gradient of {written} was written to after the backward pass, or by a further one under "
-                    "no_sync(). DeAR has sent it by then, and applies the average: this would be lost. Clip by "
-                    "sync.clip() or gradient_clip_val, change a gradient in a hook on its parameter "
+                    f"The gradient of {bucket.members[written].name} was written to after the backward pass, or by a "
+                    "further one under no_sync(). DeAR has sent it by then, and applies the average: this would be "
+                    "lost. Clip by sync.clip() or gradient_clip_val, change a gradient in a hook on its parameter "
                     "(Tensor.register_hook), and make all passes but the last under no_sync()."
                 )
+            bucket.forget_gradients()
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass.
@@ -322,7 +345,8 @@ class DeAR(SyncMethod):
     @property
     def _effective_config(self) -> DeARConfig:
         """The settings; several optimizers may step at different times, so that nothing is gathered before."""
-        return self.config if len(self.optimizers) == 1 else replace(self.config, overlap="paper")
+        several = len(self.optimizers) > 1 and self.config.overlap == "eager"
+        return replace(self.config, overlap="forward") if several else self.config
 
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""

@@ -115,7 +115,7 @@ class FusionTuner:
         decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
         self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
         if self._fused.differs_from(fusion):
-            self._fused.replan(fusion)
+            self._fused.fuse_anew(fusion)
         self._begin_trial(fusion)
         if self._transport.rank == 0:
             self._report()

@@ -114,21 +114,19 @@ class BucketUpdate:
         )
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Returns the optimizer state of each piece, by the parameter's name."""
-        states = self._states()
-        return {piece.name: dict(states[piece.values]) for piece in self._pieces if piece.values in states}
+        """Returns the optimizer state of each piece, by the parameter's name.
 
-    def flat_states(self) -> dict[str, dict[str, Any]]:
-        """Returns :meth:`states`, whose values for each of a piece's are 1-D, in the order of the piece in memory."""
-        states = self.states()
-        for piece in self._pieces:
-            for kind, value in states.get(piece.name, {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape == piece.values.shape:
-                    states[piece.name][kind] = flattened(value, piece.values)
-        return states
+        A tensor with a value for each of a piece's is 1-D, in the order of the piece in memory.
+        """
+        states = self._states()
+        return {
+            piece.name: {kind: _flat(value, piece) for kind, value in states[piece.values].items()}
+            for piece in self._pieces
+            if piece.values in states
+        }
 
     def load_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sets the optimizer state of the pieces to what :meth:`flat_states` returned for the same pieces."""
+        """Sets the optimizer state of the pieces to what :meth:`states` returned for the same pieces."""
         loaded = self._states()
         for piece in self._pieces:
             if piece.name in states:
@@ -259,3 +257,8 @@ class BucketUpdate:
         assert self._values is not None
         start = piece.values.storage_offset() - self._values.storage_offset()
         return whole[start : start + piece.values.numel()]
+
+
+def _flat(value: Any, piece: Piece) -> Any:
+    is_of_values = isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.values.shape
+    return flattened(value, piece.values) if is_of_values else value

@@ -17,7 +17,7 @@ from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 K = TypeVar("K", bound=Hashable)
 
 
-class FedBucket(Protocol):
+class GatheredBucket(Protocol):
     """Parameters that one collective brings up to date."""
 
     def start_update(self, queue: CommQueue) -> None:
@@ -31,18 +31,18 @@ class FedBucket(Protocol):
         """
 
 
-class FedBuckets(Protocol):
+class GatheredBuckets(Protocol):
     """All buckets of a model; both properties change when it is fused anew."""
 
     @property
-    def buckets(self) -> Sequence[FedBucket]:
+    def buckets(self) -> Sequence[GatheredBucket]:
         """The buckets."""
 
     @property
-    def awaited(self) -> Mapping[nn.Module, Sequence[FedBucket]]:
+    def awaited(self) -> Mapping[nn.Module, Sequence[GatheredBucket]]:
         """The buckets that a module's forward pass waits for."""
 
-    def with_parameter(self, parameter: Tensor) -> FedBucket | None:
+    def with_parameter(self, parameter: Tensor) -> GatheredBucket | None:
         """Returns the bucket of a parameter; None if there is none."""
 
 
@@ -76,13 +76,13 @@ class FeedPipe:
         queue: runs the collectives.
     """
 
-    def __init__(self, buckets: FedBuckets, order: ExecutionOrder, queue: CommQueue) -> None:
+    def __init__(self, buckets: GatheredBuckets, order: ExecutionOrder, queue: CommQueue) -> None:
         self._fused, self._order, self._queue = buckets, order, queue
         # Before the hooks of others, such as those of weight_norm, which read the weights.
         hook = ModuleHook(self._before_forward)
         self._hooks = [child.register_forward_pre_hook(hook, prepend=True) for child in order.modules]
 
-    def start(self, buckets: Iterable[FedBucket]) -> None:
+    def start(self, buckets: Iterable[GatheredBucket]) -> None:
         """Starts the updates of ``buckets``, in the order in which the forward pass needs them."""
         for bucket in buckets:
             bucket.start_update(self._queue)

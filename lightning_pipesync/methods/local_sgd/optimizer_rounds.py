@@ -53,7 +53,7 @@ class OptimizerRounds:
         config: LocalSGDConfig,
         transport: Transport,
         data: TrainingData,
-        starts_in_pass: Callable[[], bool] | None,
+        starts_in_pass: Callable[[Tensor], bool] | None,
     ) -> None:
         self._optimizer, self._config, self._transport, self._data = optimizer, config, transport, data
         self._starts_in_pass = starts_in_pass

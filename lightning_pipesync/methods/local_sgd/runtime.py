@@ -114,7 +114,7 @@ class LocalSGD(ReplicaMethod):
             for index in range(len(self.optimizers))
         ]
         # Of several optimizers the gradients may become ready in another order on another rank.
-        starts_in_pass = (lambda: self.syncing) if len(self.optimizers) == 1 else None
+        starts_in_pass = (lambda _: self.syncing) if len(self.optimizers) == 1 else None
         return [
             OptimizerRounds(optimizer, parameters, self.config, self.transport, self.data, starts_in_pass)
             for optimizer, parameters in zip(self.optimizers, of_optimizer, strict=True)

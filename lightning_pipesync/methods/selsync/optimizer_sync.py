@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.replicas.gradients import GradientAggregation
+from lightning_pipesync.methods.gradients.bucket import GradientBuckets
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
@@ -48,9 +48,9 @@ class OptimizerSync:
         by_gradients = config.aggregation == "gradients"
         codec, feedback = ("none", False) if by_gradients else (config.compression, config.uses_error_feedback)
         self.replicas = ReplicatedTensors(buckets, transport, codec, feedback, config.outer_step(optimizer))
-        self.gradients: GradientAggregation | None = None
+        self.gradients: GradientBuckets | None = None
         if by_gradients:
-            self.gradients = GradientAggregation(buckets, transport, config.compression, config.uses_error_feedback)
+            self.gradients = GradientBuckets(buckets, transport, config.compression, config.uses_error_feedback)
 
     def took_local_step(self) -> None:
         """Notes that this rank's weights and its optimizer's state have been updated by its own gradient."""

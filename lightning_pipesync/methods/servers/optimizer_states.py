@@ -97,7 +97,7 @@ class ServedOptimizers:
     def _own(self, index: int) -> dict[str, dict[str, Any]]:
         """Returns this server's part of an optimizer's state."""
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
-        return {name: state for shard in shards for name, state in shard.update.flat_states().items()}
+        return {name: state for shard in shards for name, state in shard.update.states().items()}
 
     def _of_all_servers(
         self, own: Mapping[str, dict[str, Any]], buckets: Sequence[SharedBucket]

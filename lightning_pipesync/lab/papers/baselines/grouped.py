@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
+from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
-from lightning_pipesync.methods.dear.eager import measure_link
-from lightning_pipesync.methods.gradients.backpipe_schedule import BackPipeSchedule
+from lightning_pipesync.methods.gradients.backpipe import BackPipe
+from lightning_pipesync.methods.gradients.bucket import GradientBucket
+from lightning_pipesync.methods.gradients.link import measure_link
 from lightning_pipesync.methods.gradients.step_times import StepTimes
 
 
@@ -31,8 +30,7 @@ class GroupedAllReduce(OverTransport):
         hidden: whether an all-reduce starts under backward, when the gradients of its group are ready.
     """
 
-    _kind = "all_reduce"
-    _schedule: BackPipeSchedule  # of this backward pass
+    _bucket_type: ClassVar[type[GradientBucket]] = GradientBucket
 
     def __init__(
         self, name: str, model: BenchModel, limit: str, bucket_mb: float | None, *, hidden: bool = True
@@ -40,48 +38,36 @@ class GroupedAllReduce(OverTransport):
         super().__init__(name, model, limit)
         self._queue = CommQueue("pipesync-baseline", self.transport.device, self.transport.traffic)
         self._ready_order = [parameter.tensor for parameter in self.in_ready_order]
-        plan = plan_buckets(self.in_ready_order, Fusion(bucket_mb=bucket_mb))
-        self._set_groups([[parameter.tensor for parameter in group] for group in plan])
-        self._hooks = [hook_gradient(p, self._gradient_is_ready) for p in self._ready_order] if hidden else []
+        self.index_of: dict[int, int] = {}
+        self.buckets: list[GradientBucket] = []
+        self._backpipe = BackPipe(self, self._queue, self._may_start)
+        layout = plan_buckets(self.in_ready_order, Fusion(bucket_mb=bucket_mb))
+        self._set_groups([[parameter.tensor for parameter in group] for group in layout])
+        if hidden:
+            self._backpipe.hook_gradients(self._ready_order)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.backward()
-        self._start(self._schedule.finish())
+        self._backpipe.start_rest()
         self._queue.wait_all()
-        for bucket, group in zip(self._buckets, self._groups, strict=True):
-            bucket.unpack([parameter.grad for parameter in group if parameter.grad is not None])
-        self._schedule = self._new_schedule()
+        for bucket in self.buckets:
+            bucket.unpack()
+        self._backpipe.end_step()
         self.optimizer.step()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._backpipe.remove_hooks()
         self._queue.close(10.0)
         super().close()
 
     def _set_groups(self, groups: Sequence[list[Tensor]]) -> None:
-        self._groups = list(groups)
-        self._buckets = [Bucket(group) for group in groups]
-        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-        self._schedule = self._new_schedule()
+        self.buckets = [self._bucket_type(group, self.transport) for group in groups]
+        self.index_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
 
-    def _new_schedule(self) -> BackPipeSchedule:
-        """Returns the schedule of a backward pass, that of DeAR's reduce-scatters, for the all-reduces."""
-        return BackPipeSchedule([len(group) for group in self._groups])
-
-    def _gradient_is_ready(self, parameter: Tensor) -> None:
-        self._start(self._schedule.gradient_is_ready(self._group_of[id(parameter)]))
-
-    def _start(self, indices: range) -> None:
-        """Starts the all-reduces of groups."""
-        for index in indices:
-            bucket = self._buckets[index]
-            bucket.pack_gradients(self._groups[index])
-            self._queue.submit(self._kind, partial(self._exchange, bucket.flat))
-
-    def _exchange(self, flat: Tensor) -> Handle[Tensor]:
-        return self.transport.all_reduce(flat, mean=True)
+    def _may_start(self, parameter: Tensor) -> bool:
+        """Returns whether all-reduces start now that the gradient of ``parameter`` is ready."""
+        return True
 
 
 class MergedAllReduce(GroupedAllReduce):
@@ -104,22 +90,28 @@ class MergedAllReduce(GroupedAllReduce):
         self._set_groups([[next(tensors) for _ in range(size)] for size in self.transport.gather_objects(sizes)[0]])
         return None
 
-    def _gradient_is_ready(self, parameter: Tensor) -> None:
+    def _may_start(self, parameter: Tensor) -> bool:
         self._times.gradient_is_ready(parameter)
-        super()._gradient_is_ready(parameter)
+        return True
+
+
+class ReduceScatterBucket(GradientBucket):
+    """Gradients of which each rank gets the average of its shard only."""
+
+    kind = "reduce_scatter"
+
+    def start(self, piece: int = 0) -> Handle[Tensor]:
+        return self._collectives.reduce_scatter(self.pieces[piece], mean=True)
 
 
 class ReduceScatterOnly(GroupedAllReduce):
     """DeAR without its all-gathers (DeAR, Fig. 8): it shows what of them is hidden, and does not train."""
 
-    _kind = "reduce_scatter"
+    _bucket_type = ReduceScatterBucket
 
     def __init__(self, model: BenchModel, bucket_mb: float) -> None:
         name = f"reduce-scatter only, {bucket_mb:g} MiB"
         super().__init__(name, model, "reduce_scatter_only", bucket_mb)
-
-    def _exchange(self, flat: Tensor) -> Handle[Tensor]:
-        return self.transport.reduce_scatter(flat, mean=True)
 
 
 def merged(ready: Sequence[float], num_bytes: Sequence[int], link: LinkCost, world_size: int) -> list[int]:

@@ -1,0 +1,205 @@
+"""Buckets of gradients, and their all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.comm.collectives import Collectives
+from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.torch_private import foreach_copy_, version
+
+
+class GradientBucket:
+    """The gradients of some parameters in one buffer, and their average over the ranks.
+
+    Args:
+        parameters: of one dtype on one device.
+        collectives: of the ranks that average them.
+        codec: of the collectives.
+        piece_numel: values of a piece, each of which has its own all-reduce; None: one piece.
+
+    Attributes:
+        kind: of the collective, under which waiting for it is counted.
+        parameters: those of the bucket.
+        gradients: buffer of their gradients.
+        present: for each parameter whether it had a gradient at :meth:`pack`; on any rank, once that is known.
+        pieces: views of the buffer.
+        feedback: the residuals of each piece, see :meth:`use_error_feedback`.
+    """
+
+    kind: ClassVar[str] = "all_reduce"
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        collectives: Collectives,
+        codec: str | Codec = "none",
+        piece_numel: int | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.gradients = Bucket(self.parameters)
+        flat = self.gradients.flat
+        self.pieces: Sequence[Tensor] = [flat] if piece_numel is None else flat.split(piece_numel)
+        self.feedback: list[ErrorFeedback | None] = [None] * len(self.pieces)
+        self.present = [True] * len(self.parameters)
+        self._collectives, self._codec = collectives, get_codec(codec)
+        self._noted: list[tuple[Tensor, int] | None] = []
+        self._averaged: list[Queued[Tensor]] = []
+
+    @property
+    def num_gradients(self) -> int:
+        """Number of gradients that a backward pass computes."""
+        return sum(parameter.requires_grad for parameter in self.parameters)
+
+    def use_error_feedback(self) -> None:
+        """Adds the error of a lossy codec to what is sent next."""
+        self.feedback = [self._collectives.feedback(piece) for piece in self.pieces]
+
+    def reduce(self, queue: CommQueue, requires: Queued[Any] | None = None) -> None:
+        """Packs the gradients, zeros for missing ones, and queues their average, after ``requires``."""
+        self.pack()
+        self._averaged = [
+            queue.submit(self.kind, partial(self.start, index), requires=requires) for index in range(len(self.pieces))
+        ]
+
+    def pack(self) -> None:
+        """Copies the gradients, zeros for missing ones."""
+        self.present = self.gradients.pack_gradients(self.parameters)
+
+    def start(self, piece: int = 0) -> Handle[Tensor]:
+        """Starts to average a piece of what :meth:`pack` has copied."""
+        feedback = self.feedback[piece]
+        return self._collectives.all_reduce(self.pieces[piece], codec=self._codec, mean=True, feedback=feedback)
+
+    def wait(self) -> None:
+        """Blocks until what :meth:`reduce` has queued is averaged.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        for averaged in self._averaged:
+            averaged.wait()
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Replaces the gradients by their average, once it has arrived; a missing one stays None."""
+        pairs = zip(self.parameters, self.gradients.views, strict=True)
+        present = [(p.grad, view) for p, view in pairs if p.grad is not None]
+        foreach_copy_([gradient for gradient, _ in present], [view for _, view in present])
+
+    def note_gradients(self) -> None:
+        """Notes which gradients the parameters have, and what was written to them; see :meth:`written`."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self._noted = [None if gradient is None else (gradient, version(gradient)) for gradient in gradients]
+
+    def forget_gradients(self) -> None:
+        """Releases the gradients that :meth:`note_gradients` has noted."""
+        self._noted = []
+
+    def written(self, through_views: bool = True) -> int | None:
+        """Returns the index of a parameter whose gradient was replaced or written to since :meth:`note_gradients`.
+
+        Args:
+            through_views: whether a write to other memory of a buffer counts of which the gradient is a view: torch
+                counts the writes of all views together.
+
+        Returns:
+            None if none was.
+        """
+        for index, noted in enumerate(self._noted):
+            gradient = self.parameters[index].grad
+            if gradient is None or noted is None:
+                if gradient is not None or noted is not None:
+                    return index
+                continue
+            known, writes = noted
+            if gradient is not known and gradient.data_ptr() != known.data_ptr():
+                return index
+            if version(gradient) != writes and (through_views or not _is_view(gradient)):
+                return index
+        return None
+
+
+class GradientBuckets:
+    """The gradients of an optimizer in buckets, which their average over the ranks replaces.
+
+    Args:
+        parameters: those of each bucket.
+        collectives: of the ranks that average them.
+        codec: of the all-reduces.
+        error_feedback: whether the error of a lossy codec is added to what is sent next.
+
+    Attributes:
+        buckets: in the order of their all-reduces.
+        index_of: by the id of a parameter the index of its bucket.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Sequence[Tensor]],
+        collectives: Collectives,
+        codec: str | Codec = "none",
+        error_feedback: bool = False,
+    ) -> None:
+        self.buckets = [GradientBucket(members, collectives, codec) for members in parameters]
+        self.index_of = {id(tensor): index for index, members in enumerate(parameters) for tensor in members}
+        self._collectives = collectives
+        if error_feedback:
+            for bucket in self.buckets:
+                bucket.use_error_feedback()
+
+    def average(self, some_missing: bool) -> None:
+        """Averages the gradients, all buckets at the same time (SelSync, Section III-C); a collective call.
+
+        Args:
+            some_missing: whether some rank has a parameter without a gradient, the same on all ranks. A missing
+                gradient counts as zero. A gradient that no rank has stays None, as in DDP.
+        """
+        if some_missing:
+            self.add_missing()
+        handles = []
+        for bucket in self.buckets:
+            bucket.pack()
+            handles.append(bucket.start())
+        for bucket, handle in zip(self.buckets, handles, strict=True):
+            handle.wait()
+            bucket.unpack()
+
+    def unpack(self) -> None:
+        """Replaces all gradients by their average, once it has arrived; a missing one stays None."""
+        for bucket in self.buckets:
+            bucket.unpack()
+
+    def add_missing(self) -> None:
+        """Sets gradients to zero that another rank has and this one has not; a collective call."""
+        parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        somewhere = self._collectives.union([parameter.grad is not None for parameter in parameters]).wait()
+        for parameter, present in zip(parameters, somewhere, strict=True):
+            if present and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the residuals of the codec."""
+        return {"feedback": [feedback.state_dict() for feedback in self._feedback()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+        for feedback, residuals in zip(self._feedback(), state["feedback"], strict=True):
+            feedback.load_state_dict(residuals)
+
+    def _feedback(self) -> list[ErrorFeedback]:
+        return [feedback for bucket in self.buckets for feedback in bucket.feedback if feedback is not None]
+
+
+def _is_view(gradient: Tensor) -> bool:
+    """Returns whether other tensors may share the memory of a gradient, and so its number of writes."""
+    return gradient.untyped_storage().nbytes() > gradient.nbytes
