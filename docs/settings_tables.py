@@ -5,15 +5,30 @@ Usage: python docs/settings_tables.py
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from lightning_pipesync.methods.settings import docs_of
+from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.registry import METHODS
 
 DOCS = Path(__file__).parent
 BEGIN, END = "<!-- settings: written by docs/settings_tables.py -->", "<!-- end of settings -->"
+
+
+def docs_of(config_type: type[Settings]) -> dict[str, str]:
+    """Returns the docstring of each field, as one paragraph, by the field's name."""
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, doc in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            docs[field.target.id] = " ".join(str(doc.value.value).split())
+    return docs
 
 
 def table(method: str) -> str:

@@ -25,7 +25,19 @@ from lightning_pipesync.training.linear_scaling import LinearScalingLR
 from lightning_pipesync.training.registry import METHODS
 
 if TYPE_CHECKING:
+    from lightning_pipesync import fabric as fabric
+    from lightning_pipesync import lightning as lightning
     from lightning_pipesync.accelerate import PipeSyncAccelerator, PipeSyncPlugin
+    from lightning_pipesync.lab.plan.callback import PlanCallback
+    from lightning_pipesync.lightning import (
+        DeARStrategy,
+        EAPipeStrategy,
+        LocalSGDStrategy,
+        ParameterServerStrategy,
+        PipeSGDStrategy,
+        SelSyncStrategy,
+        StepReport,
+    )
 
 __version__ = "0.1.0"
 
@@ -75,17 +87,19 @@ def register_method(method: type[Method]) -> None:
             sys.modules[adapter].STRATEGIES.register(method)
 
 
-def __getattr__(name: str) -> Any:
-    """Returns what needs a framework, and imports that when it is asked for."""
-    if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
-        return getattr(import_module(f"{__name__}.accelerate"), name)
-    if name in ("fabric", "lightning"):
-        return import_module(f"{__name__}.{name}")
-    if name == "PlanCallback":
-        return import_module(f"{__name__}.lab.plan.callback").PlanCallback
-    if name == "StepReport" or name.endswith("Strategy"):
-        return getattr(import_module(f"{__name__}.lightning"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Returns what needs a framework, and imports that when it is asked for."""
+        if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
+            return getattr(import_module(f"{__name__}.accelerate"), name)
+        if name in ("fabric", "lightning"):
+            return import_module(f"{__name__}.{name}")
+        if name == "PlanCallback":
+            return import_module(f"{__name__}.lab.plan.callback").PlanCallback
+        if name == "StepReport" or name.endswith("Strategy"):
+            return getattr(import_module(f"{__name__}.lightning"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 #: By name of a framework's package, the module that registers the strategies for it.

@@ -29,7 +29,7 @@ from lightning_pipesync.core.private_names import ChecksOverrides, require
 from lightning_pipesync.fabric import private as fabric_private
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.lightning import private as lightning_private
-from lightning_pipesync.lightning.callback import PipelineCallbackMixin
+from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
 from lightning_pipesync.lightning.sync import SyncStrategyMixin
 from lightning_pipesync.transformers import PipeSyncTrainerMixin
@@ -62,7 +62,7 @@ def test_the_error_names_library_version_and_name() -> None:
         (SyncStrategyMixin, DDPStrategy, "configure_ddp"),
         (PipelineStrategyMixin, DDPStrategy, "distributed_sampler_kwargs"),
         (PipeSyncFabricStrategyMixin, FabricDDPStrategy, "setup_module_and_optimizers"),
-        (PipelineCallbackMixin, Callback, "on_validation_end"),
+        (PipeSyncCallbackMixin, Callback, "on_validation_end"),
     ],
 )
 def test_an_override_of_nothing(mixin: Any, base: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
-from lightning_pipesync.methods.method import PIECE_MB, Method, parameters_of
+from lightning_pipesync.methods.method import PIECE_MB, parameters_of
 from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -36,7 +36,6 @@ from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.session import MethodPlan, Sessions
-from lightning_pipesync.training.strategies import strategy_class
 
 
 class BackwardSyncControl:
@@ -277,28 +276,3 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         if self._scaler is not None:
             check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
         self._sessions.add_optimizer(optimizer)
-
-
-def fabric_strategy(base: type, method: type[Method], module: str) -> Any:
-    """Returns the strategy class of a method; for a pipeline, a function that raises.
-
-    Args:
-        base: the distribution's DDPStrategy.
-        method: the method's class.
-        module: name of the module that exports the class.
-    """
-    if not method.makes_passes:
-        bases = (PipeSyncFabricStrategyMixin, base)
-        return strategy_class("FabricStrategy", method, bases, module, method.config_type.for_trainer)
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        """Pipelines cannot be strategies of Fabric."""
-        raise ValueError(
-            f"strategy={method.name!r} cannot run under Fabric, whose loop makes the backward pass of one mini-batch "
-            "at a time; a pipeline has several in flight. Use Fabric(strategy='ddp') and, after launch(), "
-            f"lightning_pipesync.{method.__name__}(layers, loss, optimizer_factory) with train_batch(batch) in the "
-            f"loop instead of fabric.setup(); or Trainer(strategy={method.name!r})."
-        )
-
-    refuse.__name__ = f"{method.__name__}FabricStrategy"
-    return refuse

@@ -29,7 +29,13 @@ from lightning_pipesync.lightning.pipelined import (
     metrics_of,
     without_graph,
 )
-from lightning_pipesync.lightning.private import check_trainer, keep_local, run_hooks_before_step, without_rank
+from lightning_pipesync.lightning.private import (
+    check_trainer,
+    keep_local,
+    run_hooks_before_step,
+    saves_now,
+    without_rank,
+)
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
 from lightning_pipesync.methods.pipeline import PipelineMethod, PipelineSettings
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class PipelineStrategyMixin(PipeSyncStrategyMixin):
+class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     """Translates the Trainer's hooks into the calls of a method that makes the passes itself: a pipeline.
 
     The LightningModule does not change. It holds an ``nn.Sequential``, whose layers are divided among the processes, or
@@ -50,7 +56,6 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
     """
 
     config: PipelineSettings
-    method: PipelineMethod | None = None
     _completes = True
     _num_evaluated = 0
 
@@ -58,14 +63,11 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        assert self.accelerator is not None
-        assert self.model is not None
+        module = self._module
         check_trainer(trainer, self.precision_plugin)
         self._begin_to_attach(trainer)
-        self.accelerator.setup(trainer)
-        self.precision_plugin.convert_module(self.model)
+        trainer.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(module)
         self._submodule = Submodule(module, self.config.module, traced=self.config.split_names is not None)
         self.model_to_device()
         if self.global_rank != 0:
@@ -88,10 +90,9 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
             device=self.root_device,
             backend=self._traffic_backend,
         )
-        assert self.method.transport is not None
         if self._fitting:
-            check_optimizers(self.method.transport, self.optimizers)
-        self._check_checkpoint(self.method.transport)
+            check_optimizers(self._transport, self.optimizers)
+        self._check_checkpoint()
 
     def _config_for(self, trainer: Trainer) -> PipelineSettings:
         by_norm = self._fitting and trainer.gradient_clip_algorithm in (None, "norm")
@@ -100,11 +101,10 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
     @override
     def model_to_device(self) -> None:
         """Moves everything except the layers; the method moves those of this rank's stage."""
-        assert self.model is not None
         parent, _, name = self._submodule.name.rpartition(".")
-        owner = self.model.get_submodule(parent)
+        owner = self._module.get_submodule(parent)
         setattr(owner, name, nn.Identity())
-        self.model.to(self.root_device)
+        self._module.to(self.root_device)
         setattr(owner, name, self._submodule.layers)
 
     def end_training(self) -> None:
@@ -144,9 +144,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     @override
     def training_step(self, batch: Any, *args: Any) -> Any:
-        assert self.method is not None
-        assert self.lightning_module is not None
-        step, trainer = self.lightning_module.training_step, self.lightning_module.trainer
+        step, trainer = self._module.training_step, self._trainer
         results: list[Any] = []
 
         def loss(output: Any, part: Callable[[Any], Any]) -> Tensor:
@@ -155,24 +153,22 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
             return loss_of(result) / trainer.accumulate_grad_batches
 
         with self.precision_plugin.train_step_context():
-            self.method.feed(
+            self.attached.feed(
                 lambda: self._submodule.input_of(partial(step, batch, *args)),
                 loss,
                 completes=self._completes,
                 digest=digest(batch),
             )
         if trainer.fit_loop.total_batch_idx == 0:
-            rank_zero_info(self.method.describe())
+            rank_zero_info(self.attached.describe())
         return results[0] if results else torch.zeros(())
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Makes the backward pass of the next mini-batch in the schedule, and its update if one is due."""
-        assert self.method is not None
-        assert self.lightning_module is not None
-        self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        complete = self.method.backward()
-        self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.precision_plugin.pre_backward(closure_loss, self._module)
+        complete = self.attached.backward()
+        self.precision_plugin.post_backward(closure_loss, self._module)
         if complete:
             self._update()
         return closure_loss
@@ -185,8 +181,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self.lightning_module is not None
-        self._add_callback(self.lightning_module.trainer, first=False)
+        self._add_callback(self._trainer, first=False)
         mark_stepped(optimizer)  # the first steps of a stage only fill the pipeline
         return closure()
 
@@ -205,10 +200,10 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         Raises:
             RuntimeError: ``clip_val`` is not the norm that was set before the training.
         """
-        assert self.method is not None
-        if clip_val != self.method.config.clip_norm:
+        norm = self.attached.config.clip_norm
+        if clip_val != norm:
             raise RuntimeError(
-                f"A pipeline clips by the norm that Trainer(gradient_clip_val={self.method.config.clip_norm!r}) sets, "
+                f"A pipeline clips by the norm that Trainer(gradient_clip_val={norm!r}) sets, "
                 f"not by {clip_val!r}: do not override configure_gradient_clipping."
             )
 
@@ -228,12 +223,11 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     def _evaluate(self, name: str, *args: Any) -> Any:
         """Runs the master model on all ranks, and the step on rank 0; returns its result there, None elsewhere."""
-        assert self.method is not None
         step = partial(getattr(self.lightning_module, name), *args)
         self._num_evaluated += 1
         drawn = seeded(self.config.seed, -self._num_evaluated, None, self.root_device)
         with drawn, self.precision_plugin.val_step_context():
-            output = self.method.infer(lambda: self._submodule.input_of(step))
+            output = self.attached.infer(lambda: self._submodule.input_of(step))
             return self._submodule.result_of(step, output) if self.global_rank == 0 else None
 
     def flush(self) -> None:
@@ -244,10 +238,12 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
 
     def share_metrics(self) -> None:
         """Broadcasts rank 0's logged metrics and the states of its metric objects."""
-        assert self.lightning_module is not None
-        if self._interrupted:
-            return
-        adopt_metrics(self.lightning_module.trainer, self.broadcast)
+        if not self._interrupted:
+            adopt_metrics(self._trainer, self.broadcast)
+
+    def end_batch(self) -> None:
+        if saves_now(self._trainer):
+            self.flush()
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -292,8 +288,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin):
         merged: dict[str, Any] = unwrapped(optimizer).state_dict()
         if self.method is None or self._interrupted:
             return merged
-        assert self.method.transport is not None
-        states = self.method.transport.collect_states({"state": self.method.optimizer_state()})
+        states = self._transport.collect_states({"state": self.method.optimizer_state()})
         if states is not None and any(own["state"] for own in states):
             merged["state"] = {index: values for own in states for index, values in own["state"].items()}
         return merged

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -23,7 +23,6 @@ from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
 from lightning_pipesync.data.loaders import begin_at
-from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.private import (
     change_train_loaders,
     no_broadcast_in_handlers,
@@ -36,14 +35,16 @@ from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loops.progress import _ProcessedTracker
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
 
+M = TypeVar("M", bound=Method)
 
-class PipeSyncStrategyMixin(ChecksOverrides, _Base):
+
+class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     """Base of the strategies of all methods; precedes ``DDPStrategy`` in the bases.
 
     Attributes:
@@ -67,9 +68,9 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
     """
 
     name: str
-    callback_class: type[PipeSyncCallbackMixin]
+    callback_class: type[Callback]
     config: Settings
-    method: Method | None = None
+    method: M | None = None
     _rng_states: dict[str, Tensor] | None = None
     _start: tuple[int, int] = (0, 0)
     _checkpoint_step: int | None = None
@@ -121,13 +122,13 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
             setattr(self.precision_plugin, name, function)
             self._until_teardown.callback(vars(self.precision_plugin).pop, name, None)
 
-    def _check_checkpoint(self, transport: Transport) -> None:
+    def _check_checkpoint(self) -> None:
         """Checks that all ranks resume from the same step; a collective call.
 
         Raises:
             ValueError: on every rank: they do not; ranks with more steps left would wait for the others for ever.
         """
-        steps = transport.gather_objects(self._checkpoint_step)
+        steps = self._transport.gather_objects(self._checkpoint_step)
         if len(set(steps)) > 1:
             found = ["no checkpoint" if step is None else f"one of step {step}" for step in steps]
             other = next(rank for rank, step in enumerate(steps) if step != steps[0])
@@ -187,6 +188,19 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
 
     # --- training ---------------------------------------------------------------------------------------------------
 
+    def check_num_batches(self) -> None:
+        """Checks that all ranks have the same number of training batches.
+
+        Raises:
+            ValueError: the numbers differ: ranks with more batches would wait for the others for ever.
+        """
+        num_batches = self._transport.gather_objects(self._trainer.num_training_batches)
+        if len(set(num_batches)) > 1:
+            raise ValueError(
+                f"The ranks have different numbers of training batches, by rank: {num_batches}. Give every rank the "
+                "same number of samples, or set Trainer(limit_train_batches=...) to the smallest number."
+            )
+
     @abstractmethod
     def after_backward(self, optimizer: Optimizer) -> None:
         """Called after the gradient is unscaled and before it is clipped."""
@@ -198,6 +212,12 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
     @abstractmethod
     def end_training(self) -> None:
         """Called at the end of the training, before ``on_train_end`` of other callbacks."""
+
+    def end_batch(self) -> None:
+        """Called after a training batch, before ``on_train_batch_end`` of other callbacks."""
+
+    def share_metrics(self) -> None:
+        """Makes the logged metrics those of all ranks, before other callbacks read them."""
 
     @property
     def has_ended(self) -> bool:
@@ -229,8 +249,8 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         weights_only = "optimizer_states" not in checkpoint
-        if self.method is not None and self.method.transport is not None and not weights_only and not self._interrupted:
-            checkpoint[CHECKPOINT_KEY] = section_of(self.name, self.config, self.method.transport, self.rank_state_dict)
+        if self.method is not None and not weights_only and not self._interrupted:
+            checkpoint[CHECKPOINT_KEY] = section_of(self.name, self.config, self._transport, self.rank_state_dict)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -255,27 +275,19 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
         self._start = self._position()
         if saved is not None and saved["world_size"] != self.world_size:  # its batches were divided differently
             self._start = (self._start[0], 0)
-        self._load_from(saved)
-        assert self.lightning_module is not None
-        # If configure_optimizers reads the number of steps, the loaders are set up before the checkpoint is loaded.
-        change_train_loaders(self.lightning_module.trainer, self.resume_loader)
-
-    def _load_from(self, saved: dict[str, Any] | None) -> None:
-        assert self.method is not None
-        assert self.method.transport is not None
-        state = state_of_rank(saved, self.name, self.method.transport, self.config)
+        state = state_of_rank(saved, self.name, self._transport, self.config)
         if state is not None:
             self.load_rank_state_dict(state)
+        # If configure_optimizers reads the number of steps, the loaders are set up before the checkpoint is loaded.
+        change_train_loaders(self._trainer, self.resume_loader)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Returns the state that this rank needs, besides a plain checkpoint, to resume bit for bit."""
-        assert self.method is not None
-        return rank_state({"method": self.method.state_dict()}, self.precision_plugin.state_dict(), self.root_device)
+        return rank_state({"method": self.attached.state_dict()}, self.precision_plugin.state_dict(), self.root_device)
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`rank_state_dict` returned."""
-        assert self.method is not None
-        self.method.load_state_dict(state["method"])
+        self.attached.load_state_dict(state["method"])
         if "precision" in state:
             self.precision_plugin.load_state_dict(state["precision"])
         # Restored when the loader begins an epoch, or when it fetches its next batch within one: its set-up draws, too.
@@ -290,25 +302,45 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     @property
+    def attached(self) -> M:
+        """The method of the current ``fit``.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self.method is None:
+            raise RuntimeError(f"strategy={self.name!r} has a method only within Trainer.fit().")
+        return self.method
+
+    @property
+    def _transport(self) -> Transport:
+        return cast("Transport", self.attached.transport)  # None only if all stages run in one process
+
+    @property
+    def _module(self) -> LightningModule:
+        return cast("LightningModule", self.lightning_module)  # set before any other hook is called
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @property
     def _watch(self) -> PeerWatch | None:
         """The watch of the method, or of the job until there is one."""
-        if self.method is not None and self.method.transport is not None:
-            return self.method.transport.watch
-        return self._job_watch
+        return self._job_watch if self.method is None else self._transport.watch
 
     def _add_callback(self, trainer: Trainer, first: bool) -> None:
         """Adds the callback to the Trainer unless it is there; with ``first``, as the first of its callbacks."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        own = next((callback for callback in callbacks if isinstance(callback, PipeSyncCallbackMixin)), None)
-        if own is not None and first:
-            callbacks.remove(own)
-        if own is None or first:
-            callbacks.insert(0 if first else len(callbacks), own or self.callback_class())
+        present = next((callback for callback in callbacks if isinstance(callback, self.callback_class)), None)
+        if present is not None and first:
+            callbacks.remove(present)
+        if present is None or first:
+            callbacks.insert(0 if first else len(callbacks), present or self.callback_class())
 
     @property
     def _fitting(self) -> bool:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.state.fn == "fit"
+        return self._trainer.state.fn == "fit"
 
     @property
     def _interrupted(self) -> bool:
@@ -319,19 +351,11 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
     @property
     def _training(self) -> bool:
         """Whether ``fit`` is training, not validating."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.training
+        return self._trainer.training
 
     @property
     def _overfitting(self) -> bool:
-        assert self.lightning_module is not None
-        return bool(self.lightning_module.trainer.overfit_batches)  # type: ignore[attr-defined]
-
-    @property
-    def _batch_limit(self) -> int | float:
-        """How much of the training loader is used in an epoch: a number of batches, or a fraction."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer.limit_train_batches
+        return bool(self._trainer.overfit_batches)  # type: ignore[attr-defined]
 
     @property
     def _traffic_backend(self) -> str | None:
@@ -340,8 +364,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, _Base):
 
     def _position(self) -> tuple[int, int]:
         """Returns the epoch of the loaded progress, and the number of its batches that were trained."""
-        assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop
+        loop = self._trainer.fit_loop
         epochs = cast("_ProcessedTracker", loop.epoch_progress.current)
         batches = loop.epoch_loop.batch_progress
         if epochs.processed == epochs.started:

@@ -41,13 +41,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class SyncStrategyMixin(PipeSyncStrategyMixin):
+class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
     """Translates the Trainer's hooks into the calls of a :class:`SyncMethod`.
 
     The module is not wrapped: ``training_step`` runs on it directly. The method synchronizes its gradients and weights.
     """
 
-    method: SyncMethod | None = None
     _flushed_to_save = False
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
@@ -61,47 +60,45 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         check_trainer(trainer, self.precision_plugin)
         if self.config.partition == "work_queue":
             check_uneven_batches(trainer)
         self._begin_to_attach(trainer)
         self._check(module, self.optimizers)
-        self.method = self._plan.attach(module, self.optimizers)
-        if not self.method.in_lockstep or self.config.partition == "work_queue":
+        self.method = method = self._plan.attach(module, self.optimizers)
+        if not method.in_lockstep or self.config.partition == "work_queue":
             self._until_teardown.enter_context(no_broadcast_of_signals(trainer))
         if self.config.partition == "work_queue":
             self._until_teardown.callback(self._uneven_batches.pace_schedulers(module))
             self._until_teardown.enter_context(self._uneven_batches.limited(trainer))
-        self._check_checkpoint(self.method.transport)
-        self._follow_averages(trainer)
+        self._check_checkpoint()
+        self._follow_averages(trainer, method)
         # The plugin would clip p.grad, which may not hold the gradient yet, or never does.
         self._replace_clipping(clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
 
-    def _follow_averages(self, trainer: Trainer) -> None:
+    def _follow_averages(self, trainer: Trainer, method: SyncMethod) -> None:
         """Makes the running averages of callbacks, such as WeightAveraging, the same on all ranks when they are read.
 
         Raises:
             ValueError: on every rank: the ranks have different ones; or the method would overwrite an average.
         """
-        assert self.method is not None
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         problem = None
-        if not self.method.trains_written_weights and writes_average_within_training(trainer):
+        if not method.trains_written_weights and writes_average_within_training(trainer):
             problem = ValueError(
                 f"StochasticWeightAveraging writes the average before its pass for BatchNorm's statistics, and "
                 f"strategy={self.name!r} would change it after that: use EMAWeightAveraging or WeightAveraging, or "
                 "strategy='dear'."
             )
-        raise_on_all_ranks(self.method.transport, problem)
+        raise_on_all_ranks(method.transport, problem)
         found = [(one, value) for one in callbacks for value in vars(one).values() if isinstance(value, AveragedModel)]
         names = ", ".join(type(callback).__name__ for callback, _ in found) or "none"
-        check_same(self.method.transport, [("the callbacks that average weights", names)])
+        check_same(method.transport, [("the callbacks that average weights", names)])
         for _, averaged in found:
             tensors = [*averaged.parameters(), *averaged.buffers()]  # copied before all ranks had rank 0's weights
-            exchange_fused(tensors, PIECE_MB, self.method.transport.broadcast)
-            self.method.follow(averaged)
+            exchange_fused(tensors, PIECE_MB, method.transport.broadcast)
+            method.follow(averaged)
 
     @override
     def on_train_end(self) -> None:
@@ -164,23 +161,21 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         if self.config.partition == "seldp" or self.config.injection is not None:
             check_num_samples(dataloader, self.world_size)
         order = None if self._overfitting else replaceable_order(dataloader, self.config, self.global_rank)
-        dataloader = in_order(dataloader, self.config, order, self.world_size, self._batch_limit)
+        dataloader = in_order(dataloader, self.config, order, self.world_size, self._trainer.limit_train_batches)
         return self.resume_loader(dataloader)
 
     def _ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Asks for the next batch: Lightning may make the loader before there is a method."""
-        assert self.method is not None
-        return self.method.data.ask(loader, epoch, num_batches, to_each)
+        return self.attached.data.ask(loader, epoch, num_batches, to_each)
 
     # --- a training step --------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.method is not None
-        self.method.begin_pass()  # the step may read weights outside of any module's forward pass
+        self.attached.begin_pass()  # the step may read weights outside of any module's forward pass
         result = super().training_step(*args, **kwargs)
         if not self._automatic:
-            self.method.end_pass()  # its optimizers have stepped; callbacks may read the weights next
+            self.attached.end_pass()  # its optimizers have stepped; callbacks may read the weights next
         return result
 
     @override
@@ -198,11 +193,9 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        method = self.method
-        assert method is not None
-        assert self.lightning_module is not None
+        method = self.attached
         # LearningRateFinder replaces all callbacks, and expects its own as the first.
-        self._add_callback(self.lightning_module.trainer, first=False)
+        self._add_callback(self._trainer, first=False)
 
         def compute() -> Any:
             result = closure()
@@ -215,8 +208,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
         return method.step(partial(super().optimizer_step, optimizer, compute, model, **kwargs), optimizer)
 
     def after_backward(self, optimizer: Optimizer) -> None:
-        assert self.method is not None
-        self.method.reduce(optimizer, self._scaler)
+        self.attached.reduce(optimizer, self._scaler)
 
     @contextmanager
     @override
@@ -250,10 +242,9 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
 
     def _step_to_clip(self, optimizer: Optimizer) -> OptimizerStep:
         """Returns the step of ``optimizer``, after its gradient is reduced: with manual optimization it may not be."""
-        assert self.method is not None
         optimizer = unwrapped(optimizer)
-        self.method.reduce(optimizer, self._scaler, unscale=False)
-        return OptimizerStep(self.method, optimizer)
+        self.attached.reduce(optimizer, self._scaler, unscale=False)
+        return OptimizerStep(self.attached, optimizer)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -289,8 +280,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _steps_per_epoch(self) -> int | None:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         batches = trainer.num_training_batches
         return None if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
 
@@ -300,5 +290,4 @@ class SyncStrategyMixin(PipeSyncStrategyMixin):
 
     @property
     def _automatic(self) -> bool:
-        assert self.lightning_module is not None
-        return self.lightning_module.automatic_optimization
+        return self._module.automatic_optimization

@@ -1,21 +1,57 @@
-"""Strategies of the Trainer of the twin distribution ``pytorch_lightning``; importing it registers their names."""
+"""Strategies of the Trainer of ``pytorch_lightning``; importing this module registers their names.
 
-from functools import partial
-from typing import Any
+Written by docs/strategy_classes.py: change a method's settings instead, and run it.
+"""
+
+from __future__ import annotations
 
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_pipesync.lightning.classes import trainer_strategy
+from lightning_pipesync.lightning import arguments
+from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.step_report import StepReportMixin
+from lightning_pipesync.lightning.users_strategy import users_strategy
 from lightning_pipesync.training.strategies import Strategies
 
-STRATEGIES = Strategies(__name__, StrategyRegistry, partial(trainer_strategy, DDPStrategy, Callback))
+
+class PipeSyncCallback(PipeSyncCallbackMixin, Callback):  # type: ignore[misc]
+    __doc__ = PipeSyncCallbackMixin.__doc__
 
 
-StepReport: Any = type("StepReport", (StepReportMixin, Callback), {"__doc__": StepReportMixin.__doc__})
+class StepReport(StepReportMixin, Callback):  # type: ignore[misc]
+    __doc__ = StepReportMixin.__doc__
 
 
-def __getattr__(name: str) -> Any:
-    """Returns the strategy class of that name, ``<Method>Strategy``."""
-    return STRATEGIES.find(name)
+class DeARStrategy(arguments.DeARStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = arguments.DeARStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
+class EAPipeStrategy(arguments.EAPipeStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = arguments.EAPipeStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
+class LocalSGDStrategy(arguments.LocalSGDStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = arguments.LocalSGDStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
+class ParameterServerStrategy(arguments.ParameterServerStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = arguments.ParameterServerStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
+class PipeSGDStrategy(arguments.PipeSGDStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = arguments.PipeSGDStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
+class SelSyncStrategy(arguments.SelSyncStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    __doc__ = arguments.SelSyncStrategyMixin.__doc__
+    callback_class = PipeSyncCallback
+
+
+_make = users_strategy(DDPStrategy, PipeSyncCallback, __name__)
+STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _make)

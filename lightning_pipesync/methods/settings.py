@@ -1,11 +1,8 @@
-"""The base of all methods' settings, and functions that check and document settings."""
+"""The base of all methods' settings, and functions that check settings."""
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -188,15 +185,3 @@ def warn_of_one_rank(method: str, world_size: int) -> None:
             "torchrun, accelerate launch, or devices= and num_nodes= of the Trainer.",
             stacklevel=3,
         )
-
-
-def docs_of(config_type: type[Settings]) -> dict[str, str]:
-    """Returns the docstring of each field, as one paragraph, by the field's name."""
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body
-    assert isinstance(definition, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for field, doc in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            docs[field.target.id] = " ".join(str(doc.value.value).split())
-    return docs

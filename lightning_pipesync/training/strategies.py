@@ -1,100 +1,114 @@
-"""Strategy classes whose arguments are a method's settings: names, types, defaults and docs of the dataclass."""
+"""Strategy classes: views of a method's settings, and their registration with a framework.
+
+Those of the package's methods are in the files that ``docs/strategy_classes.py`` writes; those of a user's methods are
+made when the method is registered.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, MutableMapping
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, ParamSpec, get_type_hints
 
 from lightning_pipesync.methods.method import Method
-from lightning_pipesync.methods.settings import docs_of
 from lightning_pipesync.training.registry import METHODS
 
-#: Docs of a strategy's arguments besides the method's settings.
-FRAMEWORK_DOCS = {
-    "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.',
-    "start_method": 'as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.',
-}
+P = ParamSpec("P")
 
 
 class Strategies:
-    """The strategy classes of one distribution of a framework, by name, of all registered methods.
+    """Registers the strategies of all methods with one distribution of a framework.
 
     Args:
-        module: name of the module that exports them.
         registry: the framework's registry of strategies.
-        make: returns the class for a method, or a function that raises if the framework does not support the method.
+        classes: the strategy classes by name; those of a user's methods are added.
+        suffix: what a class's name has after that of the method.
+        make: returns the class for a user's method.
     """
 
-    def __init__(self, module: str, registry: Any, make: Callable[[type[Method], str], Any]) -> None:
-        self._module, self._registry, self._make = module, registry, make
-        self._classes: dict[str, Any] = {}
+    def __init__(
+        self, registry: Any, classes: MutableMapping[str, Any], suffix: str, make: Callable[[type[Method]], Any]
+    ) -> None:
+        self._registry, self._classes, self._suffix, self._make = registry, classes, suffix, make
         for method in METHODS.values():
             self.register(method)
 
     def register(self, method: type[Method]) -> None:
-        """Creates the strategy of a method, and registers the method's name with the framework."""
-        strategy = self._make(method, self._module)
-        self._classes[strategy.__name__] = strategy
+        """Registers the strategy of a method under the method's name."""
+        name = method.__name__ + self._suffix
+        strategy = self._classes.get(name)
+        if strategy is None or strategy.name != method.name:
+            strategy = self._classes[name] = self._make(method)
         summary = (strategy.__doc__ or "").partition("\n")[0]
         self._registry.register(method.name, strategy, summary, override=True)
 
-    def find(self, name: str) -> Any:
-        """Returns the class of that name, for a module's ``__getattr__``.
 
-        Raises:
-            AttributeError: there is none.
-        """
-        if name not in self._classes:
-            raise AttributeError(f"module {self._module!r} has no attribute {name!r}")
-        return self._classes[name]
+def passes_to(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorator of an ``__init__`` that states arguments: it passes those that are given, by name, to that of ``base``.
+
+    Whatever else is given by name is passed on, too: ``base`` accepts former names of settings, and refuses others.
+    """
+
+    def decorate(stated: Callable[P, None]) -> Callable[P, None]:
+        names = list(inspect.signature(stated).parameters)[1:]
+
+        @functools.wraps(stated)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if len(args) > len(names):
+                raise TypeError(f"{type(self).__name__} takes at most {len(names)} arguments, got {len(args)}.")
+            base.__init__(self, **dict(zip(names, args, strict=False)), **kwargs)  # type: ignore[misc]
+
+        return __init__  # type: ignore[return-value]
+
+    return decorate
+
+
+def signature_of(method: type[Method], base: type, without: Collection[str]) -> inspect.Signature:
+    """Returns the signature of a strategy: that of ``base``, with a method's settings in place of ``**settings``.
+
+    Args:
+        method: the method's class.
+        base: the mixin that translates a framework's hooks.
+        without: settings that are not arguments.
+    """
+    init = base.__init__  # type: ignore[misc]
+    types = {**get_type_hints(init), **get_type_hints(method.config_type)}
+    of_framework = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
+    del of_framework["self"], of_framework["settings"]
+    settings = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    arguments = [
+        inspect.Parameter(name, kind, default=default, annotation=types[name])
+        for name, default in {**settings, **of_framework}.items()
+    ]
+    return inspect.Signature([inspect.Parameter("self", kind), *arguments])
 
 
 def strategy_class(
-    suffix: str,
-    method: type[Method],
-    bases: tuple[type, ...],
-    module: str,
-    without: Collection[str] = (),
-    **attributes: Any,
+    name: str, method: type[Method], bases: tuple[type, ...], without: Collection[str], **attributes: Any
 ) -> type[Any]:
-    """Creates a strategy class.
-
-    Its ``__init__`` has the signature of the first base's, with the method's settings in place of ``**settings``, and
-    passes the arguments on by name.
+    """Creates the strategy class of a user's method.
 
     Args:
-        suffix: appended to the name of the method's class.
+        name: of the class.
         method: the method's class.
-        bases: the mixin, and the framework's strategy as the last one.
-        module: name of the module that exports the class.
+        bases: the mixin that translates a framework's hooks, and the framework's strategy.
         without: settings that are not arguments.
-        attributes: further attributes of the class.
+        attributes: further attributes of the class, such as ``__module__``.
     """
-    init = bases[0].__init__  # type: ignore[misc]
-    types = {**get_type_hints(init), **get_type_hints(method.config_type)}
-    framework = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
-    del framework["self"], framework["settings"]
-    own = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
-    defaults = {**own, **framework}
-    names = list(defaults)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, default=defaults[name], annotation=types[name]) for name in names]
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > len(names):
-            raise TypeError(f"{type(self).__name__} takes at most {len(names)} arguments, got {len(args)}.")
-        init(self, **dict(zip(names, args, strict=False)), **kwargs)
+    def __init__(self: Any) -> None: ...
 
-    # What users and command lines see.
-    __init__.__signature__ = inspect.Signature([inspect.Parameter("self", kind), *parameters])  # type: ignore[attr-defined]
-    __init__.__annotations__ = {name: types[name] for name in names}
-    docs = docs_of(method.config_type)
-    described = [f"    {name}: {docs.get(name) or FRAMEWORK_DOCS.get(name, 'as in DDPStrategy.')}" for name in names]
+    signature = signature_of(method, bases[0], without)
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    __init__.__annotations__ = {name: argument.annotation for name, argument in signature.parameters.items()}
     summary = inspect.cleandoc(method.__doc__ or "").partition("\n\n")[0]
-    doc = "\n".join(
-        [summary, "", "Args:", *described, "", "Raises:", "    ValueError: a setting is unknown or out of its range."]
-    )
-    contents = {"__init__": __init__, "__doc__": doc, "__module__": module, "name": method.name, **attributes}
-    return type(f"{method.__name__}{suffix}", bases, contents)
+    contents = {
+        "__init__": passes_to(bases[0])(__init__),
+        "__doc__": f"{summary}\n\nThe arguments are those of :class:`{method.config_type.__name__}` and DDPStrategy.",
+        "name": method.name,
+        **attributes,
+    }
+    return type(name, bases, contents)

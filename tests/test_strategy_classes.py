@@ -1,0 +1,112 @@
+"""The strategy classes state each method's settings as arguments, which type checkers see and which need no sources."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import lightning_pipesync
+from lightning_pipesync import fabric, register_method
+from lightning_pipesync.training.registry import METHODS
+from tests.conformance.example_method import Averaging, AveragingConfig
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+
+from lightning_pipesync import DeARStrategy, PlanCallback, StepReport
+from lightning_pipesync.fabric import SelSyncFabricStrategy
+from lightning_pipesync.lightning.twin import SelSyncStrategy as SelSyncOfTheTwin
+
+strategy = DeARStrategy(fusion="buffer", bucket_mb=4.0, compression="bf16")
+reveal_type(strategy)
+trainer = Trainer(strategy=strategy, callbacks=[StepReport(every_n_batches=5), PlanCallback()])
+Fabric(strategy=SelSyncFabricStrategy(delta=0.3))
+SelSyncOfTheTwin(delta="auto")
+DeARStrategy(fusion="bufer")
+DeARStrategy(bucket_mib=4.0)
+SelSyncFabricStrategy(delta=[])
+SelSyncOfTheTwin(window="long")
+StepReport(every_n_batches="all")
+"""
+
+
+def test_the_classes_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    for path, text in runpy.run_path(str(ROOT / "docs" / "strategy_classes.py"))["files"]():
+        assert path.read_text() == text, f"run python docs/strategy_classes.py, which writes {path.name}"
+
+
+def test_a_type_checker_knows_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    mypy = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(tmp_path / "train.py")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    lines = [line.partition("train.py:")[2].partition(":") for line in mypy.stdout.splitlines()]
+    found = {int(number): text for number, _, text in lines if " error: " in text or "Revealed" in text}
+    last = len(SCRIPT.splitlines())
+    assert set(found) == {10, *range(last - 4, last + 1)}, mypy.stdout
+    assert 'Revealed type is "lightning_pipesync.lightning.DeARStrategy"' in found[10]
+    assert 'Argument "fusion" to "DeARStrategy"' in found[last - 4]
+    assert 'Unexpected keyword argument "bucket_mib"' in found[last - 3]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_arguments_are_the_settings(name: str) -> None:
+    """With their types and defaults; settings that the Trainer replaces by its arguments are none."""
+    method = METHODS[name]
+    module = lightning_pipesync.lightning
+    arguments = inspect.signature(getattr(module, f"{method.__name__}Strategy")).parameters
+    types = get_type_hints(method.config_type)
+    stated = {field.name: field.default for field in fields(method.config_type)}
+    expected = {key: default for key, default in stated.items() if key not in method.config_type.set_by_trainer}
+    assert {key: arguments[key].default for key in expected} == expected
+    given = get_type_hints(getattr(module, f"{method.__name__}Strategy").__init__)
+    assert {key: given[key] for key in expected} == {key: types[key] for key in expected}
+    assert not set(arguments) & set(method.config_type.set_by_trainer)
+
+
+def test_a_users_method_has_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_method(Averaging)
+    made: list[Any] = [lightning_pipesync.lightning.AveragingStrategy, fabric.AveragingFabricStrategy]  # type: ignore[attr-defined]
+    for strategy in made:
+        names = [field.name for field in fields(AveragingConfig)]
+        assert list(inspect.signature(strategy).parameters)[: len(names)] == names
+        assert strategy(**{names[0]: 3}).config == AveragingConfig(**{names[0]: 3})
+        with pytest.raises(ValueError, match="has no setting 'none_such'"):
+            strategy(none_such=3)
+
+
+def test_former_names_are_accepted_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="Set ranks_per_replica=2 in place of replicas_per_group=2"):
+        strategy: Any = lightning_pipesync.LocalSGDStrategy(replicas_per_group=2)  # type: ignore[call-arg]
+    assert strategy.config.ranks_per_replica == 2
+
+
+def test_strategies_are_built_without_sources() -> None:
+    """As in a package of compiled files."""
+    script = """
+import inspect
+import lightning.pytorch, lightning.fabric
+
+def refuse(*_):
+    raise OSError("could not get source code")
+
+inspect.getsource = inspect.getsourcelines = inspect.findsource = refuse
+import lightning_pipesync, lightning_pipesync.fabric
+assert lightning_pipesync.DeARStrategy(fusion="none").config.fusion == "none"
+assert "fusion: Tensor fusion" in lightning_pipesync.fabric.DeARFabricStrategy.__doc__
+"""
+    result = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
