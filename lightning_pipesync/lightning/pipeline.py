@@ -189,7 +189,6 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         """Does nothing: a pipeline averages no gradients."""
 
     def _update(self) -> None:
-        assert self.method is not None
         optimizer = self.optimizers[0]
         run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
         self.method.step(unwrapped(optimizer).step)
