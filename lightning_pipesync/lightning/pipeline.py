@@ -191,7 +191,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
     def _update(self) -> None:
         optimizer = self.optimizers[0]
         run_hooks_before_step(self.precision_plugin, self.lightning_module, optimizer)
-        self.method.step(unwrapped(optimizer).step)
+        self.attached.step(unwrapped(optimizer).step)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Does nothing: the method clips by the norm over all stages, after the backward pass of all of them.
