@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from pkgutil import resolve_name
 from typing import Any
 
 from lightning_pipesync import __version__
-from lightning_pipesync.lab.bench.commands import collectives, converge, pipeline, stages, step, timeline
-from lightning_pipesync.lab.bench.extras import check_installed
+from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.netlab.command import netlab
 from lightning_pipesync.lab.plan.command import accuracy, plan
 
@@ -30,26 +31,26 @@ def launch(arguments: Sequence[str]) -> int:
     return launch_with_accelerate(arguments)
 
 
-#: A function a subcommand, or a dictionary of further ones with ``_help``. Options and help come from the function's
-#: signature and docstring; it returns the exit status, or None for 0. What is slow to import, it imports itself.
+#: A function a subcommand, which returns the exit status, or None for 0; or a dataclass with a method ``run``; or a
+#: dictionary of further ones with ``_help``. Options and help come from the signature and the docstring. Those by name
+#: are slow to import.
 SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
     "launch": launch,
     "plan": plan,
     "netlab": netlab,
     "bench": {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
-        "collectives": collectives,
-        "step": step,
-        "stages": stages,
-        "timeline": timeline,
-        "converge": converge,
-        "pipeline": pipeline,
+        "collectives": "lightning_pipesync.lab.bench.collectives:Collectives",
+        "step": "lightning_pipesync.lab.bench.step:Step",
+        "stages": "lightning_pipesync.lab.papers.stages:Stages",
+        "timeline": "lightning_pipesync.lab.bench.timeline:Timeline",
+        "converge": "lightning_pipesync.lab.bench.converge:Converge",
+        "pipeline": "lightning_pipesync.lab.papers.pipeline:Pipeline",
         "plan": accuracy,
     },
 }
 
-
-#: The packages of an extra that each subcommand needs.
+#: The packages of the extra ``bench`` that each subcommand needs, by the name that is imported.
 NEEDS = {
     "plan": ("matplotlib", "pyroute2", "rich"),
     "bench": ("matplotlib", "pyroute2", "rich"),
@@ -59,22 +60,6 @@ NEEDS = {
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
 TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals")
-
-#: Options of ``pipesync bench`` that take several values.
-LIST_OPTIONS = (
-    "hosts",
-    "sizes_mib",
-    "codecs",
-    "ratio",
-    "bucket_mb",
-    "methods",
-    "seeds",
-    "stage_ms",
-    "learning_rates",
-    "batch_sizes",
-    "rates",
-    "models",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,17 +73,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_subcommand(given)
         if not {"-h", "--help"} & set(given):
             check_installed(*_needs(given))
+        components: Any = dict(SUBCOMMANDS)
+        if given[:1] == ["bench"]:
+            components["bench"] = _imported(components["bench"])
+        else:
+            components["bench"] = {name: components["bench"][name] for name in ("_help", "plan")}
         options: dict[str, Any] = {"formatter_class": HelpFormatter, "prog": "pipesync", "allow_abbrev": False}
-        options["version"] = __version__
-        return auto_cli(SUBCOMMANDS, args=_for_parser(given), as_positional=False, **options) or 0
+        options |= {"version": __version__, "as_positional": False, "return_instance": True}
+        found = auto_cli(components, args=_for_parser(given, components), **options)
+        return (found.run() if hasattr(found, "run") else found) or 0
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
-        return _fail(str(error))
+        print(f"pipesync: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # Whoever read the output is gone. Python would complain again when it flushes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _imported(components: Any) -> dict[str, Any]:
+    """Returns subcommands, of which those that are given by name are imported."""
+    named = {name: one for name, one in components.items() if isinstance(one, str) and name != "_help"}
+    return {**components, **{name: resolve_name(one) for name, one in named.items()}}
 
 
 def _check_subcommand(words: Sequence[str]) -> None:
@@ -126,7 +124,7 @@ def _needs(words: Sequence[str]) -> list[str]:
     return needs
 
 
-def _for_parser(words: list[str]) -> list[str]:
+def _for_parser(words: list[str], components: Any) -> list[str]:
     """Writes the command after ``--``, and options that may be given again, as the parser takes them."""
     if words[:1] == ["launch"] and words[1:] not in (["-h"], ["--help"]):
         return ["launch", "--arguments", json.dumps(words[1:])]  # another program's, whatever they look like
@@ -136,28 +134,20 @@ def _for_parser(words: list[str]) -> list[str]:
         options, command = words[:cut], words[cut + 1 :]
     if options[:1] == ["plan"]:
         options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
-    if options[:1] == ["bench"]:
-        options = list(_with_lists(options))
+    if options[:1] == ["bench"] and options[1:2] and not options[1].startswith("-"):
+        options = list(_with_lists(options, components["bench"][options[1]]))
     options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]
     return options if command is None else [*options, "--command", json.dumps(command)]
 
 
-def _with_lists(options: list[str]) -> Iterator[str]:
-    """Writes ``--hosts 2 4`` as ``--hosts [2,4]``."""
-    for name, values in _by_option(options):
-        if name.removeprefix("--") in LIST_OPTIONS and values and not values[0].startswith("["):
+def _with_lists(options: list[str], component: Any) -> Iterator[str]:
+    """Writes ``--hosts 2 4`` as ``--hosts [2,4]`` for those options of a subcommand that take several values."""
+    types = {name: str(one.annotation) for name, one in inspect.signature(component).parameters.items()}
+    several = {f"--{name}" for name, annotation in types.items() if re.match(r"list|tuple", annotation)} - {"--slow"}
+    starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(options)], strict=True):
+        name, *values = options[start:end]
+        if name in several and values and not values[0].startswith("["):
             quoted = (json.dumps(value) if re.search("[,:]", value) else value for value in values)
             values = [f"[{','.join(quoted)}]"]
         yield from [name, *values]
-
-
-def _by_option(options: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each word that is not a value, and the values behind it."""
-    starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
-    for start, end in zip(starts, [*starts[1:], len(options)], strict=True):
-        yield options[start], options[start + 1 : end]
-
-
-def _fail(message: str) -> int:
-    print(f"pipesync: error: {message}", file=sys.stderr)
-    return 2

@@ -19,9 +19,9 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
-from lightning_pipesync.lab.bench import collectives_report, step_report, timeline_report
+from lightning_pipesync.lab.bench import step_report, timeline
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.collectives import CollectivesSettings, add_predictions, measure_collectives
+from lightning_pipesync.lab.bench.collectives import Collectives, add_predictions, tables_of
 from lightning_pipesync.lab.bench.profile import Profile
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import predict_ddp
@@ -56,9 +56,8 @@ def test_quartiles() -> None:
 
 
 def collectives() -> tuple[float, dict[str, Any]]:
-    settings = CollectivesSettings(sizes_mib=(0.01, 0.1, 1.0), codecs=("bf16",), rounds=2)
     progress: list[str] = []
-    result = measure_collectives(settings, progress.append)
+    result = Collectives(sizes_mib=(0.01, 0.1, 1.0), codecs=("bf16",), rounds=2).measure(progress.append)
     assert progress == ["0.01 MiB", "0.1 MiB", "1 MiB"]
     return measure_bandwidth(MIB, rounds=1), result
 
@@ -81,7 +80,7 @@ def test_collectives() -> None:
             ("gloo", "all_reduce"),
         }
         assert not any("push" in fit["operation"] for fit in result["fits"])
-        text = collectives_report.as_markdown([result])
+        text = tables_of(result)
         assert "ours: reduce_scatter + all_gather" in text
         assert "ours: all_reduce, bf16" in text
         assert text.count("ours: push + pull, central server") == 3, "time, processor time and prediction"
@@ -102,11 +101,11 @@ def test_what_the_all_reduce_predicts() -> None:
     assert [row["predicted"] for row in rows] == pytest.approx([0.753, 1.506, 6.002, 3.002])
     assert [row["predicted"] for row in others] == [None, None]
     result = {"world_size": 4, "bandwidth": 1e6, "rows": [*rows, *others], "fits": fits}
-    text = collectives_report.as_markdown([result])
+    text = tables_of(result)
     assert "| ours: all_reduce | 1506.0 (+51%) |" in text
     assert "| ours: push + pull, central server | 6002.0 (+500%) |" in text
     add_predictions(rows, [], 4)
-    assert "Predicted" not in collectives_report.as_markdown([{**result, "rows": [{**rows[0]}], "fits": []}])
+    assert "Predicted" not in tables_of({**result, "rows": [{**rows[0]}], "fits": []})
 
 
 def pushed_and_pulled(servers: int) -> tuple[list[float], int]:
@@ -248,7 +247,7 @@ def test_time_that_is_hidden() -> None:
     """Forward for 3 s, then communication for 4 s, half of it under 2 s of backward."""
     spans = [("forward", 0, 2), ("forward", 2, 3), ("all-reduce", 3, 6), ("all-reduce", 5, 7), ("backward", 3, 5)]
     spans_as_saved = [{"kind": kind, "number": 0, "start": start, "end": end} for kind, start, end in spans]
-    text = timeline_report.as_markdown({"timelines": [{"name": "one", "spans": spans_as_saved, "steps": [7.0]}]})
+    text = timeline.as_markdown({"timelines": [{"name": "one", "spans": spans_as_saved, "steps": [7.0]}]})
     assert "| one | 7000 | 5000 | 4000 | 50% |" in text
 
 

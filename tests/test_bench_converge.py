@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench import converge_report
-from lightning_pipesync.lab.bench.converge import ConvergeSettings, evaluate, parse_method, spread_of, train
+from lightning_pipesync.lab.bench.converge import Converge, evaluate, parse_method, spread_of, train
 from lightning_pipesync.lab.bench.tasks import TASK_NAMES, build_task
 from tests.harness import launch
 
@@ -86,7 +86,7 @@ def test_spread_of_the_ranks() -> None:
 
 def one_training(method: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    settings = ConvergeSettings("digits", (method,), None, (0,), 1, 2)
+    settings = Converge(methods=(method,), epochs=1, evaluations=2)
     progress: list[str] = []
     result = train(build_task("digits"), method, 0, settings, progress.append)
     assert len(progress) == 2
@@ -125,7 +125,7 @@ def label_skewed() -> dict[str, tuple[list[torch.Tensor], int]]:
     """Returns the labels of two batches, and the steps of a training of one epoch, by method."""
     torch.set_num_threads(1)
     task = build_task("digits").with_label_skew(5)
-    settings = ConvergeSettings("digits", tuple(SKEWED), None, (0,), 1, 1, labels_per_worker=5)
+    settings = Converge(methods=tuple(SKEWED), epochs=1, evaluations=1, labels_per_worker=5)
     outcomes = {}
     for method in SKEWED:
         training = parse_method(method)(task)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench import passes
-from lightning_pipesync.lab.bench.converge import parse_method
+from lightning_pipesync.lab.bench.converge import config_of, parse_method
 from lightning_pipesync.lab.bench.own_pace import AtOwnPace
 from lightning_pipesync.lab.bench.passes import Passes
 from lightning_pipesync.lab.bench.tasks import build_task
@@ -212,7 +212,7 @@ def test_an_epoch_is_the_whole_data_set_and_rates_follow_it(method: str) -> None
 def test_limits_in_the_report() -> None:
     result = {"settings": {"compute": "100ms", "slow": ["3:50%"], "stalls": None}, "world_size": 4}
     limits = {
-        method: host_speed_report.limit_of(result, method)
+        method: host_speed_report.limit_of(result, method, config_of(method))
         for method in ("ddp", "dear:bucket_mb=4", "local_sgd:period=8", "parameter_server:policy=async")
     }
     assert list(limits.values()) == [1.0, 1.0, None, pytest.approx(1.75, rel=0.01)]

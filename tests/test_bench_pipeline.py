@@ -14,9 +14,10 @@ from torch.optim import SGD
 
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench.tasks import build_task
-from lightning_pipesync.lab.papers import pipeline, pipeline_grid, pipeline_report
-from lightning_pipesync.lab.papers.pipeline import MODELS, Data, PipelineSettings, build_engine, parse_method, train
+from lightning_pipesync.lab.papers import pipeline_grid, pipeline_training
+from lightning_pipesync.lab.papers.pipeline import Pipeline, choice_of, outcome_of
 from lightning_pipesync.lab.papers.pipeline_grid import train_at_once
+from lightning_pipesync.lab.papers.pipeline_training import MODELS, Data, build_engine, parse_method, train
 from lightning_pipesync.methods.ea_pipe import EAPipe
 
 
@@ -71,7 +72,7 @@ def test_replicas_need_no_stages(method: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
-def settings_of(**changed: Any) -> PipelineSettings:
+def settings_of(**changed: Any) -> Pipeline:
     settings: dict[str, Any] = {
         "task": "digits",
         "model": "vgg",
@@ -86,7 +87,7 @@ def settings_of(**changed: Any) -> PipelineSettings:
         "epochs": 2,
         "evaluations": 4,
     }
-    return PipelineSettings(**{**settings, **changed})
+    return Pipeline(**{**settings, **changed})
 
 
 def test_sgd_is_sgd() -> None:
@@ -120,12 +121,12 @@ def test_what_diverges_stops_at_once() -> None:
 
 def test_outcomes() -> None:
     runs = [{"diverged": False, "points": [{"epoch": 1.0, "error": error}]} for error in (1.0, 2.0, 3.0)]
-    outcome = pipeline_report.outcome_of(runs)
+    outcome = outcome_of(runs)
     assert outcome.error == 2.0
     assert outcome.interval == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
     diverged = {"diverged": True, "points": []}
-    assert pipeline_report.outcome_of([*runs, diverged]).num_diverged == 1
-    assert pipeline_report.outcome_of([diverged]).error is None
+    assert outcome_of([*runs, diverged]).num_diverged == 1
+    assert outcome_of([diverged]).error is None
 
 
 def test_the_validation_set_chooses() -> None:
@@ -143,15 +144,15 @@ def test_the_validation_set_chooses() -> None:
         run("a", 0.2, 4, 6.0, 1.0),
         run("b", 0.1, 4, 4.5, 2.0),
     ]
-    choice = pipeline_report.choice_of(runs)
+    choice = choice_of(runs)
     assert choice is not None
     assert (choice.method, choice.learning_rate, choice.validation, choice.outcome.error) == ("a", 0.1, 4.0, 10.0)
     assert choice.lowest_after == 1.5  # 2 epochs, and 1: the first of two that are the same
     runs.append(run("a", 0.1, 4, 101.0, 0.0))
-    choice = pipeline_report.choice_of(runs)
+    choice = choice_of(runs)
     assert choice is not None
     assert (choice.method, choice.validation) == ("b", 4.5)
-    assert pipeline_report.choice_of(runs[-1:]) is None
+    assert choice_of(runs[-1:]) is None
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -224,7 +225,9 @@ def test_many_at_once_are_the_engine(method: str, monkeypatch: pytest.MonkeyPatc
     )
     with monkeypatch.context() as patched:  # not what they err in, but where they are
         patched.setattr(
-            pipeline, "error_of", lambda _, model, __: (parameters_to_vector(model.parameters()) @ place).item()
+            pipeline_training,
+            "error_of",
+            lambda _, model, __: (parameters_to_vector(model.parameters()) @ place).item(),
         )
         patched.setattr(pipeline_grid, "_errors", lambda trainings, _: (trainings.master @ place).tolist())
         places = {(run["learning_rate"], run["seed"]): run["points"] for run in train_at_once(task, settings)}

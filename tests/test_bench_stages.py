@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.papers import stages_report
-from lightning_pipesync.lab.papers.stages import StagesSettings, measure_stages, parse_candidate
+from lightning_pipesync.lab.papers.stages import Stages, parse_candidate
 from tests.harness import launch
 
 METHODS = ("ea_pipe", "ea_pipe:replicas=4", "naive", "gpipe")
 
 
 def measure() -> dict[str, Any]:
-    return measure_stages(StagesSettings(METHODS, (30.0,), 0.01, 2, 1), lambda text: None)
+    stages = Stages(methods=METHODS, stage_ms=(30.0,), activation_mib=0.01, steps=2, rounds=1)
+    return stages.measure(lambda text: None)
 
 
 @cache
@@ -50,12 +50,13 @@ def test_stages_work_at_the_same_time(method: str) -> None:
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
-    text = stages_report.as_markdown([result()])
+    stages = Stages(output=tmp_path)
+    text = stages.report([result()])
     assert "### 2 stages of 30 ms" in text
     assert "| ea_pipe: replicas=4 |" in text
     [run] = result()["runs"]
     assert run["stage_seconds"] == pytest.approx(0.03)
-    stages_report.draw(run, tmp_path / "stages.png")
+    stages.draw([result()])
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
 
 

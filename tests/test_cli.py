@@ -10,7 +10,7 @@ import pytest
 import lightning_pipesync
 from lightning_pipesync import PlanCallback
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.bench import sweep
+from lightning_pipesync.lab.bench import benchmark
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_a_package_that_is_missing_is_told_before_anything_is_measured(
     def run(*_: Any) -> None:
         pytest.fail("it began to measure")
 
-    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(benchmark, "run_on", run)
     assert main(words) == 2
     assert capsys.readouterr().err == f"pipesync: error: {said}: pip install 'lightning-pipesync[bench]'.\n"
 

@@ -1,4 +1,4 @@
-"""Times collectives and parameter servers by size and codec, beside the backend's own and the limit (DeAR, Fig. 5)."""
+"""``pipesync bench collectives``: collectives and parameter servers by size and codec (DeAR, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -9,85 +9,104 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
-from lightning_pipesync.lab.bench.round_robin import time_round_robin
+from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
+from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
+from lightning_pipesync.lab.bench.round_robin import median_and_quartiles, time_round_robin
+from lightning_pipesync.lab.bench.tables import table, table_of
 from lightning_pipesync.lab.papers.baselines import PushPull
 
 #: By operation, whether it is one half of an all-reduce or both.
 HALVES = {"reduce_scatter": 1, "all_gather": 1, "reduce_scatter + all_gather": 2, "all_reduce": 2}
 
 
-@dataclass(frozen=True)
-class CollectivesSettings:
-    """The settings of the benchmark.
+@dataclass(frozen=True, kw_only=True)
+class Collectives(Benchmark):
+    """Times all-reduce and its two halves, compared with the backend's own, parameter servers and the limit.
 
     Attributes:
-        sizes_mib: sizes of the whole buffer, in MiB of fp32.
-        codecs: codecs of this package's all-reduce, in addition to none.
-        rounds: the number of measurements of each operation.
-
-    Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        sizes_mib: Sizes of the whole buffer, in MiB of fp32.
+        codecs: Codecs of this package's all-reduce, in addition to none.
+        rounds: Number of measurements of each operation, in turns.
     """
 
-    sizes_mib: tuple[float, ...]
-    codecs: tuple[str, ...]
-    rounds: int
+    sizes_mib: tuple[float, ...] = (0.00390625, 0.0625, 0.25, 1, 4, 16)
+    codecs: tuple[str, ...] = ("bf16", "int8")
+    rounds: int = 7
+
+    name = "collectives"
 
     def __post_init__(self) -> None:
-        if not self.sizes_mib or not all(size > 0 for size in self.sizes_mib):
-            raise ValueError(f"sizes_mib must be one or more positive numbers of MiB, got {self.sizes_mib!r}.")
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds!r}.")
+        self._check_all_positive("sizes_mib", self.sizes_mib, "numbers of MiB")
+        self._check_positive("rounds")
         for codec in self.codecs:
             get_codec(codec)
+        super().__post_init__()
 
+    @property
+    def num_measurements(self) -> int:
+        return len(self.sizes_mib)
 
-def measure_collectives(settings: CollectivesSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Times all operations at all sizes; a collective call.
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Times all operations at all sizes; a collective call.
 
-    Returns:
-        Settings, bandwidth (bytes per second, by plain TCP), and rows: implementation ("ours" or the backend),
-        operation, codec, ``num_bytes`` of the buffer, ``seconds`` and ``processor_seconds`` of each round,
-        ``limit``: the time of the bytes alone, and ``predicted``: for this package's operations without a codec, the
-        seconds by alpha and beta of its all-reduce; None elsewhere, and if these were not fitted.
-    """
-    bandwidth = measure_bandwidth()
-    world_size = dist.get_world_size()
-    transport = Transport(timeout_s=300)
-    rows: list[dict[str, Any]] = []
-    for size in settings.sizes_mib:
-        flat = torch.ones(max(world_size, round(size * MIB / 4) // world_size * world_size))
-        operations = _operations(flat, transport, settings.codecs)
-        progress(f"{size:g} MiB")
-        named = {str(key): run for key, run in operations.items()}
-        timed = time_round_robin(named, settings.rounds, before=partial(_clear, flat))
-        for (implementation, operation, codec), measured in zip(operations, timed.values(), strict=True):
-            shared = {"implementation": implementation, "operation": operation, "codec": codec, **asdict(measured)}
-            limit = predict(LinkCost(0.0, 1 / bandwidth), operation, flat.numel() * 4, world_size)
-            rows.append({**shared, "num_bytes": flat.numel() * 4, "limit": limit})
-    transport.close()
-    fits = fit_rows(rows, world_size)
-    add_predictions(rows, fits, world_size)
-    return {
-        "settings": asdict(settings),
-        "world_size": world_size,
-        "bandwidth": bandwidth,
-        "rows": rows,
-        "fits": fits,
-    }
+        Returns:
+            Settings, bandwidth (bytes per second, by plain TCP), ``fits`` (see :func:`fit_rows`), and rows:
+            implementation ("ours" or the backend), operation, codec, ``num_bytes`` of the buffer, ``seconds`` and
+            ``processor_seconds`` of each round, ``limit``: the time of the bytes alone, and ``predicted``: for this
+            package's operations without a codec, the seconds by alpha and beta of its all-reduce; else None.
+        """
+        bandwidth, world_size = measure_bandwidth(), dist.get_world_size()
+        transport = Transport(timeout_s=300)
+        rows: list[dict[str, Any]] = []
+        for size in self.sizes_mib:
+            flat = torch.ones(max(world_size, round(size * MIB / 4) // world_size * world_size))
+            operations = _operations(flat, transport, self.codecs)
+            progress(f"{size:g} MiB")
+            named = {str(key): run for key, run in operations.items()}
+            timed = time_round_robin(named, self.rounds, before=partial(_clear, flat))
+            for (implementation, operation, codec), measured in zip(operations, timed.values(), strict=True):
+                shared = {"implementation": implementation, "operation": operation, "codec": codec, **asdict(measured)}
+                limit = predict(LinkCost(0.0, 1 / bandwidth), operation, flat.numel() * 4, world_size)
+                rows.append({**shared, "num_bytes": flat.numel() * 4, "limit": limit})
+        transport.close()
+        fits = fit_rows(rows, world_size)
+        add_predictions(rows, fits, world_size)
+        shared = {"settings": self.settings(), "world_size": world_size, "bandwidth": bandwidth}
+        return {**shared, "rows": rows, "fits": fits}
+
+    def report(self, results: list[dict[str, Any]]) -> str:
+        return "\n".join(map(tables_of, results))
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        """Draws time over size, one panel for each number of hosts, and the limits."""
+        path, size = self.output / "collectives.png", (5.5 * len(results), 5.5)
+        names = list(dict.fromkeys(_name(row) for result in results for row in result["rows"] if _is_plain(row)))
+        with picture(path, size, columns=len(results), legend="below") as panels:
+            for panel, result in zip(panels[0], results, strict=True):
+                for name in dict.fromkeys(map(_name, filter(_is_plain, result["rows"]))):
+                    points = [(r["num_bytes"] / MIB, 1e3 * _median(r)) for r in result["rows"] if _name(r) == name]
+                    look = {"marker": "o" if name.startswith("ours") else "s", **colour_and_line(names.index(name))}
+                    panel.plot(*zip(*points, strict=True), markersize=3, label=name, **look)
+                for operation, style in (("reduce_scatter", ":"), ("all_reduce", "-.")):
+                    of_operation = [row for row in result["rows"] if row["operation"] == operation]
+                    limits = sorted({(row["num_bytes"] / MIB, row["limit"] * 1e3) for row in of_operation})
+                    panel.plot(*zip(*limits, strict=True), style, color="black", label=f"limit of {operation}")
+                panel.set(xscale="log", yscale="log", xlabel="MiB", ylabel="ms", title=f"{result['world_size']} hosts")
+                panel.grid(alpha=0.3)
 
 
 def fit_rows(rows: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
     """Returns alpha and beta with their errors (Eqs. 3-5) for each collective with measurements at several sizes."""
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        if row["codec"] == "none" and row["operation"] in HALVES:
+    for row in filter(_is_plain, rows):
+        if row["operation"] in HALVES:
             points = groups.setdefault((row["implementation"], row["operation"]), [])
             points += [(row["num_bytes"], seconds) for seconds in row["seconds"]]
     fits = []
@@ -100,12 +119,12 @@ def fit_rows(rows: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, 
 
 
 def add_predictions(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], world_size: int) -> None:
-    """Adds ``predicted`` to each row, see :func:`measure_collectives`."""
+    """Adds ``predicted`` to each row, see :meth:`Collectives.measure`."""
     links = {(fit["implementation"], fit["operation"]): LinkCost(fit["alpha"], fit["beta"]) for fit in fits}
     link = links.get(("ours", "all_reduce"))
     for row in rows:
         row["predicted"] = None
-        if link is not None and (row["implementation"], row["codec"]) == ("ours", "none"):
+        if link is not None and row["implementation"] == "ours" and _is_plain(row):
             row["predicted"] = predict(link, row["operation"], row["num_bytes"], world_size)
 
 
@@ -124,8 +143,40 @@ def servers_by_operation(world_size: int) -> dict[str, int]:
     return {**named, "push + pull, servers on all ranks": world_size}
 
 
+def tables_of(result: dict[str, Any]) -> str:
+    """Returns the times, the processor time, alpha and beta, and what they predict."""
+    found = {(_name(row), row["num_bytes"]): row for row in result["rows"]}
+    sizes = sorted({size for _, size in found})
+
+    def by_size(cell: Callable[[dict[str, Any]], str], rows: Sequence[dict[str, Any]] = result["rows"]) -> str:
+        names = dict.fromkeys(map(_name, rows))
+        cells = [[name, *(cell(found[name, size]) for size in sizes)] for name in names]
+        return table(["", *(f"{size / MIB:.3g} MiB" for size in sizes)], cells)
+
+    fit_columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "": _name,
+        "alpha (ms)": lambda fit: f"{fit['alpha'] * 1e3:.3f} ± {fit['alpha_error'] * 1e3:.3f}",
+        "beta (ns a byte)": lambda fit: f"{fit['beta'] * 1e9:.3f} ± {fit['beta_error'] * 1e9:.3f}",
+    }
+    parts = [
+        f"### {result['world_size']} hosts, {result['bandwidth'] * 8 / 1e6:.0f} Mbit/s by plain TCP\n",
+        "Median ms and, in brackets, the share of the limit that the bytes alone set.\n",
+        by_size(lambda row: f"{1e3 * _median(row):.1f}" + (f" ({row['limit'] / _median(row):.0%})" * _is_plain(row))),
+        "Median seconds of processor time for each GiB, user and system, all threads of a rank.\n",
+        by_size(lambda row: f"{_median(row, 'processor_seconds') / row['num_bytes'] * 1024 * MIB:.2f}"),
+        "alpha and beta of Eqs. 3-5, with their standard errors:\n",
+        table_of(result["fits"], fit_columns),
+    ]
+    if predicted := [row for row in result["rows"] if row["predicted"] is not None]:
+        parts.append("Predicted ms by alpha and beta of ours: all_reduce and, in brackets, the error.\n")
+        parts.append(
+            by_size(lambda row: f"{row['predicted'] * 1e3:.1f} ({row['predicted'] / _median(row) - 1:+.0%})", predicted)
+        )
+    return "\n".join(parts)
+
+
 def _operations(
-    flat: torch.Tensor, transport: Transport, codecs: Sequence[str]
+    flat: Tensor, transport: Transport, codecs: Sequence[str]
 ) -> dict[tuple[str, str, str], Callable[[], object]]:
     backend = dist.get_backend()
     shard = torch.empty(flat.numel() // transport.world_size)
@@ -134,6 +185,13 @@ def _operations(
         transport.reduce_scatter(flat).wait()
         transport.all_gather(flat).wait()
 
+    def push_and_pull(exchange: PushPull) -> None:
+        exchange.push(flat)
+        exchange.pull(flat)
+
+    def encoded(codec: str) -> None:
+        transport.all_reduce(flat, codec=codec).wait()
+
     operations: dict[tuple[str, str, str], Callable[[], object]] = {
         ("ours", "reduce_scatter", "none"): lambda: transport.reduce_scatter(flat).wait(),
         ("ours", "all_gather", "none"): lambda: transport.all_gather(flat).wait(),
@@ -141,26 +199,30 @@ def _operations(
         ("ours", "all_reduce", "none"): lambda: transport.all_reduce(flat).wait(),
     }
     for operation, servers in servers_by_operation(transport.world_size).items():
-        exchange = PushPull(transport, flat.numel(), servers)
-        operations["ours", operation, "none"] = partial(_push_and_pull, exchange, flat)
+        operations["ours", operation, "none"] = partial(push_and_pull, PushPull(transport, flat.numel(), servers))
     operations |= {
         (backend, "all_reduce", "none"): partial(dist.all_reduce, flat),
         (backend, "reduce_scatter", "none"): partial(dist.reduce_scatter_tensor, shard, flat),
         (backend, "all_gather", "none"): partial(dist.all_gather_into_tensor, flat, shard),
     }
     for codec in codecs:
-        operations["ours", "all_reduce", codec] = partial(_all_reduce, transport, flat, codec)
+        operations["ours", "all_reduce", codec] = partial(encoded, codec)
     return operations
 
 
-def _all_reduce(transport: Transport, flat: torch.Tensor, codec: str) -> None:
-    transport.all_reduce(flat, codec=codec).wait()
-
-
-def _push_and_pull(exchange: PushPull, flat: torch.Tensor) -> None:
-    exchange.push(flat)
-    exchange.pull(flat)
-
-
-def _clear(flat: torch.Tensor, _: str) -> None:
+def _clear(flat: Tensor, _: str) -> None:
     flat.zero_()  # repeated sums would overflow
+
+
+def _name(row: dict[str, Any]) -> str:
+    codec = "" if _is_plain(row) else f", {row['codec']}"
+    return f"{row['implementation']}: {row['operation']}{codec}"
+
+
+def _is_plain(row: dict[str, Any]) -> bool:
+    """Whether nothing is encoded."""
+    return bool(row.get("codec", "none") == "none")
+
+
+def _median(row: dict[str, Any], what: str = "seconds") -> float:
+    return median_and_quartiles(row[what])[0]

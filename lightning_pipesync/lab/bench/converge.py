@@ -1,10 +1,10 @@
-"""Time, steps and bytes to a target quality, by method (SelSync, Table I)."""
+"""``pipesync bench converge``: time, steps and bytes to a target quality, by method (SelSync, Table I)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, cast
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_pipesync.lab.bench import converge_report
+from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
+from lightning_pipesync.lab.bench.job import launched
 from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.lab.bench.own_pace import AtOwnPace, ServedConfig, with_servers
 from lightning_pipesync.lab.bench.passes import Passes
@@ -28,6 +31,7 @@ from lightning_pipesync.lab.bench.trainings import (
     WithMethod,
     WithReplicas,
 )
+from lightning_pipesync.lab.papers import host_speed_report
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
@@ -46,40 +50,50 @@ METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class ConvergeSettings:
-    """The settings of the benchmark.
+@dataclass(frozen=True, kw_only=True)
+class Converge(Benchmark):
+    """Trains to a target with several methods: time, steps and bytes that each needs.
 
     Attributes:
-        task: a name for :func:`build_task`.
-        methods: names of ``METHODS``, each with its settings: ``selsync:delta=0.3,smoothing=0.16``.
-        target: the quality to reach; None means the task's own.
-        seeds: seeds of the weights and the order of the data; each method trains once for each.
-        epochs: the number of epochs of a training; None means the task's own.
-        evaluations: the number of evaluations in a training.
-        evaluate_on: the set of the evaluations: ``test``, or ``validation``, to choose settings.
-        labels_per_worker: the number of labels that each rank holds; None: the data are IID.
-        steps: the most steps of a training; None: all of its epochs.
-        compute: the least time of a step's computation, ``100ms``; None: what it takes.
-        slow: hosts that compute at a share of the speed, ``3:50%``.
-        stalls: the share of the passes that stall, and the mean stall over ``compute``: ``5%:10``.
-
-    Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves,
+            accuracy) or topics (the text of Python's documentation, perplexity).
+        methods: alone, ddp, and methods of this package, each with settings if need be:
+            NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5. FedAvg with C and E is
+            local_sgd:period=0.25epoch,participation=0.5. With alone, each rank by itself, the table has the limit.
+        target: Quality to reach; the task's own if not given.
+        seeds: Each method trains once for each of these.
+        epochs: Of each training; the task's own if not given.
+        steps: The most of each training. A few are enough to time a step of each method.
+        evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
+        evaluate_on: test, or validation: a tenth of the training data, on which to choose settings.
+        labels_per_worker: Number of labels that each rank holds, which makes the data non-IID.
+        compute: Emulated computation: the least time of each pass of a rank, e.g. 100ms; it sleeps for the rest.
+        slow: HOST:SHARE% for a rank that computes at that share of the speed (3:50%). May be given again.
+        stalls: SHARE%:FACTOR for passes that stall at random (5%:10): that share of them takes longer, by an
+            exponentially distributed time with a mean of so many times --compute.
     """
 
-    task: str
-    methods: tuple[str, ...]
-    target: float | None
-    seeds: tuple[int, ...]
-    epochs: int | None
-    evaluations: int
+    task: str = "digits"
+    methods: tuple[str, ...] = (
+        "ddp",
+        "local_sgd:period=0.25epoch",
+        "parameter_server:policy=ssp,staleness_bound=100,servers=1",
+        "selsync:delta=0.1",
+        "selsync:delta=0.3",
+        "selsync:delta=1",
+    )
+    target: float | None = None
+    seeds: tuple[int, ...] = (0,)
+    epochs: int | None = None
+    steps: int | None = None
+    evaluations: int = 24
     evaluate_on: str = "test"
     labels_per_worker: int | None = None
-    steps: int | None = None
     compute: str | None = None
-    slow: tuple[str, ...] = ()
+    slow: list[str] = field(default_factory=list)
     stalls: str | None = None
+
+    name = "converge"
 
     def __post_init__(self) -> None:
         if self.task not in TASK_NAMES:
@@ -92,25 +106,58 @@ class ConvergeSettings:
             config_of(method)
         if not self.seeds:
             raise ValueError("seeds must be one or more numbers.")
-        if self.epochs is not None and self.epochs < 1:
-            raise ValueError(f"epochs must be at least 1, got {self.epochs!r}.")
-        if self.evaluations < 1:
-            raise ValueError(f"evaluations must be at least 1, got {self.evaluations!r}.")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps!r}.")
+        for name in ("epochs", "evaluations", "steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}.")
         if self.labels_per_worker is not None:
             self.build_task()
-        self.host_speeds  # noqa: B018 - it is checked
+        super().__post_init__()
+        for count in () if launched() else self.hosts:
+            self.host_speeds.check_hosts(count)
 
     @property
     def host_speeds(self) -> HostSpeeds:
         """How long the computation of a step takes on each host."""
         return HostSpeeds.parse(self.compute, self.slow, self.stalls)
 
+    @property
+    def num_measurements(self) -> int:
+        return len(self.methods) * len(self.seeds) * self.evaluations
+
     def build_task(self) -> Task:
         """Returns the task with the data of the settings."""
         task = build_task(self.task, self.evaluate_on)
         return task if self.labels_per_worker is None else task.with_label_skew(self.labels_per_worker)
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Trains with every method, seed by seed; a collective call.
+
+        Returns:
+            Settings; metric, target and whether higher is better; and ``runs``: the results of :func:`train`.
+        """
+        self.host_speeds.check_hosts(dist.get_world_size())
+        task = self.build_task()
+        runs = [train(task, method, seed, self, progress) for seed in self.seeds for method in self.methods]
+        return {
+            "settings": self.settings(),
+            "world_size": dist.get_world_size(),
+            "metric": f"{self.evaluate_on} {task.metric}",
+            "higher_is_better": task.higher_is_better,
+            "target": task.target if self.target is None else self.target,
+            "runs": runs,
+        }
+
+    def report(self, results: list[dict[str, Any]]) -> str:
+        text = converge_report.as_markdown(results)
+        if self.compute is not None:
+            text += "".join("\n" + host_speed_report.as_markdown(result, config_of) for result in results)
+        return text
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        converge_report.draw(results, self.output / "converge.png")
+        for result in results:
+            host_speed_report.draw_errors(result, self.output / f"errors_{result['world_size']}.png")
+            host_speed_report.draw_staleness(result, self.output / f"staleness_{result['world_size']}.png")
 
 
 def parse_method(text: str) -> Callable[[Task], Training]:
@@ -133,28 +180,7 @@ def config_of(text: str) -> Any:
     return parse_named(text, {name: config_type for name, (_, config_type) in METHODS.items()})
 
 
-def measure_converge(settings: ConvergeSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Trains with every method, seed by seed; a collective call.
-
-    Returns:
-        Settings; metric, target and whether higher is better; and ``runs``: the results of :func:`train`.
-    """
-    settings.host_speeds.check_hosts(dist.get_world_size())
-    task = settings.build_task()
-    runs = [train(task, method, seed, settings, progress) for seed in settings.seeds for method in settings.methods]
-    return {
-        "settings": asdict(settings),
-        "world_size": dist.get_world_size(),
-        "metric": f"{settings.evaluate_on} {task.metric}",
-        "higher_is_better": task.higher_is_better,
-        "target": task.target if settings.target is None else settings.target,
-        "runs": runs,
-    }
-
-
-def train(
-    task: Task, method: str, seed: int, settings: ConvergeSettings, progress: Callable[[str], object]
-) -> dict[str, Any]:
+def train(task: Task, method: str, seed: int, settings: Converge, progress: Callable[[str], object]) -> dict[str, Any]:
     """Trains once; a collective call.
 
     Returns:

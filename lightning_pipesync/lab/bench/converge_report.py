@@ -9,57 +9,62 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.pictures import Picture
-from lightning_pipesync.lab.bench.tables import interval_of, table
+from lightning_pipesync.lab.bench.pictures import picture
+from lightning_pipesync.lab.bench.tables import interval_of, number, table_of, with_interval
 
 Point = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Row:
-    """The trainings with one method.
+    """The trainings with one method: means over the seeds, and half their 95 % confidence intervals if there are two.
 
-    Attributes:
-        method: the method with its settings.
-        lssr: the share of local steps, the mean over the seeds; None if it is not defined.
-        best: the best quality of a training, the mean over the seeds.
-        best_interval: half the 95 % confidence interval of ``best``; None for one seed.
-        final: the final quality of a training, the mean over the seeds.
-        final_interval: half the 95 % confidence interval of ``final``; None for one seed.
-        difference: the best quality less the baseline's with the same seed, positive if better, the mean over the
-            seeds.
-        difference_interval: half the 95 % confidence interval of ``difference``; None for one seed.
-        spread: the distance of the ranks' weights, the mean over the evaluations and the seeds; None if the ranks are
-            not at the same step.
-        num_reached: the number of trainings that have reached the target.
-        steps: the steps to the target, the median over the seeds; None if not all of them have reached it.
-        seconds: the seconds to the target, the median over the seeds; None if not all of them have reached it.
-        mib: the MiB that rank 0 has sent to the target, the median over the seeds; None if not all have reached it.
-        step_seconds: the seconds of a step, the median of the times from one measurement to the next.
-        speedup: the baseline's seconds over ``seconds``.
-        share_of_limit: the seconds that the baseline's steps to the target take without communication, over
-            ``seconds``; None if no rank was trained alone.
+    What it takes to reach the target is the median over the seeds; None if not all of them have reached it.
     """
 
     method: str
+    #: The share of local steps; None if it is not defined.
     lssr: float | None
     best: float
     best_interval: float | None
     final: float
     final_interval: float | None
+    #: The best quality less the baseline's with the same seed, positive if better.
     difference: float
     difference_interval: float | None
+    #: The distance of the ranks' weights, the mean over the evaluations; None if the ranks are not at the same step.
     spread: float | None
     num_reached: int
+    num_seeds: int
     steps: float | None
     seconds: float | None
+    #: Sent by rank 0.
     mib: float | None
+    #: The median of the times from one measurement to the next.
     step_seconds: float
+    #: The baseline's seconds over ``seconds``.
     speedup: float | None
+    #: The seconds that the baseline's steps to the target take without communication, over ``seconds``; None if no rank
+    #: was trained alone.
     share_of_limit: float | None
+
+
+COLUMNS = {
+    "": lambda row: readable(row.method),
+    "steps": lambda row: number(row.steps, ".0f"),
+    "LSSR": lambda row: number(row.lssr, ".3f"),
+    "best": lambda row: with_interval(row.best, row.best_interval),
+    "better by": lambda row: with_interval(row.difference, row.difference_interval, "+.2f"),
+    "final": lambda row: with_interval(row.final, row.final_interval),
+    "spread": lambda row: number(row.spread, ".2%"),
+    "reached": lambda row: f"{row.num_reached} of {row.num_seeds}",
+    "MiB": lambda row: number(row.mib, ".1f"),
+    "ms a step": lambda row: f"{1e3 * row.step_seconds:.0f}",
+    "seconds": lambda row: number(row.seconds, ".1f"),
+    "speed-up": lambda row: number(row.speedup, ".2f"),
+    "share of the limit": lambda row: number(row.share_of_limit, ".0%"),
+}
 
 
 def rows_of(result: dict[str, Any]) -> list[Row]:
@@ -77,17 +82,17 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
         points = reached[name]
         return median(point[what] for point in points) if len(points) == len(trainings[name]) else None
 
-    baseline_steps = to_target(baseline, "steps")
+    baseline_steps, baseline_seconds = to_target(baseline, "steps"), to_target(baseline, "seconds")
     limit = baseline_steps * _step_seconds(trainings["alone"]) if baseline_steps and "alone" in trainings else None
     rows = []
     for name, runs in trainings.items():
         if name == "alone":  # its quality is that of one rank
             continue
         lssr = [run["lssr"] for run in runs if run["lssr"] is not None]
-        differences = [sign * (one - other) for one, other in zip(best[name], best[baseline], strict=True)]
+        differences = [sign * (quality - other) for quality, other in zip(best[name], best[baseline], strict=True)]
         final = [run["points"][-1]["quality"] for run in runs]
         spreads = [point["spread"] for run in runs for point in run["points"]]
-        seconds, baseline_seconds = to_target(name, "seconds"), to_target(baseline, "seconds")
+        seconds = to_target(name, "seconds")
         rows.append(
             Row(
                 method=name,
@@ -100,6 +105,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
                 difference_interval=interval_of(differences),
                 spread=fmean(spreads) if None not in spreads else None,
                 num_reached=len(reached[name]),
+                num_seeds=len(runs),
                 steps=to_target(name, "steps"),
                 seconds=seconds,
                 mib=to_target(name, "mib"),
@@ -131,27 +137,30 @@ weights to those that were measured, over their norm, the mean of all measuremen
 each without communication, as the ranks of `alone` take them. Ranks that go at their own pace do not wait for a
 measurement: their weights are copied, and a step is as many batches as there are hosts.
 """)
-        to_target = ["reached", "MiB", "ms a step", "seconds", "speed-up", "share of the limit"]
-        headings = ["", "steps", "LSSR", "best", "better by", "final", "spread", *to_target]
-        parts.append(table(headings, [_cells(row, seeds) for row in rows_of(result)]))
+        parts.append(table_of(rows_of(result), COLUMNS))
     return "\n".join(parts)
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws the quality over steps, time and traffic, with a row of panels for each number of hosts."""
-    figure = Picture(figsize=(16, 4.5 * len(results)), layout="constrained")
-    panels = figure.subplots(len(results), 3, squeeze=False, sharey="row")
-    for (over_steps, over_time, over_traffic), result in zip(panels, results, strict=True):
-        _draw_quality(over_steps, result, "steps")
-        _draw_quality(over_time, result, "seconds")
-        _draw_quality(over_traffic, result, "mib")
-        over_steps.set(xlabel="steps", ylabel=result["metric"], title=title_of(result))
-        over_time.set(xlabel="seconds of training")
-        over_traffic.set(xlabel="MiB sent by rank 0", xscale="log")
-        over_steps.set_ylim(*_range_of_interest(result))
-    # Outside the panels, where it covers no curve; all rows have the same methods.
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=150)
+    """Draws the quality over steps, time and traffic, with a row of panels for each number of hosts.
+
+    A line is the mean over a method's seeds, its lighter shade their range.
+    """
+    over = {"steps": "steps", "seconds": "seconds of training", "mib": "MiB sent by rank 0"}
+    size = (16, 4.5 * len(results))
+    with picture(path, size, len(results), len(over), legend="below", legend_columns=3, sharey="row") as panels:
+        for row, result in zip(panels, results, strict=True):
+            for panel, (what, label) in zip(row, over.items(), strict=True):
+                for name, curves in curves_of(result).items():
+                    x, y = ([fmean(point[key] for point in points) for points in curves] for key in (what, "quality"))
+                    [line] = panel.plot(x, y, "-o", markersize=3, label=readable(name))
+                    ends = ([f(point["quality"] for point in points) for points in curves] for f in (min, max))
+                    panel.fill_between(x, *ends, color=line.get_color(), alpha=0.12, linewidth=0)
+                panel.axhline(result["target"], color="black", linestyle=":", label="target")
+                panel.set(xlabel=label, xscale="log" if what == "mib" else "linear")
+                panel.grid(alpha=0.3)
+            row[0].set(ylabel=result["metric"], title=title_of(result))
+            row[0].set_ylim(*_range_of_interest(result))
 
 
 def title_of(result: dict[str, Any]) -> str:
@@ -159,18 +168,20 @@ def title_of(result: dict[str, Any]) -> str:
     return f"{result['settings']['task']} on {result['world_size']} hosts"
 
 
-def _draw_quality(panel: Axes, result: dict[str, Any], what: str) -> None:
-    """Draws a line per method, the mean over its seeds, and their range in a lighter shade."""
-    for name, runs in by_method(result).items():
-        if name == "alone":
-            continue
-        curves = list(zip(*(run["points"] for run in runs), strict=True))
-        x, y = ([fmean(point[key] for point in points) for points in curves] for key in (what, "quality"))
-        [line] = panel.plot(x, y, "-o", markersize=3, label=readable(name))
-        lowest, highest = ([f(point["quality"] for point in points) for points in curves] for f in (min, max))
-        panel.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.12, linewidth=0)
-    panel.axhline(result["target"], color="black", linestyle=":", label="target")
-    panel.grid(alpha=0.3)
+def by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the trainings with each method."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in result["runs"]:
+        groups.setdefault(run["method"], []).append(run)
+    return groups
+
+
+def curves_of(result: dict[str, Any]) -> dict[str, list[tuple[Point, ...]]]:
+    """Returns what pictures show: for each method but ``alone``, the points of all seeds at each evaluation."""
+    methods = by_method(result)
+    return {
+        name: [*zip(*(r["points"] for r in runs), strict=True)] for name, runs in methods.items() if name != "alone"
+    }
 
 
 def _range_of_interest(result: dict[str, Any]) -> tuple[float, float]:
@@ -181,14 +192,6 @@ def _range_of_interest(result: dict[str, Any]) -> tuple[float, float]:
         qualities += [point["quality"] for point in points[len(points) // 4 :]]
     margin = 0.05 * (max(qualities) - min(qualities)) or 1.0
     return min(qualities) - margin, max(qualities) + margin
-
-
-def by_method(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the trainings with each method."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for run in result["runs"]:
-        groups.setdefault(run["method"], []).append(run)
-    return groups
 
 
 def _step_seconds(runs: list[dict[str, Any]]) -> float:
@@ -205,30 +208,3 @@ def _best(points: Sequence[Point], sign: int) -> float:
 def _reached(points: Sequence[Point], target: float, sign: int) -> Point | None:
     """Returns the first point at which the quality was as good as the target."""
     return next((point for point in points if sign * point["quality"] >= sign * target), None)
-
-
-def _cells(row: Row, seeds: int) -> list[str]:
-    return [
-        readable(row.method),
-        number(row.steps, ".0f"),
-        number(row.lssr, ".3f"),
-        _with_interval(row.best, row.best_interval),
-        _with_interval(row.difference, row.difference_interval, "+.2f"),
-        _with_interval(row.final, row.final_interval),
-        number(row.spread, ".2%"),
-        f"{row.num_reached} of {seeds}",
-        number(row.mib, ".1f"),
-        f"{1e3 * row.step_seconds:.0f}",
-        number(row.seconds, ".1f"),
-        number(row.speedup, ".2f"),
-        number(row.share_of_limit, ".0%"),
-    ]
-
-
-def _with_interval(value: float, interval: float | None, form: str = ".2f") -> str:
-    return format(value, form) if interval is None else f"{value:{form}} ± {interval:.2f}"
-
-
-def number(value: float | None, form: str) -> str:
-    """Returns a number in this format; a dash if there is none."""
-    return "-" if value is None else format(value, form)

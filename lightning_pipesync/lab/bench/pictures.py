@@ -1,16 +1,16 @@
-"""The colours of all pictures: distinct to the color-blind (M. Okabe and K. Ito, "Color Universal Design", 2008)."""
+"""Pictures in one palette, laid out and saved alike. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.rcsetup import cycler
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
 
 from lightning_pipesync.training.registry import METHODS
 
-#: The first one is for what others are compared with, and for limits.
+#: Distinct to the color-blind (M. Okabe and K. Ito, "Color Universal Design", 2008). The first one is for what others
+#: are compared with, and for limits.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 #: What a step is made of, in timelines.
@@ -21,6 +21,7 @@ OF_PARTS = {
     "all-gather": COLOURS[5],
     "all-reduce": COLOURS[4],
 }
+_LEGENDS = {"below": "outside lower center", "above": "outside upper right"}
 
 
 def colour_of(method: str) -> str:
@@ -30,14 +31,55 @@ def colour_of(method: str) -> str:
 
 def colour_and_line(number: int) -> dict[str, Any]:
     """Returns the colour and the line style of the curve of a number, from 0, where there may be many."""
-    own = COLOURS[1:]
-    return {"color": own[number % len(own)], "linestyle": ("-", "--", ":", "-.")[number // len(own) % 4]}
+    colours = COLOURS[1:]
+    return {"color": colours[number % len(colours)], "linestyle": ("-", "--", ":", "-.")[number // len(colours) % 4]}
 
 
-class Picture(Figure):
-    """A figure whose panels draw in these colours, but for the first."""
+@contextmanager
+def picture(
+    path: Path,
+    size: tuple[float, float],
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    legend: Literal["panel", "below", "above"] | None = None,
+    legend_columns: int = 2,
+    patches: Mapping[str, str] | None = None,
+    **shared: Any,
+) -> Iterator[Any]:
+    """Yields panels, an array of ``rows`` times ``columns`` of matplotlib's ``Axes``, and saves them after the block.
 
-    def add_subplot(self, *args: Any, **kwargs: Any) -> Any:
-        """Adds a panel; arguments are matplotlib's."""
-        with rc_context({"axes.prop_cycle": cycler(color=COLOURS[1:])}):
-            return super().add_subplot(*args, **kwargs)
+    Args:
+        path: of the picture.
+        size: width and height in inches.
+        rows: rows of panels.
+        columns: columns of panels.
+        legend: in the first panel; or below or above all panels, where it covers no curve and has the labels of all.
+        legend_columns: of a legend that is below or above.
+        patches: entries of such a legend besides the labels: their colours, by label.
+        shared: ``sharex`` and ``sharey`` of ``Figure.subplots``.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.rcsetup import cycler
+
+    figure = Figure(figsize=size, layout="constrained")
+    with rc_context({"axes.prop_cycle": cycler(color=COLOURS[1:])}):
+        panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    yield panels
+    if legend == "panel":
+        panels[0, 0].legend(fontsize="small")
+    elif legend is not None:
+        labelled = [zip(*panel.get_legend_handles_labels(), strict=True) for panel in panels.flat]
+        handles = {label: handle for pairs in labelled for handle, label in pairs}
+        handles |= {label: Patch(color=color) for label, color in (patches or {}).items()}
+        where: Any = {"loc": _LEGENDS[legend], "ncols": legend_columns}
+        figure.legend(handles.values(), handles.keys(), fontsize="small", **where)
+    figure.savefig(path, dpi=150)
+
+
+def draw_span(panel: Any, row: float, start: float, end: float, kind: str, number: int) -> None:
+    """Draws a part of a step as a bar of a timeline, those with successive numbers in alternating shades."""
+    alpha = 0.95 if number % 2 else 0.6
+    panel.barh(row, end - start, left=start, height=0.8, color=OF_PARTS[kind], alpha=alpha)

@@ -1,4 +1,4 @@
-"""The time of a training step by method, compared with the theoretical limits (DeAR, Figs. 7 and 8; Eqs. 6-8)."""
+"""``pipesync bench step``: a training step by method, compared with the limits (DeAR, Figs. 7 and 8; Eqs. 6-8)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
 from lightning_pipesync.core.layer_limits import LayerLimits
 from lightning_pipesync.core.pipe_cost import PipeCost
+from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import ddp_name, makers, without_communication
-from lightning_pipesync.lab.bench.models import MODEL_NAMES, BenchModel, build_model, computation_seconds
+from lightning_pipesync.lab.bench.models import (
+    EMULATED,
+    MODEL_NAMES,
+    BenchModel,
+    build_model,
+    computation_seconds,
+)
 from lightning_pipesync.lab.bench.profile import Profile, profile_step
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
 
@@ -25,145 +33,163 @@ from lightning_pipesync.lab.bench.round_robin import time_round_robin
 LINK_MB = (0.25, 1.0, 4.0)
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """The settings of the benchmark.
+@dataclass(frozen=True, kw_only=True)
+class StepBenchmark(Benchmark):
+    """A benchmark of training steps with several methods.
 
     Attributes:
-        model: a name for :func:`build_model`.
-        scale: the scale of the tensors of an emulated model.
-        methods: what is compared, see :func:`makers`.
-        ratios: communication time over computation time, of an emulated model; empty for a real one.
-        bucket_mb: bucket sizes of DDP and DeAR, in MiB; DDP's best one counts.
-        steps: the number of steps of a measurement.
-        rounds: the number of measurements of each candidate.
-
-    Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
+        model: transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
+            emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
+        scale: Number of values in each tensor of an emulated model over the true number.
     """
 
-    model: str
-    scale: float
+    model: str = "emulated-resnet50"
+    scale: float = 0.1
     methods: tuple[str, ...]
-    ratios: tuple[float, ...]
     bucket_mb: tuple[float, ...]
     steps: int
-    rounds: int
 
     def __post_init__(self) -> None:
         if self.model not in MODEL_NAMES:
             raise ValueError(f"model={self.model!r} is not known; there are {', '.join(MODEL_NAMES)}.")
-        for name in ("scale", "steps", "rounds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
-        if not all(ratio > 0 for ratio in self.ratios):
-            raise ValueError(f"ratio must be positive, got {self.ratios!r}.")
-        if not self.bucket_mb or not all(size > 0 for size in self.bucket_mb):
-            raise ValueError(f"bucket_mb must be one or more positive numbers of MiB, got {self.bucket_mb!r}.")
+        self._check_positive("scale", "steps")
+        self._check_all_positive("bucket_mb", self.bucket_mb, "numbers of MiB")
         makers(self.methods, self.bucket_mb)  # raises if one is unknown
+        super().__post_init__()
+
+    def emulated_builder(self, ratio: float, bandwidth: float) -> Callable[[], BenchModel]:
+        """Returns a factory of the emulated model, with the duration of computation of a ratio."""
+        build = partial(build_model, self.model, scale=self.scale)
+        forward, backward = computation_seconds(gradient_bytes(build()), dist.get_world_size(), bandwidth, ratio)
+        return partial(build, forward_seconds=forward, backward_seconds=backward)
 
 
-def measure_step(settings: StepSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Times a step of every candidate, in turns, for each ratio; a collective call.
+@dataclass(frozen=True, kw_only=True)
+class Step(StepBenchmark):
+    """Times a training step by method, compared with DDP, FSDP2, ZeRO and the limits of the papers.
 
-    Returns:
-        Settings; ``num_bytes`` of the gradient; bandwidth in bytes per second; ``link``: alpha and beta of the
-        backend's all-reduce; and ``runs``: the results of :func:`measure_run` for each ratio.
+    Attributes:
+        methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
+            the papers' baselines; dear-rs and dear-ag, half of DeAR; and methods of this package, each with settings
+            if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward, dear:edge_mb=0.5, dear:fusion=bo,
+            which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
+            pipe_sgd:compression=int8.
+        ratio: Communication time over computation time of an emulated model; 1 if not given.
+        bucket_mb: Bucket sizes of DDP, DeAR without a fusion of its own and SelSync under forward, and ByteScheduler's
+            pieces, in MiB; DDP's best one is the baseline.
+        steps: Steps of one measurement; of local SGD whole periods.
+        rounds: Number of measurements of each candidate, in turns.
     """
-    bandwidth, link = measure_bandwidth(), measure_link()
-    if settings.ratios:
-        runs = [measure_emulated(settings, ratio, bandwidth, link, progress) for ratio in settings.ratios]
-    else:
-        runs = [measure_run(settings, partial(build_model, settings.model), bandwidth, link, progress)]
-    return {
-        "settings": asdict(settings),
-        "world_size": dist.get_world_size(),
-        "bandwidth": bandwidth,
-        "link": asdict(link),
-        "runs": runs,
-    }
 
+    methods: tuple[str, ...] = ("ddp", "fsdp2", "zero", "dear", "selsync")
+    ratio: tuple[float, ...] | None = None
+    bucket_mb: tuple[float, ...] = (0.5, 2, 25)
+    steps: int = 3
+    rounds: int = 5
 
-def measure_emulated(
-    settings: StepSettings, ratio: float, bandwidth: float, link: LinkCost, progress: Callable[[str], object]
-) -> dict[str, Any]:
-    """Runs :func:`measure_run` for an emulated model with the duration of computation of a ratio."""
-    build = emulated_builder(settings, ratio, bandwidth)
-    return measure_run(settings, build, bandwidth, link, lambda text: progress(f"ratio {ratio:g}: {text}"))
+    name = "step"
 
+    def __post_init__(self) -> None:
+        if "ddp" not in self.methods:
+            raise ValueError(f"methods={self.methods!r}: ddp has to be among them, which all others are compared to.")
+        if self.ratio is not None:
+            if not self.model.startswith(EMULATED):
+                raise ValueError(
+                    f"ratio={[*self.ratio]} is a setting of emulated models: {self.model} takes its own time."
+                )
+            if not all(ratio > 0 for ratio in self.ratio):
+                raise ValueError(f"ratio must be positive, got {self.ratio!r}.")
+        self._check_positive("rounds")
+        super().__post_init__()
 
-def emulated_builder(settings: StepSettings, ratio: float, bandwidth: float) -> Callable[[], BenchModel]:
-    """Returns a factory of the emulated model, with the duration of computation of a ratio."""
-    build = partial(build_model, settings.model, scale=settings.scale)
-    forward, backward = computation_seconds(gradient_bytes(build()), dist.get_world_size(), bandwidth, ratio)
-    return partial(build, forward_seconds=forward, backward_seconds=backward)
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Communication time over computation time; none for a model that is not emulated."""
+        return (self.ratio or (1.0,)) if self.model.startswith(EMULATED) else ()
 
+    @property
+    def num_measurements(self) -> int:
+        num_candidates = 1 + len(makers(self.methods, self.bucket_mb))
+        return max(1, len(self.ratios)) * (self.rounds + 1) * num_candidates
 
-def measure_run(
-    settings: StepSettings,
-    build: Callable[[], BenchModel],
-    bandwidth: float,
-    link: LinkCost,
-    progress: Callable[[str], object],
-) -> dict[str, Any]:
-    """Times a step of every candidate, in turns; a collective call.
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Times a step of every candidate, in turns, for each ratio; a collective call.
 
-    Returns:
-        ``num_bytes`` of the gradient; ``cost``: the parts of a step, from which the limits follow; and for each
-        candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, the same for the
-        layers of this model, for DDP and Pipe-SGD the time ``predicted`` by the cost model, and the result of its
-        ``search``, if there is one.
-    """
-    torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
-    alone = without_communication(build())
-    candidates = [alone, *(make(build()) for make in makers(settings.methods, settings.bucket_mb))]
-    world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
-    profile = profile_step(alone)
-    half = (world_size - 1) / world_size * num_bytes / bandwidth
-    cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
-    by_name = {candidate.name: candidate for candidate in candidates}
-    limits = {c.compression: LayerLimits(cost.compressed(c.compression), profile.tensors) for c in candidates}
-    found = {name: candidate.prepare() for name, candidate in by_name.items()}
+        Returns:
+            Settings; bandwidth in bytes per second; ``link``: alpha and beta of the backend's all-reduce; and ``runs``,
+            see :meth:`measure_run`, for each ratio.
+        """
+        bandwidth, link = measure_bandwidth(), measure_link()
+        runs = [
+            self.measure_run(self.emulated_builder(ratio, bandwidth), bandwidth, link, progress, f"ratio {ratio:g}: ")
+            for ratio in self.ratios
+        ] or [self.measure_run(partial(build_model, self.model), bandwidth, link, progress)]
+        shared = {"settings": self.settings(), "world_size": dist.get_world_size(), "bandwidth": bandwidth}
+        return {**shared, "link": asdict(link), "runs": runs}
 
-    steps = {name: -(-settings.steps // one.period) * one.period for name, one in by_name.items()}
+    def measure_run(
+        self, build: Callable[[], BenchModel], bandwidth: float, link: LinkCost, progress: Progress, label: str = ""
+    ) -> dict[str, Any]:
+        """Times a step of every candidate, in turns; a collective call.
 
-    def run(candidate: Candidate) -> None:
-        for _ in range(steps[candidate.name]):
-            candidate.step()
+        Returns:
+            ``num_bytes`` of the gradient; ``cost``: the parts of a step, from which the limits follow; and for each
+            candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, the same for
+            the layers of this model, for DDP and Pipe-SGD the time ``predicted`` by the cost model, and the result of
+            its ``search``, if there is one.
+        """
+        torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
+        alone = without_communication(build())
+        candidates = [alone, *(make(build()) for make in makers(self.methods, self.bucket_mb))]
+        world_size, num_bytes = dist.get_world_size(), gradient_bytes(alone.model)
+        profile = profile_step(alone)
+        half = (world_size - 1) / world_size * num_bytes / bandwidth
+        cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
+        by_name = {candidate.name: candidate for candidate in candidates}
+        found = {name: candidate.prepare() for name, candidate in by_name.items()}
+        steps = {name: -(-self.steps // one.period) * one.period for name, one in by_name.items()}
 
-    def after(name: str) -> None:
-        by_name[name].drain()
-        progress(name)
+        def run(candidate: Candidate) -> None:
+            for _ in range(steps[candidate.name]):
+                candidate.step()
 
-    timed = time_round_robin(
-        {name: partial(run, candidate) for name, candidate in by_name.items()},
-        settings.rounds,
-        before=lambda name: by_name[name].begin(),
-        after=after,
-    )
-    for candidate in candidates:
-        candidate.close()
-    predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in settings.bucket_mb}
-    pipe = PipeCost(profile.update, profile.forward, profile.backward, num_bytes, world_size, link)
-    for one in candidates:
-        if one.segments is not None:
-            predicted[one.name] = pipe.step(segments=one.segments, compression=one.compression)
-    return {
-        "num_bytes": num_bytes,
-        "cost": asdict(cost),
-        "candidates": [
-            {
-                "name": name,
-                "seconds": [value / steps[name] for value in measured.seconds],
-                "processor_seconds": [value / steps[name] for value in measured.processor_seconds],
-                "limit": getattr(cost.compressed(by_name[name].compression), by_name[name].limit),
-                "layer_limit": limits[by_name[name].compression].get(by_name[name].limit),
-                "predicted": predicted.get(name),
-                "search": found[name],
-            }
-            for name, measured in timed.items()
-        ],
-    }
+        def after(name: str) -> None:
+            by_name[name].drain()
+            progress(label + name)
+
+        timed = time_round_robin(
+            {name: partial(run, candidate) for name, candidate in by_name.items()},
+            self.rounds,
+            before=lambda name: by_name[name].begin(),
+            after=after,
+        )
+        for candidate in candidates:
+            candidate.close()
+        predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in self.bucket_mb}
+        pipe = PipeCost(profile.update, profile.forward, profile.backward, num_bytes, world_size, link)
+        measured = []
+        for name, one in by_name.items():
+            if one.segments is not None:
+                predicted[name] = pipe.step(segments=one.segments, compression=one.compression)
+            compressed = cost.compressed(one.compression)
+            measured.append(
+                {
+                    "name": name,
+                    "seconds": [value / steps[name] for value in timed[name].seconds],
+                    "processor_seconds": [value / steps[name] for value in timed[name].processor_seconds],
+                    "limit": getattr(compressed, one.limit),
+                    "layer_limit": LayerLimits(compressed, profile.tensors).get(one.limit),
+                    "predicted": predicted.get(name),
+                    "search": found[name],
+                }
+            )
+        return {"num_bytes": num_bytes, "cost": asdict(cost), "candidates": measured}
+
+    def report(self, results: list[dict[str, Any]]) -> str:
+        return step_report.as_markdown(results)
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        step_report.draw(results, self.output)
 
 
 def gradient_bytes(model: BenchModel) -> int:

@@ -1,46 +1,59 @@
-"""Tables of the time of a training step."""
+"""The report of the time of a training step: tables and pictures (DeAR, Figs. 7 and 8)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.pipe_cost import iterations_to_bound
+from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.round_robin import median_and_quartiles
-from lightning_pipesync.lab.bench.tables import table
+from lightning_pipesync.lab.bench.tables import table_of
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate in one run.
-
-    Attributes:
-        name: the name of the candidate.
-        seconds: the median seconds of a step.
-        quartiles: the lower and the upper quartile.
-        over_ddp: the speed-up over DDP with its best bucket size.
-        of_limit: the limit of this kind of method over its time.
-        of_layer_limit: the same for the layers of this model.
-        exposed: seconds of exposed communication: what a step takes beyond the parts of its computation, as profiled.
-        scaling_efficiency: T(1) / T(n), where T(1) is the step without communication, in turns with it.
-        communication_overhead: T(n) - T(1), in seconds.
-        processor: the median seconds of processor time of a step, all threads of a rank.
-        prediction_error: the relative error of the cost model; None without a prediction.
-    """
+    """One candidate in one run; medians, in seconds."""
 
     name: str
     seconds: float
     quartiles: tuple[float, float]
+    #: The speed-up over DDP with its best bucket size.
     over_ddp: float
+    #: The limit of this kind of method over its time, in general and for the layers of this model.
     of_limit: float
     of_layer_limit: float
+    #: What a step takes beyond the parts of its computation, as profiled.
     exposed: float
+    #: T(1) / T(n) and T(n) - T(1), where T(1) is the step without communication, in turns with it.
     scaling_efficiency: float
     communication_overhead: float
+    #: Processor time of a step, all threads of a rank.
     processor: float
+    #: The relative error of the cost model; None without a prediction.
     prediction_error: float | None
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}"
+
+
+COLUMNS = {
+    "": lambda row: row.name,
+    "ms a step": lambda row: _ms(row.seconds),
+    "quartiles": lambda row: " to ".join(map(_ms, row.quartiles)),
+    "over DDP": lambda row: f"{row.over_ddp:.2f}",
+    "of its limit": lambda row: f"{row.of_limit:.0%}",
+    "for these layers": lambda row: f"{row.of_layer_limit:.0%}",
+    "exposed ms": lambda row: _ms(row.exposed),
+    "scaling efficiency": lambda row: f"{row.scaling_efficiency:.0%}",
+    "communication overhead ms": lambda row: _ms(row.communication_overhead),
+    "processor ms": lambda row: _ms(row.processor),
+    "predicted": lambda row: "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",
+}
 
 
 def rows_of(run: dict[str, Any]) -> list[Row]:
@@ -51,13 +64,12 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
     alone, _, _ = timed["no communication"]
     rows = []
     for one in run["candidates"]:
-        median, low, high = timed[one["name"]]
-        error = None if one["predicted"] is None else one["predicted"] / median - 1
+        median, *quartiles = timed[one["name"]]
         rows.append(
             Row(
                 name=one["name"],
                 seconds=median,
-                quartiles=(low, high),
+                quartiles=(quartiles[0], quartiles[1]),
                 over_ddp=best_ddp / median,
                 of_limit=one["limit"] / median,
                 of_layer_limit=one["layer_limit"] / median,
@@ -65,7 +77,7 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
                 scaling_efficiency=alone / median,
                 communication_overhead=median - alone,
                 processor=median_and_quartiles(one["processor_seconds"])[0],
-                prediction_error=error,
+                prediction_error=None if one["predicted"] is None else one["predicted"] / median - 1,
             )
         )
     return rows
@@ -73,23 +85,10 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
 
 def as_markdown(results: list[dict[str, Any]]) -> str:
     """Returns a table for each number of hosts and each ratio."""
-    headings = [
-        "",
-        "ms a step",
-        "quartiles",
-        "over DDP",
-        "of its limit",
-        "for these layers",
-        "exposed ms",
-        "scaling efficiency",
-        "communication overhead ms",
-        "processor ms",
-        "predicted",
-    ]
     parts = []
     for result in results:
         for run in result["runs"]:
-            parts += [_heading(result, run), table(headings, [_cells(row) for row in rows_of(run)])]
+            parts += [_heading(result, run), table_of(rows_of(run), COLUMNS)]
             parts += [_search(one) for one in run["candidates"] if one["search"]]
     return "\n".join(parts)
 
@@ -121,21 +120,66 @@ def _search(candidate: dict[str, Any]) -> str:
     )
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        row.name,
-        _ms(row.seconds),
-        f"{_ms(row.quartiles[0])} to {_ms(row.quartiles[1])}",
-        f"{row.over_ddp:.2f}",
-        f"{row.of_limit:.0%}",
-        f"{row.of_layer_limit:.0%}",
-        _ms(row.exposed),
-        f"{row.scaling_efficiency:.0%}",
-        _ms(row.communication_overhead),
-        _ms(row.processor),
-        "" if row.prediction_error is None else f"{row.prediction_error:+.0%}",
-    ]
+def draw(results: list[dict[str, Any]], folder: Path) -> None:
+    """Draws ``speedup.png``, ``scaling.png`` and ``breakdown.png`` in ``folder``."""
+    draw_speedup(results, folder / "speedup.png")
+    # Of the ratio in the middle.
+    middle = {result["world_size"]: result["runs"][len(result["runs"]) // 2] for result in results}
+    draw_scaling(middle, folder / "scaling.png")
+    draw_breakdown(middle, folder / "breakdown.png")
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f}"
+def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
+    """Draws the speed-up over DDP by the ratio of communication to computation, with the limits."""
+    with picture(path, (5 * len(results), 4.5), columns=len(results), legend="panel", sharey=True) as panels:
+        for panel, result in zip(panels[0], results, strict=True):
+            costs = [StepCost(**run["cost"]) for run in result["runs"]]
+            ratios = [cost.ratio for cost in costs]
+            by_run = [{row.name: row for row in rows_of(run)} for run in result["runs"]]
+            for name in by_run[0]:
+                if not name.startswith("DDP, ") and name != "no communication":
+                    panel.plot(ratios, [rows[name].over_ddp for rows in by_run], "-o", markersize=3, label=name)
+            panel.plot(ratios, [cost.baseline / cost.dear for cost in costs], ":k", label="limit of DeAR (Eqs. 7, 8)")
+            panel.plot(ratios, [cost.baseline / cost.eager for cost in costs], "--k", label="limit of eager gathers")
+            panel.plot(ratios, [cost.baseline / cost.compute for cost in costs], "-.k", label="without communication")
+            panel.axhline(1.0, color="gray", linewidth=0.8)
+            panel.set(xscale="log", xlabel="communication / computation", ylabel="times as fast as DDP")
+            panel.set_title(f"{result['world_size']} hosts")
+            panel.set_xticks(ratios, [f"{ratio:.2g}" for ratio in ratios])
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+
+
+def draw_scaling(runs: dict[int, dict[str, Any]], path: Path) -> None:
+    """Draws the speed-up over one host by number of hosts, with S_max and P."""
+    hosts, costs = list(runs), [StepCost(**run["cost"]) for run in runs.values()]
+    curves: dict[str, list[float]] = {}
+    for world_size, run in runs.items():
+        for row in rows_of(run):
+            if row.name != "no communication":
+                curves.setdefault(row.name, []).append(world_size * row.scaling_efficiency)
+    with picture(path, (6, 4.5), legend="panel") as [[panel]]:
+        for name, speedups in curves.items():
+            panel.plot(hosts, speedups, "-o", markersize=3, label=name)
+        limits = [cost.max_speedup(world_size) for world_size, cost in zip(hosts, costs, strict=True)]
+        panel.plot(hosts, limits, ":k", label="S_max (Eq. 6)")
+        panel.plot(hosts, hosts, "-.k", label="linear")
+        title = f"communication {costs[0].ratio:.2g} times computation"
+        panel.set(xlabel="hosts", ylabel="times as fast as one host", title=title, xticks=hosts)
+        panel.grid(alpha=0.3)
+
+
+def draw_breakdown(runs: dict[int, dict[str, Any]], path: Path) -> None:
+    """Draws the parts of a step: forward, backward, update, exposed communication."""
+    with picture(path, (5 * len(runs), 4), columns=len(runs), legend="below", legend_columns=4) as panels:
+        for panel, (world_size, run) in zip(panels[0], runs.items(), strict=True):
+            cost, rows = StepCost(**run["cost"]), rows_of(run)
+            left = [0.0] * len(rows)
+            shared = {"forward": cost.forward, "backward": cost.backward, "update": cost.update}
+            bars = {part: [seconds] * len(rows) for part, seconds in shared.items()}
+            bars["exposed communication"] = [row.exposed for row in rows]
+            for part, values in bars.items():
+                panel.barh([row.name for row in rows], [value * 1e3 for value in values], left=left, label=part)
+                left = [start + value * 1e3 for start, value in zip(left, values, strict=True)]
+            panel.invert_yaxis()
+            panel.set(xlabel="ms a step", title=f"{world_size} hosts, ratio {cost.ratio:.2g}")

@@ -1,4 +1,4 @@
-"""The results of a benchmark: JSON with all measurements and the environment, and Markdown."""
+"""Tables, and the files with the results of a benchmark: all measurements and the environment as JSON, and Markdown."""
 
 from __future__ import annotations
 
@@ -6,16 +6,62 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from statistics import stdev
-from typing import Any
-
-from scipy.stats import t
+from typing import Any, TypeVar
 
 from lightning_pipesync.core.files import replacing
+
+Row = TypeVar("Row")
+
+
+def table_of(rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]]) -> str:
+    """Returns a Markdown table with a line for each of ``rows``, from the text of each cell by its column's heading."""
+    return table([*columns], [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table, with the first column aligned left and the others right."""
+    lines = [headings, ["---", *(["---:"] * (len(headings) - 1))], *rows]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def number(value: float | None, form: str) -> str:
+    """Returns a number in this format; a dash if there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def with_interval(value: float, interval: float | None, form: str = ".2f") -> str:
+    """Returns a number in this format, and the half of its confidence interval, if there is one."""
+    return format(value, form) if interval is None else f"{value:{form}} ± {interval:.2f}"
+
+
+def interval_of(values: Sequence[float]) -> float | None:
+    """Returns half the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return None
+    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+
+
+def show(markdown: str) -> None:
+    """Prints text with tables."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(markdown))
+
+
+def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: str) -> None:
+    """Writes ``KIND.json`` and ``KIND.md`` to ``folder``, which is created if missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in ((f"{kind}.json", json.dumps(results, indent=1) + "\n"), (f"{kind}.md", markdown)):
+        with replacing(folder / name) as temporary:
+            temporary.write_text(text)
 
 
 def environment() -> dict[str, Any]:
@@ -32,38 +78,11 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: str) -> None:
-    """Writes ``KIND.json`` and ``KIND.md`` to ``folder``, which is created if missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in ((f"{kind}.json", json.dumps(results, indent=1) + "\n"), (f"{kind}.md", markdown)):
-        with replacing(folder / name) as temporary:
-            temporary.write_text(text)
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """Returns a Markdown table, with the first column aligned left and the others right."""
-    lines = [headings, ["---", *(["---:"] * (len(headings) - 1))], *rows]
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-
-
-def interval_of(values: Sequence[float]) -> float | None:
-    """Returns half the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
-
-
 def _git_commit() -> str | None:
     """Returns the commit of the source, with a plus if there are changes; None outside a repository."""
-    folder = Path(__file__).parent
+    describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip()

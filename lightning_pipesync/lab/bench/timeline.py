@@ -1,7 +1,8 @@
-"""A recorded timeline of computation and communication in training steps (DeAR, Fig. 2)."""
+"""``pipesync bench timeline``: computation and communication in training steps, recorded (DeAR, Fig. 2)."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,26 +18,25 @@ from torch.futures import Future
 from lightning_pipesync.core.comm.handle import Handle, Promise
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import Wrapped, makers
-from lightning_pipesync.lab.bench.step import StepSettings, emulated_builder
+from lightning_pipesync.lab.bench.models import EMULATED
+from lightning_pipesync.lab.bench.pictures import OF_PARTS, draw_span, picture
+from lightning_pipesync.lab.bench.step import StepBenchmark
+from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.lab.bench.with_method import WithMethod
 from lightning_pipesync.lab.papers.baselines import OverTransport
+
+COMPUTATION = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Span:
-    """A span of computation or communication.
+    """A span of computation or communication, in seconds."""
 
-    Attributes:
-        kind: forward or backward; reduce-scatter, all-gather or all-reduce.
-        number: the index of the layer in the order of execution, or of the operation of this kind.
-        start: start in seconds.
-        end: end in seconds.
-    """
-
-    kind: str
-    number: int
+    kind: str  # forward or backward; reduce-scatter, all-gather or all-reduce
+    number: int  # of the layer in the order of execution, or of the operation of this kind
     start: float
     end: float
 
@@ -114,22 +114,80 @@ class Recorder:
         return work.get_future().then(finish)
 
 
-def measure_timeline(settings: StepSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Records some steps of every candidate, one candidate after the other; a collective call.
+@dataclass(frozen=True, kw_only=True)
+class Timeline(StepBenchmark):
+    """Draws when training steps compute and when they communicate, by method.
 
-    Returns:
-        Settings, and for each candidate the ``spans`` of these steps on rank 0, in seconds since the start of the first
-        one, and ``steps``: the ends of the steps.
+    Attributes:
+        hosts: Number of hosts, one rank each. Not used if a launcher has started this process.
+        model: emulated-alexnet, emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
+            emulated-bert-large, whose layers sleep.
+        methods: What is drawn: ddp and methods of this package, with settings as in `bench step`.
+        ratio: Communication time over computation time.
+        bucket_mb: Bucket sizes of DDP and DeAR in MiB.
+        steps: Steps that are drawn.
     """
-    build = emulated_builder(settings, settings.ratios[0], measure_bandwidth())
-    torch.manual_seed(0)
-    timelines = []
-    for candidate in [make(build()) for make in makers(settings.methods, settings.bucket_mb)]:
-        candidate.prepare()
-        timelines.append({"name": candidate.name, **record(candidate, settings.steps)})
-        candidate.close()
-        progress(candidate.name)
-    return {"settings": asdict(settings), "world_size": dist.get_world_size(), "timelines": timelines}
+
+    hosts: tuple[int, ...] = (2,)
+    model: str = "emulated-resnet50"
+    methods: tuple[str, ...] = ("ddp", "dear")
+    ratio: float = 1.0
+    bucket_mb: tuple[float, ...] = (2,)
+    steps: int = 2
+
+    name = "timeline"
+
+    def __post_init__(self) -> None:
+        if not self.model.startswith(EMULATED):
+            raise ValueError(f"model={self.model!r}: a timeline is drawn of an emulated model.")
+        if {"fsdp2", "zero"} & set(self.methods):
+            raise ValueError(f"methods={self.methods!r}: what FSDP2 and ZeRO communicate cannot be seen from outside.")
+        if len(self.hosts) != 1:
+            raise ValueError(f"hosts={[*self.hosts]}: a timeline is drawn for one number of hosts.")
+        self._check_positive("ratio")
+        super().__post_init__()
+
+    @property
+    def num_measurements(self) -> int:
+        return len(makers(self.methods, self.bucket_mb))
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Records some steps of every candidate, one candidate after the other; a collective call.
+
+        Returns:
+            Settings, and for each candidate the ``spans`` of these steps on rank 0, in seconds since the start of the
+            first one, and ``steps``: the ends of the steps.
+        """
+        build = self.emulated_builder(self.ratio, measure_bandwidth())
+        torch.manual_seed(0)
+        timelines = []
+        for candidate in [make(build()) for make in makers(self.methods, self.bucket_mb)]:
+            candidate.prepare()
+            timelines.append({"name": candidate.name, **record(candidate, self.steps)})
+            candidate.close()
+            progress(candidate.name)
+        return {"settings": self.settings(), "world_size": dist.get_world_size(), "timelines": timelines}
+
+    def report(self, results: list[dict[str, Any]]) -> str:
+        return as_markdown(results[0])
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        """Draws a panel per candidate, with a row for computation and one for communication, and the ends of steps."""
+        timelines = results[0]["timelines"]
+        shown = {span["kind"] for timeline in timelines for span in timeline["spans"]}
+        colours = {kind: color for kind, color in OF_PARTS.items() if kind in shown}
+        legend: Any = {"legend": "above", "patches": colours, "legend_columns": len(colours)}
+        size, path = (10, 0.6 + 1.4 * len(timelines)), self.output / "timeline.png"
+        with picture(path, size, rows=len(timelines), sharex=True, **legend) as panels:
+            for [panel], timeline in zip(panels, timelines, strict=True):
+                for span in timeline["spans"]:
+                    row = 1 if span["kind"] in COMPUTATION else 0
+                    draw_span(panel, row, span["start"], span["end"], span["kind"], span["number"])
+                for end in timeline["steps"]:
+                    panel.axvline(end, color="black", linewidth=0.8, linestyle=":")
+                panel.set_yticks([1, 0], ["computation", "communication"])
+                panel.set_title(timeline["name"], loc="left", fontsize="medium")
+            panels[-1, 0].set_xlabel("seconds")
 
 
 def record(candidate: Candidate, num_steps: int, warmup: int = 3) -> dict[str, Any]:
@@ -150,3 +208,27 @@ def record(candidate: Candidate, num_steps: int, warmup: int = 3) -> dict[str, A
     within = [(s, max(0.0, s.start - began), min(ends[-1], s.end - began)) for s in recorder.spans]
     spans = [asdict(Span(s.kind, s.number, start, end)) for s, start, end in within if start < end]
     return {"spans": spans, "steps": ends}
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    """Returns a table of the computation, the communication and their overlap in a step, by candidate."""
+    rows = []
+    for timeline in result["timelines"]:
+        spans, steps = timeline["spans"], len(timeline["steps"])
+        computing = [(s["start"], s["end"]) for s in spans if s["kind"] in COMPUTATION]
+        communicating = [(s["start"], s["end"]) for s in spans if s["kind"] not in COMPUTATION]
+        computed, total = length(computing), length(communicating)
+        hidden = computed + total - length(computing + communicating)
+        share = f"{hidden / total:.0%}" if total else ""
+        parts = (timeline["steps"][-1], computed, total)
+        rows.append([timeline["name"], *(f"{part / steps * 1e3:.0f}" for part in parts), share])
+    return table(["", "ms a step", "computing", "communicating", "of it hidden"], rows)
+
+
+def length(spans: list[tuple[float, float]]) -> float:
+    """Returns the length of the union of spans."""
+    total, covered = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total

@@ -55,7 +55,7 @@ def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object])
 def words_for(measure: Measure, settings: Any) -> list[str]:
     """Returns the words MEASURE, TYPE and SETTINGS of the command."""
     named = (measure, type(settings))
-    return [*(f"{one.__module__}:{one.__qualname__}" for one in named), json.dumps(asdict(settings))]
+    return [*(f"{one.__module__}:{one.__qualname__}" for one in named), json.dumps(asdict(settings), default=str)]
 
 
 def main(measure: str, settings_type: str, settings: str, result: str) -> None:

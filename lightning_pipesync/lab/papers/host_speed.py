@@ -14,35 +14,20 @@ from lightning_pipesync.lab.netlab.units import parse_seconds, parse_share
 
 
 @dataclass(frozen=True)
-class Stalls:
-    """Stalls at random: now and then a pass takes longer, by an exponentially distributed time.
-
-    Attributes:
-        share: the share of the passes that stall.
-        factor: the mean of the added time, over the computation of a step.
-    """
-
-    share: float
-    factor: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise ValueError(f"stalls: a stall must be a positive multiple of the computation, got {self.factor!r}.")
-
-
-@dataclass(frozen=True)
 class HostSpeeds:
     """How long the computation of a step takes on each host.
 
     Attributes:
         compute_s: the seconds of a step on a host of full speed.
         slow: the hosts that compute at a share of that speed.
-        stalls: of all hosts; None: there are none.
+        stalling: the share of the passes of all hosts that stall.
+        stall_s: the mean of the time that is added to a pass that stalls, exponentially distributed.
     """
 
     compute_s: float = 0.0
     slow: tuple[Slow, ...] = ()
-    stalls: Stalls | None = None
+    stalling: float = 0.0
+    stall_s: float = 0.0
 
     @classmethod
     def parse(cls, compute: str | None, slow: Sequence[str], stalls: str | None) -> HostSpeeds:
@@ -51,7 +36,7 @@ class HostSpeeds:
         Args:
             compute: a duration, ``"100ms"``; None: nothing is emulated.
             slow: ``"HOST:SHARE%"`` each, as in ``"3:50%"``.
-            stalls: ``"SHARE%:FACTOR"``, as in ``"5%:10"``; None: there are none.
+            stalls: ``"SHARE%:FACTOR"``, as in ``"5%:10"``, with the mean stall over ``compute``; None: there are none.
 
         Raises:
             ValueError: a text is malformed or out of its range, or there are slow hosts without ``compute``.
@@ -70,8 +55,9 @@ class HostSpeeds:
         hosts, rates = parse_slow(slow)
         if rates:
             raise ValueError(f"slow={tuple(slow)!r}: only a share of the speed can be emulated here, as in 3:50%.")
-        check_faults(hosts, 1 + max((one.host for one in hosts), default=0))
-        return cls(compute_s, tuple(hosts), None if stalls is None else _parse_stalls(stalls))
+        check_faults(hosts, 1 + max((fault.host for fault in hosts), default=0))
+        stalling, factor = (0.0, 0.0) if stalls is None else _parse_stalls(stalls)
+        return cls(compute_s, tuple(hosts), stalling, factor * compute_s)
 
     def check_hosts(self, num_hosts: int) -> None:
         """Raises ValueError if a host that is to be slow does not exist."""
@@ -79,21 +65,21 @@ class HostSpeeds:
 
     def seconds_of(self, host: int, seed: int) -> Iterator[float]:
         """Yields the seconds of a host's passes, without an end; the same ones for the same seed."""
-        share = next((one.share for one in self.slow if one.host == host), 1.0)
-        seconds = self.compute_s / share
-        if self.stalls is None:
-            return repeat(seconds)
-        return self._stalling(seconds, self.stalls, np.random.default_rng((seed, host)))
-
-    def _stalling(self, seconds: float, stalls: Stalls, random: np.random.Generator) -> Iterator[float]:
-        while True:
-            stalled, added = random.random() < stalls.share, random.exponential(stalls.factor * self.compute_s)
-            yield seconds + added * stalled
+        seconds = self.compute_s / next((fault.share for fault in self.slow if fault.host == host), 1.0)
+        random = np.random.default_rng((seed, host))
+        while self.stalling:
+            stalls, added = random.random() < self.stalling, random.exponential(self.stall_s)
+            yield seconds + added * stalls
+        yield from repeat(seconds)
 
 
-def _parse_stalls(text: str) -> Stalls:
+def _parse_stalls(text: str) -> tuple[float, float]:
+    """Returns the share of the passes that stall, and the mean stall over the computation."""
     share, separator, factor = text.partition(":")
     try:
-        return Stalls(parse_share(share), float(factor) if separator else math.nan)
+        found = parse_share(share), float(factor) if separator else math.nan
+        if not 0 < found[1] < math.inf:
+            raise ValueError(f"a stall must be a positive multiple of the computation, got {found[1]!r}")
     except ValueError as error:
         raise ValueError(f"stalls={text!r} is not SHARE%:FACTOR, as in 5%:10 ({error})") from error
+    return found

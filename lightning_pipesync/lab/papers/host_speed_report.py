@@ -1,46 +1,48 @@
-"""What trainings gain on hosts of different speed: a table beside the limits, and the error over time."""
+"""What trainings gain on hosts of different speed: a table beside the limits, the error over time, and staleness."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning_pipesync.lab.bench.converge import config_of
-from lightning_pipesync.lab.bench.converge_report import by_method, number, rows_of, title_of
+from lightning_pipesync.lab.bench.converge_report import by_method, curves_of, rows_of, title_of
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.own_pace import ServedConfig
-from lightning_pipesync.lab.bench.pictures import Picture, colour_and_line
-from lightning_pipesync.lab.bench.tables import table
+from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
+from lightning_pipesync.lab.bench.tables import number, table_of
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.lab.papers.throughput import Throughput
 from lightning_pipesync.methods.dear import DeARConfig
 from lightning_pipesync.methods.servers.policies import Policy
 
+#: Panels in a row of the picture of the staleness.
+_COLUMNS = 3
 
-def as_markdown(result: dict[str, Any]) -> str:
-    """Returns the table of the trainings on one number of hosts."""
-    settings = result["settings"]
-    slow = "".join(f", host {host} at {share}" for host, _, share in (one.partition(":") for one in settings["slow"]))
+
+def as_markdown(result: dict[str, Any], config_of: Callable[[str], Any]) -> str:
+    """Returns the table of the trainings on one number of hosts; ``config_of`` returns the settings of a method."""
+    settings, rows, runs = result["settings"], rows_of(result), by_method(result)
+    slow = "".join(f", host {host} at {share}" for host, _, share in (text.partition(":") for text in settings["slow"]))
     stalls = f", stalls {settings['stalls']}" if settings["stalls"] else ""
-    rows = rows_of(result)
     baseline = next((row.method for row in rows if row.method.startswith("ddp")), rows[0].method)
-    runs = by_method(result)
-    cells = []
-    for row in rows:
-        limit = limit_of(result, row.method)
-        staleness = [run["staleness"] for run in runs[row.method] if "staleness" in run]
-        cells.append(
-            [
-                readable(row.method),
-                number(row.seconds, ".1f"),
-                number(row.speedup, ".2f"),
-                f"{_steps_per_second(runs[row.method]) / _steps_per_second(runs[baseline]):.2f}",
-                number(limit, ".2f"),
-                number(fmean(staleness) if staleness else None, ".2f"),
-            ]
-        )
-    headings = ["", "seconds", "speed-up", "throughput", "limit by throughput", "mean staleness"]
+    staleness = {
+        name: [run["staleness"] for run in of_method if "staleness" in run] for name, of_method in runs.items()
+    }
+
+    def throughput(method: str) -> float:
+        return fmean(run["points"][-1]["steps"] / run["points"][-1]["seconds"] for run in runs[method])
+
+    columns = {
+        "": lambda row: readable(row.method),
+        "seconds": lambda row: number(row.seconds, ".1f"),
+        "speed-up": lambda row: number(row.speedup, ".2f"),
+        "throughput": lambda row: f"{throughput(row.method) / throughput(baseline):.2f}",
+        "limit by throughput": lambda row: number(limit_of(result, row.method, config_of(row.method)), ".2f"),
+        "mean staleness": lambda row: number(fmean(staleness[row.method]) if staleness[row.method] else None, ".2f"),
+    }
     return f"""### {title_of(result)}, {settings["compute"]} a step{slow}{stalls}
 
 Seconds to the target, as above, and {readable(baseline)}'s over them. Throughput: batches a second over those of
@@ -48,17 +50,16 @@ Seconds to the target, as above, and {readable(baseline)}'s over them. Throughpu
 what steps would that wait for the slowest host. Staleness: the updates between the weights of a gradient and the
 update that uses it.
 
-{table(headings, cells)}"""
+{table_of(rows, columns)}"""
 
 
-def limit_of(result: dict[str, Any], method: str) -> float | None:
+def limit_of(result: dict[str, Any], method: str, config: Any) -> float | None:
     """Returns the throughput over that of steps that wait for all hosts, without any communication.
 
     None for a method that waits for all hosts in some of its steps only.
     """
     settings, num_hosts = result["settings"], result["world_size"]
     speeds = HostSpeeds.parse(settings["compute"], settings["slow"], settings["stalls"])
-    config = config_of(method)
     if method.startswith("ddp") or isinstance(config, DeARConfig):
         return 1.0
     if not isinstance(config, ServedConfig):
@@ -69,27 +70,46 @@ def limit_of(result: dict[str, Any], method: str) -> float | None:
 
 def draw_errors(result: dict[str, Any], path: Path) -> None:
     """Draws the error (100 less the accuracy, or the perplexity) over time, the mean over the seeds of each method."""
-    figure = Picture(figsize=(11, 7.5), layout="constrained")
-    panel = figure.subplots()
-    better = result["higher_is_better"]
 
     def error_of(quality: float) -> float:
-        return 100 - quality if better else quality
+        return 100 - quality if result["higher_is_better"] else quality
 
-    for i, (name, runs) in enumerate(by_method(result).items()):
-        if name == "alone":
-            continue
-        curves = list(zip(*(run["points"] for run in runs), strict=True))
-        seconds = [fmean(point["seconds"] for point in points) for points in curves]
-        errors = [fmean(error_of(point["quality"]) for point in points) for points in curves]
-        panel.plot(seconds, errors, alpha=0.8, label=readable(name), **colour_and_line(i))
-    panel.axhline(error_of(result["target"]), color="black", linestyle=":", label="target")
-    label = result["metric"].replace("accuracy", "error")
-    panel.set(xlabel="seconds of training", ylabel=label, yscale="log", title=title_of(result))
-    panel.grid(alpha=0.3, which="both")
-    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=150)
+    with picture(path, (11, 7.5), legend="below") as [[panel]]:
+        for i, (name, curve) in enumerate(curves_of(result).items()):
+            seconds = [fmean(point["seconds"] for point in points) for points in curve]
+            errors = [fmean(error_of(point["quality"]) for point in points) for points in curve]
+            panel.plot(seconds, errors, alpha=0.8, label=readable(name), **colour_and_line(i))
+        panel.axhline(error_of(result["target"]), color="black", linestyle=":", label="target")
+        label = result["metric"].replace("accuracy", "error")
+        panel.set(xlabel="seconds of training", ylabel=label, yscale="log", title=title_of(result))
+        panel.grid(alpha=0.3, which="both")
 
 
-def _steps_per_second(runs: list[dict[str, Any]]) -> float:
-    return fmean(run["points"][-1]["steps"] / run["points"][-1]["seconds"] for run in runs)
+def draw_staleness(result: dict[str, Any], path: Path) -> None:
+    """Draws a histogram of the staleness of all gradients for each method that has any, of all seeds together.
+
+    Nothing is drawn if no method has any.
+    """
+    counts = {
+        name: [sum(of_all) for of_all in zip_longest(*(run["staleness_counts"] for run in runs), fillvalue=0)]
+        for name, runs in by_method(result).items()
+        if "staleness_counts" in runs[0]
+    }
+    if not counts:
+        return
+    num_rows = -(-len(counts) // _COLUMNS)
+    with picture(path, (4 * _COLUMNS, 2.4 * num_rows), num_rows, _COLUMNS, sharey=True) as panels:
+        for panel in panels.flat[len(counts) :]:
+            panel.set_axis_off()
+        for (name, of_method), panel in zip(counts.items(), panels.flat, strict=False):
+            total = sum(of_method)
+            mean = sum(staleness * count for staleness, count in enumerate(of_method)) / total
+            panel.bar(range(len(of_method)), [100 * count / total for count in of_method])
+            panel.axvline(mean, color="black", linestyle=":")
+            settings = readable(name.partition(":")[2] or name)
+            panel.set_title(f"{settings}\nmean {mean:.2f}", fontsize="small")
+            panel.set_xticks(range(len(of_method)))
+            panel.set_xlim(-0.6, max(2, len(of_method) - 0.4))
+            panel.grid(alpha=0.3)
+        panels[0, 0].figure.supxlabel("staleness in updates")
+        panels[0, 0].figure.supylabel("% of the gradients")

@@ -1,234 +1,190 @@
-"""The quality of pipelines with delayed gradients, by method and learning rate (EA-Pipe, Section IV)."""
+"""``pipesync bench pipeline``: pipelines with delayed gradients (EA-Pipe, Section IV, Tables 1 to 7, Figs. 3 and 4)."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
-import torch
-from torch import nn
-from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader, Dataset, Subset
+from lightning_pipesync.lab.bench.benchmark import progress_bar
+from lightning_pipesync.lab.bench.named_settings import readable
+from lightning_pipesync.lab.bench.pictures import picture
+from lightning_pipesync.lab.bench.tables import environment, interval_of, table, with_interval
+from lightning_pipesync.lab.bench.tasks import build_task
+from lightning_pipesync.lab.papers.pipeline_grid import train_at_once
+from lightning_pipesync.lab.papers.pipeline_training import PipelineOptions, train
 
-from lightning_pipesync.lab.bench.named_settings import parse_named
-from lightning_pipesync.lab.bench.tasks import Task, evaluations
-from lightning_pipesync.lab.papers import layered
-from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+Run = dict[str, Any]
 
-Error = TypeVar("Error")
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-#: The methods. ``sgd``, without a delay, is the baseline.
-METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe")
-#: Tasks whose quality is the accuracy on a test set.
-TASKS = ("digits", "mnist1d")
-#: Factories of the models of a task, by name.
-MODELS: dict[str, Callable[[Task], nn.Module]] = {
-    "resnet": lambda _: layered.resnet(),
-    "vgg": lambda _: layered.vgg(),
-    "cnn": lambda task: task.build_module(),
-    "mlp": lambda task: layered.mlp(task.train_set[0][0].numel()),
-}
-#: The parts of a training after which the learning rate is divided by 10: 30, 60 and 90 of the paper's 100 epochs.
-REDUCTIONS = (0.3, 0.6, 0.9)
-#: Methods in which all stages use the same weights for a mini-batch: those of its replica.
-_WITH_REPLICAS = ("pipedream", "ea_pipe")
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(PipelineOptions):
+    """Trains with several pipelines at several learning rates, all stages in this process: the error that each leaves.
+
+    Attributes:
+        output: Folder for pipeline.json, pipeline.md and the pictures.
+    """
+
+    name = "pipeline"
+
+    def results(self) -> list[dict[str, Any]]:
+        """Trains with every method at every learning rate and batch size, for each seed.
+
+        Returns:
+            Settings, environment, and ``runs``: the results of :func:`~.pipeline_training.train`.
+        """
+        task, runs = build_task(self.task), []
+        grid = list(itertools.product(self.batch_sizes, self.seeds, self.learning_rates, self.methods))
+        if self.model == "mlp":
+            trainings = train_at_once(task, self)
+        else:
+            trainings = (train(task, method, rate, size, seed, self) for size, seed, rate, method in grid)
+        with progress_bar(f"{self.stages} stages", len(grid)) as advance:
+            for run in trainings:
+                runs.append(run)
+                outcome = "diverged" if run["diverged"] else f"{run['points'][-1]['error']:.2f} %"
+                advance(f"{run['method']}, learning rate {run['learning_rate']:g}, seed {run['seed']}: {outcome}")
+        return [{"settings": self.settings(), "environment": environment(), "runs": runs}]
+
+    def report(self, results: list[dict[str, Any]]) -> str:
+        """Returns tables of methods by learning rates, for each batch size, and of what the validation set chooses."""
+        [result], count = results, len(self.seeds)
+        shown = f"mean of {count} trainings ± 95 % confidence interval" if count > 1 else "one training"
+        text = f"""### {self.model} on {self.task}, {self.stages} stages
+
+Test error in % after {self.epochs} epochs, momentum {self.momentum:g}, by learning rate: {shown}.
+Diverged: a loss or a weight was not finite.
+"""
+        for size in self.batch_sizes:
+            rows = [
+                [
+                    readable(method),
+                    *(outcome_of(_runs(result, method, rate, size)).text for rate in self.learning_rates),
+                ]
+                for method in self.methods
+            ]
+            text += f"\nBatches of {size}:\n\n" + table(["", *(f"{rate:g}" for rate in self.learning_rates)], rows)
+        if self.validation:
+            text += f"\nChosen by the error on {self.validation:.0%} of the training set, held out:\n\n"
+            text += self._chosen(result)
+        return text
+
+    def _chosen(self, result: dict[str, Any]) -> str:
+        """Returns a table of the choices of the validation set, for each batch size."""
+        rows = []
+        for name in dict.fromkeys(method.partition(":")[0] for method in self.methods):
+            for size in self.batch_sizes:
+                of_name = [run for run in result["runs"] if run["method"].partition(":")[0] == name]
+                choice = choice_of([run for run in of_name if run["batch_size"] == size])
+                rows.append([name, *(choice.cells if choice else ["", "", "", "diverged", "", ""])])
+        headings = ["", "batch", "settings", "rate", "validation error %", "lowest after epochs", "test error %"]
+        return table(headings, rows)
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        self._draw_curves(results[0])
+        self._draw_by_rate(results[0])
+
+    def _draw_curves(self, result: dict[str, Any]) -> None:
+        """Draws the test error over the epochs, with a panel per learning rate and a row of panels per batch size."""
+        rates, sizes = self.learning_rates, self.batch_sizes
+        path, size = self.output / "pipeline.png", (4.5 * len(rates), 4.5 * len(sizes))
+        with picture(path, size, len(sizes), len(rates), sharey=True) as panels:
+            for row, batch_size in zip(panels, sizes, strict=True):
+                for panel, rate in zip(row, rates, strict=True):
+                    for method in self.methods:
+                        _draw_curve(panel, _runs(result, method, rate, batch_size), readable(method))
+                    panel.set(xlabel="epoch", title=f"learning rate {rate:g}, batches of {batch_size}", yscale="log")
+                    panel.grid(alpha=0.3, which="both")
+                row[0].set_ylabel("test error %")
+            panels[-1, 0].legend(fontsize="small")
+
+    def _draw_by_rate(self, result: dict[str, Any]) -> None:
+        """Draws the final test error over the learning rate, a panel for each batch size; what diverged is left out."""
+        sizes, path = self.batch_sizes, self.output / "pipeline_by_rate.png"
+        with picture(path, (6 * len(sizes), 4.5), columns=len(sizes), legend="panel", sharey=True) as [panels]:
+            for panel, size in zip(panels, sizes, strict=True):
+                for method in self.methods:
+                    outcomes = {rate: outcome_of(_runs(result, method, rate, size)) for rate in self.learning_rates}
+                    ends = {rate: outcome.error for rate, outcome in outcomes.items() if not outcome.num_diverged}
+                    style = "o-" if method.partition(":")[0] == "ea_pipe" else "s--"
+                    panel.plot([*ends], [*ends.values()], style, label=readable(method))
+                panel.set(xlabel="learning rate", title=f"batches of {size}", xscale="log", yscale="log")
+                panel.grid(alpha=0.3, which="both")
+            panels[0].set_ylabel("test error %")
 
 
 @dataclass(frozen=True)
-class PipelineSettings:
-    """The settings of the benchmark.
+class Outcome:
+    """The final error of the trainings with one method at one learning rate."""
 
-    Attributes:
-        task: one of ``TASKS``.
-        model: one of ``MODELS``.
-        stages: N, for all methods except ``sgd``.
-        methods: names of ``METHODS``, each with settings of :class:`EAPipeConfig`: ``ea_pipe:elastic_force=0.3``.
-        learning_rates: initial learning rates.
-        momentum: momentum of SGD.
-        weight_decay: weight decay of SGD.
-        batch_sizes: samples of a mini-batch.
-        validation: the share of the training set that is held out to choose among learning rates, settings of a method
-            and batch sizes.
-        seeds: seeds of the weights and the order of the data; each method trains once for each, at each learning rate.
-        epochs: the number of epochs of a training.
-        evaluations: the number of evaluations in a training.
+    error: float | None  # the mean of the trainings that did not diverge, in %; None if all did
+    interval: float | None  # half the 95 % confidence interval (Student's t); None for fewer than two trainings
+    num_diverged: int  # trainings in which a loss was not finite
+    num_runs: int
 
-    Raises:
-        ValueError: a setting is out of its range; the message names it and its value.
-    """
-
-    task: str
-    model: str
-    stages: int
-    methods: tuple[str, ...]
-    learning_rates: tuple[float, ...]
-    momentum: float
-    weight_decay: float
-    batch_sizes: tuple[int, ...]
-    validation: float
-    seeds: tuple[int, ...]
-    epochs: int
-    evaluations: int
-
-    def __post_init__(self) -> None:
-        for name, known in (("task", TASKS), ("model", tuple(MODELS))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not known; there are {', '.join(known)}.")
-        for name in ("methods", "learning_rates", "batch_sizes", "seeds"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must be one or more different ones, got {values!r}.")
-        for name in ("stages", "epochs", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}.")
-        for batch_size in self.batch_sizes:
-            if batch_size < 1:
-                raise ValueError(f"batch_sizes must be at least 1, got {batch_size!r}.")
-        for learning_rate in self.learning_rates:
-            if not learning_rate > 0:
-                raise ValueError(f"learning_rates must be positive, got {learning_rate!r}.")
-        for name in ("momentum", "weight_decay", "validation"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and less than 1, got {getattr(self, name)!r}.")
-        for method in self.methods:
-            parse_method(method, 0)
+    @property
+    def text(self) -> str:
+        """The error, for a table."""
+        if self.error is None:
+            return "diverged"
+        note = f" ({self.num_diverged} of {self.num_runs} diverged)" if self.num_diverged else ""
+        return with_interval(self.error, self.interval) + note
 
 
-def parse_method(text: str, seed: int) -> EAPipeConfig:
-    """Returns the settings of the method that ``text`` describes: ``NAME`` or ``NAME:SETTING=VALUE,...``.
-
-    Raises:
-        ValueError: the method or a setting is unknown, or a value out of its range.
-    """
-    name = text.partition(":")[0]
-    fixed = {"algorithm": "naive" if name == "sgd" else name, "split": "parameters", "seed": seed}
-    config: EAPipeConfig = parse_named(text, dict.fromkeys(METHODS, EAPipeConfig), fixed)
-    return config
+def outcome_of(runs: Sequence[Run]) -> Outcome:
+    """Returns the outcome of trainings with different seeds."""
+    errors = [run["points"][-1]["error"] for run in runs if not run["diverged"]]
+    return Outcome(fmean(errors) if errors else None, interval_of(errors), len(runs) - len(errors), len(runs))
 
 
 @dataclass(frozen=True)
-class Data:
-    """The disjoint data sets of a study.
+class Choice:
+    """The settings of one method that the validation set chooses."""
 
-    Attributes:
-        train: the training set.
-        validation: the validation set, for choices; None if there is none.
-        test: the test set, for the reported errors only.
-    """
+    method: str
+    learning_rate: float
+    batch_size: int
+    validation: float  # the mean error on the validation set, in %
+    lowest_after: float  # the mean number of epochs until that error is at its lowest
+    outcome: Outcome  # on the test set
 
-    train: Dataset[Any]
-    validation: Dataset[Any] | None
-    test: Dataset[Any]
-
-    @classmethod
-    def of(cls, task: Task, validation: float) -> Data:
-        """Splits the training set of a task, with a fixed seed."""
-        held_out, rest = (part.tolist() for part in task.divided(validation))
-        if not held_out:
-            return cls(task.train_set, None, task.test_set)
-        return cls(Subset(task.train_set, rest), Subset(task.train_set, held_out), task.test_set)
-
-    def errors_of(self, error_on: Callable[[Dataset[Any]], Error]) -> dict[str, Error]:
-        """Returns the results of ``error_on``: ``error`` on the test set, and ``validation`` if there is such a set."""
-        found = {"error": error_on(self.test)}
-        return found if self.validation is None else {**found, "validation": error_on(self.validation)}
+    @property
+    def cells(self) -> list[str]:
+        """What a table has of it."""
+        settings = self.method.partition(":")[2].replace(",", ", ")
+        errors = [f"{self.validation:.2f}", f"{self.lowest_after:.0f}", self.outcome.text]
+        return [f"{self.batch_size}", settings, f"{self.learning_rate:g}", *errors]
 
 
-def train(
-    task: Task, method: str, learning_rate: float, batch_size: int, seed: int, settings: PipelineSettings
-) -> dict[str, Any]:
-    """Trains once, until the end or until a loss is not finite.
-
-    Returns:
-        ``method``, ``learning_rate``, ``batch_size``, ``seed``, ``seconds`` of the training, ``diverged``, and
-        ``points``: epochs and errors in %, at each evaluation.
-    """
-    data = Data.of(task, settings.validation)
-    torch.manual_seed(seed)  # the same weights for every method
-    model = MODELS[settings.model](task)
-    assert isinstance(model, nn.Sequential)
-    optimizers: list[Optimizer] = []
-
-    def optimizer_of(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        optimizers.append(
-            SGD(parameters, learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
-        )
-        return optimizers[-1]
-
-    engine = build_engine(model, optimizer_of, method, seed, settings.stages)
-    order = torch.Generator().manual_seed(seed)
-    # A smaller last mini-batch would have the weight of a whole one, and batch norm needs more than one sample.
-    loader = DataLoader(data.train, batch_size, shuffle=True, generator=order, drop_last=True)
-    num_steps = settings.epochs * len(loader)
-    reduced, evaluated = reductions(num_steps), evaluations(num_steps, settings.evaluations)
-    points: list[dict[str, float]] = []
-    steps, diverged = 0, False
-    start = time.perf_counter()
-    while steps < num_steps and not diverged:
-        for batch in loader:
-            loss = engine.train_batch((batch[0], batch[1]))
-            assert loss is not None, "all stages are here"
-            diverged = not bool(loss.isfinite())
-            if diverged:
-                break
-            steps += 1
-            if steps in reduced:
-                _reduce_learning_rates(optimizers)
-            if steps in evaluated:
-                engine.flush()
-                points.append(
-                    {"epoch": steps / len(loader), **data.errors_of(lambda part: error_of(task, model, part))}
-                )
-    run = {"method": method, "learning_rate": learning_rate, "batch_size": batch_size, "seed": seed}
-    return {**run, "diverged": diverged, "points": points, "seconds": time.perf_counter() - start}
+def choice_of(runs: Sequence[Run]) -> Choice | None:
+    """Returns the settings with the lowest mean error on the validation set among those that never diverge."""
+    by_settings: dict[tuple[str, float, int], list[Run]] = {}
+    for run in runs:
+        by_settings.setdefault((run["method"], run["learning_rate"], run["batch_size"]), []).append(run)
+    choices = []
+    for settings, of_settings in by_settings.items():
+        if not any(run["diverged"] for run in of_settings):
+            validation = fmean(run["points"][-1]["validation"] for run in of_settings)
+            lowest = [min(run["points"], key=lambda point: point["validation"])["epoch"] for run in of_settings]
+            choices.append(Choice(*settings, validation, fmean(lowest), outcome_of(of_settings)))
+    return min(choices, key=lambda choice: choice.validation, default=None)
 
 
-def reductions(num_steps: int) -> set[int]:
-    """Returns the steps after which the learning rate is reduced."""
-    return {round(share * num_steps) for share in REDUCTIONS}
+def _draw_curve(panel: Any, runs: list[Run], label: str) -> None:
+    """Draws the mean over the seeds and, lighter, the range, as far as none of them has diverged."""
+    curves = list(zip(*(run["points"] for run in runs), strict=False))
+    errors = [[point["error"] for point in points] for points in curves]
+    epochs = [points[0]["epoch"] for points in curves]
+    num_diverged = sum(run["diverged"] for run in runs)
+    note = f" ({num_diverged} of {len(runs)} diverged)" if num_diverged else ""
+    [line] = panel.plot(epochs, [*map(fmean, errors)], label=label + note)
+    panel.fill_between(
+        epochs, [*map(min, errors)], [*map(max, errors)], color=line.get_color(), alpha=0.15, linewidth=0
+    )
 
 
-def build_engine(
-    model: nn.Sequential,
-    optimizer_of: Callable[[Iterable[nn.Parameter]], Optimizer],
-    method: str,
-    seed: int,
-    stages: int,
-) -> EAPipe:
-    """Returns the pipeline of ``method`` with ``stages`` stages, or an equivalent one with fewer."""
-    config, stages = least_pipeline(method, seed, stages)
-    return EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
-
-
-def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, int]:
-    """Returns the settings of ``method``, and the smallest number of stages equivalent to ``stages``.
-
-    If all stages use the same replica for a mini-batch, only the number of replicas matters, and one stage is fastest.
-    """
-    config = parse_method(method, seed)
-    if method.startswith("sgd"):
-        return config, 1
-    if config.algorithm in _WITH_REPLICAS:
-        return replace(config, replicas=config.replicas or stages), 1
-    return config, stages
-
-
-@torch.no_grad()
-def error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
-    """Returns the classification error on a data set, in %."""
-    model.eval()
-    score = number = 0.0
-    for batch in DataLoader(dataset, batch_size=200):
-        batch_score, batch_number = task.score(model, batch)
-        score, number = score + batch_score.item(), number + batch_number
-    model.train()
-    return 100 - task.quality(score / number)
-
-
-def _reduce_learning_rates(optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] /= 10
+def _runs(result: dict[str, Any], method: str, learning_rate: float, batch_size: int) -> list[Run]:
+    wanted = (method, learning_rate, batch_size)
+    return [run for run in result["runs"] if (run["method"], run["learning_rate"], run["batch_size"]) == wanted]

@@ -1,11 +1,10 @@
-"""The trainings of a study of pipelines: one by one with the engine, or many in one batch."""
+"""Trainings of pipelines of dense layers, many in one batch."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,15 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_pipesync.lab.bench.tables import environment
-from lightning_pipesync.lab.bench.tasks import Task, build_task, evaluations
-from lightning_pipesync.lab.papers.pipeline import (
+from lightning_pipesync.lab.bench.tasks import Task, evaluations
+from lightning_pipesync.lab.papers.pipeline_training import (
     MODELS,
     Data,
-    PipelineSettings,
+    PipelineOptions,
     least_pipeline,
     reductions,
-    train,
 )
 from lightning_pipesync.lab.papers.vectorized import Dense, Trainings, trainings_of
 from lightning_pipesync.methods.ea_pipe import split
@@ -33,30 +30,8 @@ Member = tuple[str, float, int]
 MOST_MODELS = 240
 
 
-def measure_pipeline(settings: PipelineSettings, progress: Callable[[str], object]) -> dict[str, Any]:
-    """Trains with every method at every learning rate and batch size, for each seed.
-
-    Returns:
-        Settings, environment, and ``runs``: the results of :func:`~lightning_pipesync.lab.papers.pipeline.train`.
-    """
-    task = build_task(settings.task)
-    runs = []
-    for run in (train_at_once if settings.model == "mlp" else train_one_by_one)(task, settings):
-        runs.append(run)
-        outcome = "diverged" if run["diverged"] else f"{run['points'][-1]['error']:.2f} %"
-        progress(f"{run['method']}, learning rate {run['learning_rate']:g}, seed {run['seed']}: {outcome}")
-    return {"settings": asdict(settings), "environment": environment(), "runs": runs}
-
-
-def train_one_by_one(task: Task, settings: PipelineSettings) -> Iterator[dict[str, Any]]:
-    """Trains with the engine; yields the results of :func:`~lightning_pipesync.lab.papers.pipeline.train`."""
-    grid = itertools.product(settings.batch_sizes, settings.seeds, settings.learning_rates, settings.methods)
-    for batch_size, seed, learning_rate, method in grid:
-        yield train(task, method, learning_rate, batch_size, seed, settings)
-
-
-def train_at_once(task: Task, settings: PipelineSettings) -> Iterator[dict[str, Any]]:
-    """Trains with many models at once; yields the results of :func:`train_one_by_one`, in another order.
+def train_at_once(task: Task, settings: PipelineOptions) -> Iterator[dict[str, Any]]:
+    """Trains with many models at once; yields the results of :func:`~.pipeline_training.train`, in another order.
 
     EA-Pipe trains whole rounds: mini-batches after the last round are skipped, and the learning rate is reduced between
     rounds. The pipelines are not flushed for an evaluation, unlike the engine's, where a flush shortens the delay of
@@ -72,13 +47,13 @@ def train_at_once(task: Task, settings: PipelineSettings) -> Iterator[dict[str, 
                 yield from _train(task, members[start : start + most], batch_size, settings)
 
 
-def _batch_key(method: str, settings: PipelineSettings) -> tuple[str, int, float | None]:
+def _batch_key(method: str, settings: PipelineOptions) -> tuple[str, int, float | None]:
     """Returns the key of methods that can train in one batch: name, mini-batches in flight and smoothing."""
     config, stages = least_pipeline(method, 0, settings.stages)
     return method.partition(":")[0], config.replicas or stages, config.prediction_smoothing
 
 
-def _train(task: Task, members: list[Member], batch_size: int, settings: PipelineSettings) -> Iterator[dict[str, Any]]:
+def _train(task: Task, members: list[Member], batch_size: int, settings: PipelineOptions) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     data = Data.of(task, settings.validation)
     x, y = _tensors(data.train)
@@ -107,7 +82,7 @@ def _train(task: Task, members: list[Member], batch_size: int, settings: Pipelin
         yield {**run, "diverged": not bool(finite[i]), "points": points[i], "seconds": seconds}
 
 
-def _trainings(task: Task, members: list[Member], settings: PipelineSettings) -> Trainings:
+def _trainings(task: Task, members: list[Member], settings: PipelineOptions) -> Trainings:
     """Returns the trainings, with the same initial weights as in the engine."""
     models: dict[int, nn.Module] = {}
     for _, _, seed in members:

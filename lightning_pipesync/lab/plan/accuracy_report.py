@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.bench.pictures import Picture, colour_of
+from lightning_pipesync.lab.bench.pictures import colour_of, picture
 from lightning_pipesync.lab.bench.tables import table
 from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.predictions import considered
@@ -90,24 +90,21 @@ def as_markdown(results: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(results: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Draws what was predicted over what was measured, with the shares that are :data:`SHADED`."""
-    figure = Picture(figsize=(6.5, 6), layout="constrained")
-    panel = figure.subplots()
     everything = [one for result in results for one in outcomes(result).values() if one.shown]
-    for method in dict.fromkeys(one.method for one in everything):
-        points = [(1e3 * one.measured, 1e3 * one.predicted) for one in everything if one.method == method]
-        panel.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, color=colour_of(method), label=method)
-    ends = [1e3 * limit(one.measured for one in everything) for limit in (min, max)]
-    panel.plot(ends, ends, color="black", linewidth=0.8)
-    for share in SHADED:
-        low, high = ([(1 + sign * share) * end for end in ends] for sign in (-1, 1))
-        panel.fill_between(ends, low, high, color="gray", alpha=0.15, linewidth=0, label=f"{share:.0%} off")
-    panel.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    with picture(path, (6.5, 6), legend="panel") as [[panel]]:
+        for method in dict.fromkeys(one.method for one in everything):
+            points = [(1e3 * one.measured, 1e3 * one.predicted) for one in everything if one.method == method]
+            panel.plot(*zip(*points, strict=True), "o", markersize=4, alpha=0.7, color=colour_of(method), label=method)
+        ends = [1e3 * limit(one.measured for one in everything) for limit in (min, max)]
+        panel.plot(ends, ends, color="black", linewidth=0.8)
+        for share in SHADED:
+            low, high = ([(1 + sign * share) * end for end in ends] for sign in (-1, 1))
+            panel.fill_between(ends, low, high, color="gray", alpha=0.15, linewidth=0, label=f"{share:.0%} off")
+        panel.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
+        panel.grid(alpha=0.3)
 
 
 def _num_bytes(result: Mapping[str, Any]) -> int:

@@ -45,7 +45,7 @@ def plan(
             earlier plan, what has changed since is said.
         json: Print plan.json instead of the tables.
     """
-    from lightning_pipesync.lab.bench import sweep
+    from lightning_pipesync.lab.bench import benchmark
     from lightning_pipesync.lab.bench.tables import write_results
     from lightning_pipesync.lab.plan.changes import changes_since
     from lightning_pipesync.lab.plan.measure import measure_plan
@@ -60,8 +60,8 @@ def plan(
     else:
         settings = PlanSettings(model, scale, compute_ms, steps, rounds, device)
         num_measurements = 2 + (rounds + 1) * (2 + 2 * PROVEN) * (rounds > 0)
-        emulated = sweep.make_hosts([hosts or 2], rate, racks, uplink)
-        results = sweep.run(measure_plan, settings, emulated, num_measurements)
+        emulated = benchmark.make_hosts([hosts or 2], rate, racks, uplink)
+        results = benchmark.run_on(measure_plan, settings, emulated, num_measurements)
         if not results:
             return  # another rank has them
         if "error" in results[0]:
@@ -104,24 +104,24 @@ def accuracy(
     """
     from itertools import product
 
-    from lightning_pipesync.lab.bench import sweep
+    from lightning_pipesync.lab.bench import benchmark
     from lightning_pipesync.lab.bench.job import launched
-    from lightning_pipesync.lab.bench.tables import write_results
+    from lightning_pipesync.lab.bench.tables import show, write_results
     from lightning_pipesync.lab.plan import accuracy_report
     from lightning_pipesync.lab.plan.accuracy import MOST_CANDIDATES, AccuracySettings, measure_accuracy
 
     results = accuracy_report.read(output / "accuracy.json")
     all_settings = [AccuracySettings(*one, steps, rounds) for one in product(models, [compute_ms], ratio)]
     all_rates: list[str | None] = [*rates] if rates else [None]
-    all_hosts = [one for rate in all_rates for one in sweep.make_hosts(hosts, rate, 1, None)]
+    all_hosts = [one for rate in all_rates for one in benchmark.make_hosts(hosts, rate, 1, None)]
     if launched() and len(all_settings) > 1:
         raise ValueError(f"models={models!r}, ratio={ratio!r}: under a launcher one model and one ratio are measured.")
     for settings, emulated in product(all_settings, all_hosts[:1] if launched() else all_hosts):
-        measured = sweep.run(measure_accuracy, settings, [emulated], 1 + (rounds + 1) * MOST_CANDIDATES)
+        measured = benchmark.run_on(measure_accuracy, settings, [emulated], 1 + (rounds + 1) * MOST_CANDIDATES)
         if not measured:
             return  # another rank has them
         results += measured
         text = accuracy_report.as_markdown(results)
         write_results(output, "accuracy", {"kind": "accuracy", "results": results}, text)
         accuracy_report.draw(results, output / "accuracy.png")
-    sweep.show(text)
+    show(text)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.lab.bench.extras import check_installed
+from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.tables import write_results
 from lightning_pipesync.lab.plan.changes import changes_since

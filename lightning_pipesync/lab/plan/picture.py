@@ -8,10 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
-
-from lightning_pipesync.lab.bench.pictures import COLOURS, Picture, colour_of
+from lightning_pipesync.lab.bench.pictures import COLOURS, colour_of, picture
 from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.predictions import Prediction, enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.units import rate, round_rate
@@ -27,6 +24,8 @@ HOSTS = tuple(2**exponent for exponent in range(1, 13))
 #: A gain from which on its axis is logarithmic.
 LOG_FROM = 5.0
 
+#: The colour of the bands of errors.
+BAND = "#d8d8d8"
 #: The colour behind what was not measured. As near as this factor to the measured place counts as measured.
 EXTRAPOLATED, NEAR = "#ececec", 1.3
 
@@ -42,9 +41,17 @@ def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) ->
         result: as of :func:`as_markdown`.
         path: of the picture.
     """
-    figure = Picture(figsize=(11, 5.4), layout="constrained")
-    figure.suptitle(f"{result['settings']['model']}: gain over DDP")
-    by_bandwidth, by_hosts = figure.subplots(1, 2)
+    explained = {
+        "band: predictions with the measured costs' standard errors": BAND,
+        "grey: extrapolated, not measured": EXTRAPOLATED,
+    }
+    legend: Any = {"legend": "below", "legend_columns": 4, "patches": explained}
+    with picture(path, (11, 5.4), columns=2, **legend) as [[by_bandwidth, by_hosts]]:
+        by_bandwidth.figure.suptitle(f"{result['settings']['model']}: gain over DDP")
+        _draw_panels(by_bandwidth, by_hosts, work, cluster, result)
+
+
+def _draw_panels(by_bandwidth: Any, by_hosts: Any, work: Work, cluster: Cluster, result: Mapping[str, Any]) -> None:
     rates, hosts = [cluster.bandwidth * factor for factor in BANDWIDTHS], [float(number) for number in HOSTS]
     _draw_gains(by_bandwidth, work, cluster, rates, Cluster.with_bandwidth)
     _draw_gains(by_hosts, work, cluster, hosts, lambda cluster, number: cluster.with_hosts(int(number)))
@@ -70,22 +77,10 @@ def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) ->
     by_hosts.set_xticks(hosts, [f"{number:g}" for number in hosts], fontsize="small")
     for panel in (by_bandwidth, by_hosts):
         panel.minorticks_off()
-    by_hand = [
-        Patch(color="gray", alpha=0.3, label="band: predictions with the measured costs' standard errors"),
-        Patch(color=EXTRAPOLATED, label="grey: extrapolated, not measured"),
-    ]
-    found = {label: handle for panel in (by_bandwidth, by_hosts) for handle, label in zip(*_legend(panel), strict=True)}
-    handles, labels = [*found.values(), *by_hand], [*found, *(one.get_label() for one in by_hand)]
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
-def _legend(panel: Axes) -> Any:
-    return panel.get_legend_handles_labels()
 
 
 def _draw_gains(
-    panel: Axes, work: Work, cluster: Cluster, places: Sequence[float], changed: Callable[[Cluster, float], Cluster]
+    panel: Any, work: Work, cluster: Cluster, places: Sequence[float], changed: Callable[[Cluster, float], Cluster]
 ) -> None:
     """Draws a curve for each method, with its band; ``changed`` returns the cluster with one of the ``places``."""
     clusters = [changed(cluster, place) for place in places]
@@ -98,7 +93,7 @@ def _draw_gains(
             panel.fill_between(places, low, high, color=colour_of(method), alpha=0.2, linewidth=0)
 
 
-def _mark_measured(panel: Axes, places: Sequence[float], measured: float | None) -> None:
+def _mark_measured(panel: Any, places: Sequence[float], measured: float | None) -> None:
     """Draws what is not near the measured place on grey; None: it is not in this panel."""
     first, last = places[0] / NEAR, places[-1] * NEAR
     left, right = (first, first) if measured is None else (measured / NEAR, measured * NEAR)
@@ -109,7 +104,7 @@ def _mark_measured(panel: Axes, places: Sequence[float], measured: float | None)
 
 
 def _draw_measured(
-    panel: Axes, here: float, predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
+    panel: Any, here: float, predictions: Sequence[Prediction], measured: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Draws a dot for each method that was run, at its fastest, if DDP was, too."""
     rounds = rounds_of(predictions, measured) if measured else {}

@@ -1,0 +1,160 @@
+"""A benchmark: the options of its command are its fields, which all ranks get; it runs, and shows what it measured."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning_pipesync.lab.bench.job import Hosts, launched, run_job
+from lightning_pipesync.lab.bench.tables import environment, show, write_results
+from lightning_pipesync.lab.bench.worker import Measure
+
+#: Called with a description after each part of a benchmark.
+Progress = Callable[[str], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(ABC):
+    """A command that measures something.
+
+    Attributes:
+        output: Folder for the results, as JSON and Markdown, and the pictures.
+    """
+
+    output: Path = Path("outputs/bench")
+
+    #: The name of the command and of its files.
+    name: ClassVar[str]
+
+    @abstractmethod
+    def results(self) -> list[dict[str, Any]]:
+        """Measures; returns nothing on the ranks of a launcher other than the first."""
+
+    @abstractmethod
+    def report(self, results: list[dict[str, Any]]) -> str:
+        """Returns the tables, in Markdown."""
+
+    @abstractmethod
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        """Writes the pictures to the folder ``output``."""
+
+    def run(self) -> None:
+        """Measures, writes the results and the pictures, and prints the tables."""
+        if results := self.results():
+            text = self.report(results)
+            write_results(self.output, self.name, {"kind": self.name, "results": results}, text)
+            self.draw(results)
+            show(text)
+            print(f"Results and pictures: {self.output}")
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what is saved with the results: the fields but for those that say where it runs."""
+        return {name: value for name, value in asdict(self).items() if name not in _ABOUT_HOSTS}
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
+
+    def _check_all_positive(self, name: str, values: Sequence[float], what: str) -> None:
+        if not values or not all(value > 0 for value in values):
+            raise ValueError(f"{name} must be one or more positive {what}, got {values!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark(Command):
+    """A command that measures on several ranks.
+
+    Attributes:
+        hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
+        rate: Of each host's link in an emulated network, e.g. 1gbit. Without it the ranks talk over loopback.
+        racks: Number of racks in the emulated network.
+        uplink: Rate of each rack's link to the others, e.g. 200mbit.
+
+    Raises:
+        ValueError: an option is out of its range; the message names it and its value.
+    """
+
+    hosts: tuple[int, ...] = (2,)
+    rate: str | None = None
+    racks: int = 1
+    uplink: str | None = None
+
+    def __post_init__(self) -> None:
+        self._all_hosts()
+
+    @property
+    @abstractmethod
+    def num_measurements(self) -> int:
+        """How often :meth:`measure` reports progress."""
+
+    @abstractmethod
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Returns what this rank has measured; a collective call."""
+
+    def results(self) -> list[dict[str, Any]]:
+        return run_on(type(self).measure, self, self._all_hosts(), self.num_measurements)
+
+    def _all_hosts(self) -> list[Hosts]:
+        return make_hosts(self.hosts, self.rate, self.racks, self.uplink)
+
+
+_ABOUT_HOSTS = {field.name for field in fields(Benchmark)}
+
+
+def make_hosts(counts: Sequence[int], rate: str | None, racks: int, uplink: str | None) -> list[Hosts]:
+    """Returns the hosts to run on, for each number of hosts.
+
+    Raises:
+        ValueError: there are fewer than 2 hosts, or settings of a network without a rate.
+    """
+    if rate is None and (racks != 1 or uplink is not None):
+        raise ValueError(f"racks={racks} and uplink={uplink!r} describe an emulated network: give its rate, too.")
+    for count in counts:
+        if count < 2:
+            raise ValueError(f"hosts={[*counts]}: a benchmark of communication needs at least 2.")
+    return [Hosts(count, rate, racks, uplink) for count in counts]
+
+
+def run_on(measure: Measure, settings: Any, all_hosts: Sequence[Hosts], num_measurements: int) -> list[dict[str, Any]]:
+    """Measures on each number of hosts, with a progress bar.
+
+    Returns:
+        The results with their rate and environment; empty on the ranks of a launcher other than the first.
+    """
+    results = []
+    for hosts in all_hosts[:1] if launched() else all_hosts:
+        with progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:
+            result = run_job(measure, settings, hosts, advance)
+        if result is not None:
+            rate = None if launched() else hosts.rate
+            results.append({**result, "rate": rate, "environment": environment()})
+    return results
+
+
+@contextmanager
+def progress_bar(name: str, total: int) -> Iterator[Progress]:
+    """Shows a progress bar on the first rank; yields a function to call with a description after each part."""
+    from rich import progress
+    from rich.console import Console
+
+    shown = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
+    columns = (progress.TextColumn(name), *shown, progress.TextColumn("{task.description}"))
+    on_first_rank = os.environ.get("RANK", "0") == "0"
+    with progress.Progress(*columns, console=Console(stderr=True), disable=not on_first_rank) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def check_installed(*names: str) -> None:
+    """Raises ModuleNotFoundError if a package of the extra ``bench`` is missing, before anything is measured."""
+    missing = [name.replace("sklearn", "scikit-learn") for name in names if find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ModuleNotFoundError(f"{', '.join(missing)} {verb} missing: pip install 'lightning-pipesync[bench]'.")

@@ -1,0 +1,218 @@
+"""Trainings of pipelines with the engine, all stages in this process, and what is chosen for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_pipesync.lab.bench.benchmark import Command
+from lightning_pipesync.lab.bench.named_settings import parse_named
+from lightning_pipesync.lab.bench.tasks import Task, evaluations
+from lightning_pipesync.lab.papers import layered
+from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+
+Error = TypeVar("Error")
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+#: The methods. ``sgd``, without a delay, is the baseline.
+METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe")
+#: Tasks whose quality is the accuracy on a test set.
+TASKS = ("digits", "mnist1d")
+#: Factories of the models of a task, by name.
+MODELS: dict[str, Callable[[Task], nn.Module]] = {
+    "resnet": lambda _: layered.resnet(),
+    "vgg": lambda _: layered.vgg(),
+    "cnn": lambda task: task.build_module(),
+    "mlp": lambda task: layered.mlp(task.train_set[0][0].numel()),
+}
+#: The parts of a training after which the learning rate is divided by 10: 30, 60 and 90 of the paper's 100 epochs.
+REDUCTIONS = (0.3, 0.6, 0.9)
+#: Methods in which all stages use the same weights for a mini-batch: those of its replica.
+_WITH_REPLICAS = ("pipedream", "ea_pipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(Command):
+    """The options of the trainings of a study.
+
+    Attributes:
+        task: digits (scikit-learn's) or mnist1d (digits as signals); resnet and vgg are for digits.
+        model: resnet (50 layers), vgg (25 layers), cnn (the task's own, 11 layers), or mlp (8 dense layers), whose
+            trainings are made many at once, some hundred times as fast.
+        stages: Number of stages, which is the number of mini-batches in flight.
+        methods: sgd (one stage), pipedream, weight_stashing, spectrain, naive or ea_pipe, each with settings if need
+            be: NAME:SETTING=VALUE,SETTING=VALUE.
+        learning_rates: To begin with; divided by 10 after 30, 60 and 90 % of a training.
+        momentum: Of SGD, in each stage.
+        weight_decay: Of SGD.
+        batch_sizes: Samples of a mini-batch.
+        validation: Share of the training set that chooses among learning rates, batch sizes and settings of a method,
+            and is not trained on; 0 for none, and no choice.
+        seeds: Each method trains once for each of these at each learning rate.
+        epochs: Of each training.
+        evaluations: How often the error is measured in a training, each time after the pipeline has been emptied.
+    """
+
+    task: str = "digits"
+    model: str = "resnet"
+    stages: int = 50
+    methods: tuple[str, ...] = ("sgd", "pipedream", "spectrain", "naive", "ea_pipe:elastic_force=0.1")
+    learning_rates: tuple[float, ...] = (0.5, 0.1, 0.01)
+    momentum: float = 0.0
+    weight_decay: float = 5e-4
+    batch_sizes: tuple[int, ...] = (16,)
+    validation: float = 0.2
+    seeds: tuple[int, ...] = (0, 1, 2)
+    epochs: int = 20
+    evaluations: int = 20
+
+    def __post_init__(self) -> None:
+        for name, known in (("task", TASKS), ("model", tuple(MODELS))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; there are {', '.join(known)}.")
+        for name in ("methods", "learning_rates", "batch_sizes", "seeds"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} must be one or more different ones, got {values!r}.")
+        self._check_positive("stages", "epochs", "evaluations")
+        self._check_all_positive("batch_sizes", self.batch_sizes, "numbers")
+        self._check_all_positive("learning_rates", self.learning_rates, "numbers")
+        for name in ("momentum", "weight_decay", "validation"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and less than 1, got {getattr(self, name)!r}.")
+        for method in self.methods:
+            parse_method(method, 0)
+
+
+def parse_method(text: str, seed: int) -> EAPipeConfig:
+    """Returns the settings of ``NAME`` or ``NAME:SETTING=VALUE,...``; ValueError if one is unknown or out of range."""
+    name = text.partition(":")[0]
+    fixed = {"algorithm": "naive" if name == "sgd" else name, "split": "parameters", "seed": seed}
+    config: EAPipeConfig = parse_named(text, dict.fromkeys(METHODS, EAPipeConfig), fixed)
+    return config
+
+
+@dataclass(frozen=True)
+class Data:
+    """The disjoint data sets of a study."""
+
+    train: Dataset[Any]
+    validation: Dataset[Any] | None  # for choices
+    test: Dataset[Any]  # for the reported errors only
+
+    @classmethod
+    def of(cls, task: Task, validation: float) -> Data:
+        """Splits the training set of a task, with a fixed seed."""
+        held_out, rest = (part.tolist() for part in task.divided(validation))
+        if not held_out:
+            return cls(task.train_set, None, task.test_set)
+        return cls(Subset(task.train_set, rest), Subset(task.train_set, held_out), task.test_set)
+
+    def errors_of(self, error_on: Callable[[Dataset[Any]], Error]) -> dict[str, Error]:
+        """Returns the results of ``error_on``: ``error`` on the test set, and ``validation`` if there is such a set."""
+        found = {"error": error_on(self.test)}
+        return found if self.validation is None else {**found, "validation": error_on(self.validation)}
+
+
+def train(
+    task: Task, method: str, learning_rate: float, batch_size: int, seed: int, settings: PipelineOptions
+) -> dict[str, Any]:
+    """Trains once, until the end or until a loss is not finite.
+
+    Returns:
+        ``method``, ``learning_rate``, ``batch_size``, ``seed``, ``seconds`` of the training, ``diverged``, and
+        ``points``: epochs and errors in %, at each evaluation.
+    """
+    data = Data.of(task, settings.validation)
+    torch.manual_seed(seed)  # the same weights for every method
+    model = MODELS[settings.model](task)
+    assert isinstance(model, nn.Sequential)
+    optimizers: list[Optimizer] = []
+
+    def optimizer_of(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizers.append(
+            SGD(parameters, learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
+        )
+        return optimizers[-1]
+
+    engine = build_engine(model, optimizer_of, method, seed, settings.stages)
+    order = torch.Generator().manual_seed(seed)
+    # A smaller last mini-batch would have the weight of a whole one, and batch norm needs more than one sample.
+    loader = DataLoader(data.train, batch_size, shuffle=True, generator=order, drop_last=True)
+    num_steps = settings.epochs * len(loader)
+    reduced, evaluated = reductions(num_steps), evaluations(num_steps, settings.evaluations)
+    points: list[dict[str, float]] = []
+    steps, diverged = 0, False
+    start = time.perf_counter()
+    while steps < num_steps and not diverged:
+        for batch in loader:
+            loss = engine.train_batch((batch[0], batch[1]))
+            assert loss is not None, "all stages are here"
+            diverged = not bool(loss.isfinite())
+            if diverged:
+                break
+            steps += 1
+            if steps in reduced:
+                _reduce_learning_rates(optimizers)
+            if steps in evaluated:
+                engine.flush()
+                points.append(
+                    {"epoch": steps / len(loader), **data.errors_of(lambda part: error_of(task, model, part))}
+                )
+    run = {"method": method, "learning_rate": learning_rate, "batch_size": batch_size, "seed": seed}
+    return {**run, "diverged": diverged, "points": points, "seconds": time.perf_counter() - start}
+
+
+def reductions(num_steps: int) -> set[int]:
+    """Returns the steps after which the learning rate is reduced."""
+    return {round(share * num_steps) for share in REDUCTIONS}
+
+
+def build_engine(
+    model: nn.Sequential,
+    optimizer_of: Callable[[Iterable[nn.Parameter]], Optimizer],
+    method: str,
+    seed: int,
+    stages: int,
+) -> EAPipe:
+    """Returns the pipeline of ``method`` with ``stages`` stages, or an equivalent one with fewer."""
+    config, stages = least_pipeline(method, seed, stages)
+    return EAPipe(model, nn.functional.cross_entropy, optimizer_of, config, virtual_stages=stages)
+
+
+def least_pipeline(method: str, seed: int, stages: int) -> tuple[EAPipeConfig, int]:
+    """Returns the settings of ``method``, and the smallest number of stages equivalent to ``stages``.
+
+    If all stages use the same replica for a mini-batch, only the number of replicas matters, and one stage is fastest.
+    """
+    config = parse_method(method, seed)
+    if method.startswith("sgd"):
+        return config, 1
+    if config.algorithm in _WITH_REPLICAS:
+        return replace(config, replicas=config.replicas or stages), 1
+    return config, stages
+
+
+@torch.no_grad()
+def error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
+    """Returns the classification error on a data set, in %."""
+    model.eval()
+    score = number = 0.0
+    for batch in DataLoader(dataset, batch_size=200):
+        batch_score, batch_number = task.score(model, batch)
+        score, number = score + batch_score.item(), number + batch_number
+    model.train()
+    return 100 - task.quality(score / number)
+
+
+def _reduce_learning_rates(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] /= 10
