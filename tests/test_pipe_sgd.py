@@ -161,9 +161,9 @@ def test_the_cases_differ() -> None:
 
 
 def train_in_pieces() -> dict[str, list[Tensor]]:
-    from lightning_pipesync.methods.pipe_sgd import gradient_plan
+    from lightning_pipesync.methods.pipe_sgd import layout
 
-    gradient_plan.SHARD_OF_PIECE = 20
+    layout.SHARD_OF_PIECE = 20
     return {name: train(*CASES[name]) for name in ("k=1", "int8", "level 2, k=1")}
 
 
@@ -198,8 +198,8 @@ def order_of_events(level: int) -> list[str]:
     submit = sync._queue.submit
     step = 0
 
-    def recording(kind: str, start: Any) -> Any:
-        handle, submitted = submit(kind, start), step
+    def recording(kind: str, start: Any, **settings: Any) -> Any:
+        handle, submitted = submit(kind, start, **settings), step
         events.append(f"start {submitted}")
         wait = handle.wait
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -162,10 +163,11 @@ class UserSteps:
         self._protocol.check_unscaled(index)
         return result
 
-    def update_nothing(
+    def update_by_method(
         self,
         index: int,
         update: Callable[[], T] | None,
+        apply: Callable[[Callable[[], Any]], object] = lambda optimizer_step: None,
         evaluate: Callable[[Callable[[], Any]], Any] = lambda closure: closure(),
     ) -> tuple[bool, T | None]:
         """Runs ``update`` for a method that updates the weights itself: the optimizer's step in it updates nothing.
@@ -173,22 +175,26 @@ class UserSteps:
         Args:
             index: of the optimizer.
             update: as in :meth:`SyncMethod.step`.
+            apply: called in place of the optimizer's step, which it is given, unless a loss scaler skips the step.
             evaluate: evaluates a closure, after which the gradient is complete.
 
         Returns:
-            Whether the method is to update the weights, or a loss scaler skips the step; and the result of ``update``.
+            Whether the weights are to be updated, or a loss scaler skips the step; and the result of ``update``.
 
         Raises:
             RuntimeError: a call is out of order.
         """
         optimizer = self._optimizers[index]
+        optimizer_step = optimizer.step
         stepped = False
 
-        def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             nonlocal stepped
             result = None if closure is None else evaluate(closure)
             self.complete_gradient(index, by_closure=update is None or closure is not None)
             stepped = not is_skipped(optimizer)
+            if stepped:
+                apply(functools.partial(optimizer_step, **kwargs))
             return result
 
         with replaced_step(optimizer, step):

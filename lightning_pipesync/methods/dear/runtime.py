@@ -190,7 +190,7 @@ class DeAR(SyncMethod):
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
-        stepped, result = self.user_steps.update_nothing(index, update)
+        stepped, result = self.user_steps.update_by_method(index, update)
         if stepped:
             self._feedpipe.start(self._fused.of_optimizer(index))
         if index == 0:

@@ -54,19 +54,15 @@ class BackPipeSchedule:
             self.outdated = True
             return range(0)
         self._num_awaited[bucket] -= 1
-        end = self.num_started
-        while end < len(self._num_awaited) and self._num_awaited[end] <= 0:
-            end += 1
-        return self._start(end)
+        begin = self.num_started
+        while self.num_started < len(self._num_awaited) and self._num_awaited[self.num_started] <= 0:
+            self.num_started += 1
+        return range(begin, self.num_started)
 
     def finish(self) -> range:
         """Returns the buckets whose collective starts at the end: those of which gradients are missing."""
-        return self._start(len(self._num_awaited))
-
-    def _start(self, end: int) -> range:
-        started = range(self.num_started, end)
-        self.num_started = end
-        return started
+        begin, self.num_started = self.num_started, len(self._num_awaited)
+        return range(begin, self.num_started)
 
 
 class ReducedBucket(Protocol):
@@ -107,6 +103,8 @@ class BackPipe:
         may_start: returns whether a pass starts collectives, now that a parameter's gradient is ready; None: always.
         before_pass: called before the first collective of a step; may return an operation that all of them require.
         after: called when a bucket's collective was queued, with the index of the bucket.
+        on_outdated: called when a pass changes a gradient of a bucket whose collective has started; None: at the end of
+            the step all are reduced again.
     """
 
     def __init__(
@@ -116,9 +114,11 @@ class BackPipe:
         may_start: Callable[[Tensor], bool] | None = None,
         before_pass: Callable[[], Queued[Any] | None] = lambda: None,
         after: Callable[[int], object] | None = None,
+        on_outdated: Callable[[], object] | None = None,
     ) -> None:
         self._fused, self._queue = fused, queue
-        self._may_start, self._before_pass, self._after = may_start, before_pass, after
+        self._may_start, self._before_pass = may_start, before_pass
+        self._after, self._on_outdated = after, on_outdated
         self._schedule: BackPipeSchedule | None = None  # of this step
         self._requires: Queued[Any] | None = None
         self._hooks: dict[int, RemovableHandle] = {}
@@ -127,10 +127,6 @@ class BackPipe:
     def in_step(self) -> bool:
         """Whether collectives of this step have started."""
         return self._schedule is not None
-
-    def has_started(self, parameter: Tensor) -> bool:
-        """Returns whether the collective of this parameter's bucket has started in this step."""
-        return self._schedule is not None and self._fused.index_of[id(parameter)] < self._schedule.num_started
 
     def hook_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Registers the gradient hooks of ``parameters``, once."""
@@ -145,7 +141,8 @@ class BackPipe:
 
     def start_rest(self) -> None:
         """Starts the collectives that have not started in this step."""
-        self._start((self._schedule or self._begin()).finish())
+        for index in (self._schedule or self._begin()).finish():
+            self._reduce(index)
 
     def end_step(self) -> bool:
         """Ends a step; returns whether a gradient has changed after the collective of its bucket started."""
@@ -184,7 +181,11 @@ class BackPipe:
         if self._may_start is None or self._may_start(parameter):
             bucket = self._fused.index_of.get(id(parameter))
             if bucket is not None:  # otherwise no optimizer has it any more
-                self._start((self._schedule or self._begin()).gradient_is_ready(bucket))
+                schedule = self._schedule or self._begin()
+                for index in schedule.gradient_is_ready(bucket):
+                    self._reduce(index)
+                if schedule.outdated and self._on_outdated is not None:
+                    self._on_outdated()
 
     def _finish_pass(
         self, exchange: Callable[[int], Queued[list[int]]], flag: int, outdated: Callable[[], bool]
@@ -201,8 +202,7 @@ class BackPipe:
         self._schedule = BackPipeSchedule([bucket.num_gradients for bucket in self._fused.buckets])
         return self._schedule
 
-    def _start(self, indices: range) -> None:
-        for index in indices:
-            self._fused.buckets[index].reduce(self._queue, self._requires)
-            if self._after is not None:
-                self._after(index)
+    def _reduce(self, index: int) -> None:
+        self._fused.buckets[index].reduce(self._queue, self._requires)
+        if self._after is not None:
+            self._after(index)

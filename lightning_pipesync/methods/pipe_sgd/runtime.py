@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
@@ -54,15 +52,18 @@ class PipeSGD(SyncMethod):
     config: PipeSGDConfig
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
+        self._members = group_members(self.optimizers)
+
+        def may_start(_: Tensor) -> bool:
+            return self.syncing
+
         self._pipes = [
-            GradientPipe(optimizer, of_optimizer, self.config, self._queue, self.transport, guard)
+            GradientPipe(optimizer, of_optimizer, self.config, self._queue, self.transport, guard, may_start)
             for optimizer, of_optimizer, guard in zip(
                 self.optimizers, self._by_optimizer(parameters), self.user_steps.guards, strict=True
             )
         ]
-        self._hook_gradients(parameters)
         self._prediction: PredictionHooks | None = None
         self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
         if self.config.predicts:
@@ -116,10 +117,9 @@ class PipeSGD(SyncMethod):
         """
         self._flushed_pipes.clear()
         if self._members != group_members(self.optimizers):
-            parameters = self._agreed_parameters()
-            for one, of_optimizer in zip(self._pipes, self._by_optimizer(parameters), strict=True):
-                one.set_parameters(of_optimizer)
-            self._hook_gradients(parameters)
+            self._members = group_members(self.optimizers)
+            for pipe, of_optimizer in zip(self._pipes, self._by_optimizer(self._agreed_parameters()), strict=True):
+                pipe.set_parameters(of_optimizer)
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _compare_loaded(self) -> None:
@@ -140,7 +140,10 @@ class PipeSGD(SyncMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step."""
         self.flushed = False
-        return self._pipes[index].run(update, partial(self.user_steps.complete_gradient, index))
+        pipe = self._pipes[index]
+        with pipe.step():
+            _, result = self.user_steps.update_by_method(index, update, pipe.apply)
+        return result
 
     def drain(self, before_update: Callable[[Optimizer], object] = lambda _: None) -> None:
         """Applies all gradients in flight, in order; a collective call.
@@ -210,23 +213,10 @@ class PipeSGD(SyncMethod):
         if self._prediction is not None:
             self._prediction.remove()
             self._prediction = None
-        for hook in self._hooks.values():
-            hook.remove()
+        for pipe in self._pipes:
+            pipe.close()
         self._queue.close(timeout_s)
         super()._detach(timeout_s)
-
-    def _gradient_is_ready(self, parameter: Tensor) -> None:
-        index = self._index_of.get(id(parameter))
-        if index is not None:  # otherwise no optimizer has it any more
-            self._pipes[index].gradient_is_ready(parameter, send=self.syncing)
-
-    def _hook_gradients(self, parameters: Sequence[NamedParameter]) -> None:
-        """Registers hooks for the gradients that the optimizers have now."""
-        self._members = group_members(self.optimizers)
-        self._index_of = {id(p.tensor): p.group[0] for p in parameters if p.group}
-        for parameter in parameters:
-            if parameter.group and id(parameter.tensor) not in self._hooks:
-                self._hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, self._gradient_is_ready)
 
     def _by_optimizer(self, parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
         return [

@@ -162,7 +162,7 @@ class ParameterServer(SyncMethod):
             self._settle()
         if self._elastic is not None:
             return self._step_of_replica(self._elastic, index, update)
-        stepped, result = self.user_steps.update_nothing(index, update, self._passes.evaluate)
+        stepped, result = self.user_steps.update_by_method(index, update, evaluate=self._passes.evaluate)
         if stepped and self._local is not None:
             self._local.step()
         elif stepped:
