@@ -26,7 +26,7 @@ from lightning_pipesync.lab.bench.models import (
     build_model,
     computation_seconds,
 )
-from lightning_pipesync.lab.bench.models.emulated_compute import EmulatedCompute
+from lightning_pipesync.lab.bench.models.emulated import EmulatedCompute
 from tests.harness import launch
 
 # DeAR Table I: layers, tensors; the exact number of values of which it gives millions, and GFLOP of a forward pass, are
@@ -136,8 +136,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("emulated", "emulated_compute"):
-        monkeypatch.setattr(f"lightning_pipesync.lab.bench.models.{module}.time", clock)
+    monkeypatch.setattr("lightning_pipesync.lab.bench.models.emulated.time", clock)
     return clock
 
 

@@ -13,8 +13,7 @@ from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.lab.bench.models.table import ModelTable
 from lightning_pipesync.lab.bench.profile import Profile
-from lightning_pipesync.lab.papers.bert_tables import bert_base, bert_large
-from lightning_pipesync.lab.papers.image_tables import inceptionv4, resnet50
+from lightning_pipesync.lab.papers.networks import bert_base, bert_large, inceptionv4, resnet50
 from lightning_pipesync.lab.plan.changes import changes_since
 from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.predictions import bucket_sizes, fastest

@@ -7,29 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.lab.bench.models import from_transformers, small
+from lightning_pipesync.lab.bench.models import real
 from lightning_pipesync.lab.bench.models.bench_model import BenchModel
 from lightning_pipesync.lab.bench.models.emulated import EmulatedModel
-from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable, TensorSpec
-from lightning_pipesync.lab.papers import bert_tables, image_tables
-
-#: The networks that can be emulated, by name: those of DeAR Table I, and AlexNet.
-TABLES: dict[str, Callable[[], ModelTable]] = {
-    "alexnet": image_tables.alexnet,
-    "resnet50": image_tables.resnet50,
-    "densenet201": image_tables.densenet201,
-    "inceptionv4": image_tables.inceptionv4,
-    "bert-base": bert_tables.bert_base,
-    "bert-large": bert_tables.bert_large,
-}
+from lightning_pipesync.lab.bench.models.table import ModelTable
+from lightning_pipesync.lab.papers.networks import TABLES
 
 #: What the name of an emulated network begins with.
 EMULATED = "emulated-"
 _REAL: dict[str, Callable[..., BenchModel]] = {
-    "transformer": small.transformer,
-    "cnn": small.cnn,
-    "resnet50": from_transformers.resnet50,
-    "bert-base": from_transformers.bert_base,
+    "transformer": real.transformer,
+    "cnn": real.cnn,
+    "resnet50": real.resnet50,
+    "bert-base": real.bert_base,
 }
 
 #: The names for :func:`build_model`.
@@ -54,16 +44,16 @@ def build_model(
         backward_seconds: the duration of its backward pass.
 
     Raises:
-        ValueError: the name is unknown, or a setting is out of range or not one of this model.
+        ValueError: the name is unknheld, or a setting is out of range or not one of this model.
         ModuleNotFoundError: the model is built by ``transformers``, which is not installed.
     """
     if name not in MODEL_NAMES:
-        raise ValueError(f"Unknown model {name!r}; there are {', '.join(MODEL_NAMES)}.")
+        raise ValueError(f"Unknheld model {name!r}; there are {', '.join(MODEL_NAMES)}.")
     if name in _REAL:
         if (scale, forward_seconds, backward_seconds) != (1.0, 0.0, 0.0):
             raise ValueError(
                 f"scale={scale!r}, forward_seconds={forward_seconds!r} and backward_seconds={backward_seconds!r} are "
-                f"settings of emulated models: {name} has its own size and takes its own time."
+                f"settings of emulated models: {name} has its held size and takes its held time."
             )
         if batch_size is None:
             return _REAL[name]()
@@ -88,15 +78,14 @@ def stand_in(model: nn.Module, scale: float = 0.0) -> BenchModel:
         model: the other one.
         scale: number of values of a tensor over that of the other one's; 0: each has one value.
     """
-    layers, seen = [], set[Tensor]()
+    table, seen = ModelTable(type(model).__name__), set[Tensor]()
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in seen]
-        seen |= set(own)
-        if own:
-            sizes = [max(1, round(scale * tensor.numel())) for tensor in own]
-            tensors = tuple(TensorSpec(f"tensor{i}", (size,)) for i, size in enumerate(sizes))
-            layers.append(LayerSpec(name, name, tensors, forward_flops=1))
-    table = ModelTable(type(model).__name__, tuple(layers))
+        held = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in seen]
+        seen |= set(held)
+        if held:
+            sizes = [max(1, round(scale * tensor.numel())) for tensor in held]
+            table.block = name
+            table.add("", 1, **{f"tensor{i}": (size,) for i, size in enumerate(sizes)})
     module = EmulatedModel(table, forward_seconds=0.0, backward_seconds=0.0)
     return _emulated("stand-in", module).to(next(model.parameters()).device)
 

@@ -1,4 +1,4 @@
-"""A module with the tensors of a real network, whose layers sleep instead of computing."""
+"""Networks with the tensors of real ones whose layers sleep instead of computing, and how long they have to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipesync.lab.bench.models.emulated_compute import EmulatedCompute
 from lightning_pipesync.lab.bench.models.table import LayerSpec, ModelTable
+
+#: The shortest sleep; less is carried over, because a sleep takes 0.05 ms or more longer than requested.
+_SHORTEST_SLEEP_S = 0.5e-3
+#: The most time between two layers that counts as theirs: the interpreter needs 0.01 to 0.04 ms, or more if busy.
+_LONGEST_DISPATCH_S = 0.05e-3
+#: The most lateness that later layers make up for: a process that was stopped must not skip its work.
+_LARGEST_CREDIT_S = 0.1
+
+
+def computation_seconds(
+    num_bytes: int, world_size: int, bandwidth_bytes_per_s: float, ratio: float
+) -> tuple[float, float]:
+    """Returns the seconds of forward and backward pass of which the all-reduce of all gradients takes ``ratio`` times.
+
+    The all-reduce takes ``2 (P - 1) / P * num_bytes / bandwidth``: DeAR Eq. 5 without latency. Backward takes twice as
+    long as forward, since it computes two products, by the inputs and by the weights, where forward computes one.
+
+    Args:
+        num_bytes: the size of all gradients.
+        world_size: number of ranks P, at least 2.
+        bandwidth_bytes_per_s: the bandwidth of each rank's link, one way.
+        ratio: communication time over computation time.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    if world_size < 2:
+        raise ValueError(f"world_size must be at least 2 for a ratio of communication, got {world_size!r}.")
+    numbers = {"num_bytes": num_bytes, "bandwidth_bytes_per_s": bandwidth_bytes_per_s, "ratio": ratio}
+    for name, value in numbers.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {value!r}.")
+    seconds = 2 * (world_size - 1) / world_size * num_bytes / bandwidth_bytes_per_s / ratio
+    return seconds / 3, 2 * seconds / 3
+
+
+class EmulatedCompute:
+    """The emulated computation of a model, which accounts for the time that its layers should and do take.
+
+    Only time within a layer counts, and the first 0.05 ms between two layers, in which Python calls the next one: on an
+    accelerator the host runs ahead and hides it. Longer waits of hooks, such as for communication, do not count. A
+    layer that ends late, because a sleep was too long or the processor busy, makes later layers shorter.
+
+    Attributes:
+        forward_seconds: the duration of the forward pass of the whole model. May be set between steps.
+        backward_seconds: the duration of its backward pass. May be set between steps.
+
+    Raises:
+        ValueError: one of them is negative or not finite.
+    """
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        for name, seconds in (("forward_seconds", forward_seconds), ("backward_seconds", backward_seconds)):
+            if not 0 <= seconds < float("inf"):
+                raise ValueError(f"{name} must be a number of seconds, 0 or more, got {seconds!r}.")
+        self.forward_seconds = forward_seconds
+        self.backward_seconds = backward_seconds
+        self._owed = 0.0
+        self._ended = 0.0
+
+    def spend(self, seconds: float, since: float) -> None:
+        """Sleeps until ``seconds`` have passed since ``since`` (``time.perf_counter``), plus the time carried over."""
+        dispatch = min(since - self._ended, _LONGEST_DISPATCH_S)
+        self._owed += seconds - dispatch - (time.perf_counter() - since)
+        if self._owed >= _SHORTEST_SLEEP_S:
+            begin = time.perf_counter()
+            time.sleep(self._owed)
+            self._owed -= time.perf_counter() - begin
+        self._owed = max(self._owed, -_LARGEST_CREDIT_S)
+        self._ended = time.perf_counter()
 
 
 class EmulatedModel(nn.Sequential):
@@ -67,14 +136,7 @@ class EmulatedModel(nn.Sequential):
 
 
 class EmulatedLayer(nn.Module):
-    """One layer of an :class:`EmulatedModel`.
-
-    Args:
-        spec: its tensors.
-        scale: the scale of the number of their values.
-        share: its share of the model's time, from 0 to 1.
-        compute: the emulated computation of the model.
-    """
+    """A layer with tensors of ``scale``, which takes a ``share``, from 0 to 1, of its :class:`EmulatedModel`'s time."""
 
     def __init__(self, spec: LayerSpec, scale: float, share: float, compute: EmulatedCompute) -> None:
         super().__init__()

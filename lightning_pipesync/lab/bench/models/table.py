@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One parameter tensor.
-
-    Attributes:
-        name: its name in its layer, without dots: ``weight`` or ``bias``.
-        shape: its sizes.
-    """
+class TensorSpec(NamedTuple):
+    """One parameter tensor: its name in its layer, without dots, and its sizes."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of its values."""
         return math.prod(self.shape)
 
 
@@ -44,62 +38,46 @@ class LayerSpec:
     tensors: tuple[TensorSpec, ...]
     forward_flops: int
 
-    @property
-    def numel(self) -> int:
-        """The number of values in its tensors."""
-        return sum(tensor.numel for tensor in self.tensors)
 
-
-@dataclass(frozen=True)
 class ModelTable:
-    """All layers of a network.
+    """All layers of a network, collected in the order of registration, which is nearly that of execution.
 
     Attributes:
         name: what the network is called.
-        layers: in the order of registration, which is nearly that of execution.
+        block: the block that the next layers belong to; their names begin with it.
+        layers: those so far.
     """
 
-    name: str
-    layers: tuple[LayerSpec, ...]
+    def __init__(self, name: str) -> None:
+        self.name, self.block = name, ""
+        self.layers: list[LayerSpec] = []
 
     @property
     def num_tensors(self) -> int:
-        """The number of parameter tensors (DeAR Table I, "# Tensors")."""
+        """DeAR Table I, "# Tensors"."""
         return sum(len(layer.tensors) for layer in self.layers)
 
     @property
     def numel(self) -> int:
         """The number of values in all tensors (DeAR Table I, "# Param.")."""
-        return sum(layer.numel for layer in self.layers)
+        return sum(tensor.numel for layer in self.layers for tensor in layer.tensors)
 
     @property
     def forward_flops(self) -> int:
-        """The estimate of a forward pass's floating-point operations for one sample."""
         return sum(layer.forward_flops for layer in self.layers)
-
-
-class TableBuilder:
-    """Collects the layers of a network, in the order of its registration.
-
-    Attributes:
-        block: the block that the next layers belong to; their names begin with it.
-        layers: those so far.
-    """
-
-    def __init__(self) -> None:
-        self.block = ""
-        self.layers: list[LayerSpec] = []
 
     def add(self, name: str, forward_flops: int, **shapes: tuple[int, ...]) -> None:
         """Adds a layer with a tensor for each of ``shapes``; ``name`` is its name in its block, may be empty."""
-        tensors = tuple(TensorSpec(tensor, shape) for tensor, shape in shapes.items())
         full_name = ".".join(part for part in (self.block, name) if part)
+        tensors = tuple(TensorSpec(*tensor) for tensor in shapes.items())
         self.layers.append(LayerSpec(full_name, self.block, tensors, forward_flops))
 
-    def conv(self, name: str, inputs: int, outputs: int, kernel: tuple[int, int], size: int) -> None:
-        """Adds a convolution without bias from ``inputs`` to ``outputs`` channels; its output is ``size x size``."""
+    def conv(
+        self, name: str, inputs: int, outputs: int, kernel: tuple[int, int], size: int, *, bias: bool = False
+    ) -> None:
+        """Adds a convolution from ``inputs`` to ``outputs`` channels; its output is ``size x size``."""
         weight = (outputs, inputs, *kernel)
-        self.add(name, 2 * math.prod(weight) * size**2, weight=weight)
+        self.add(name, 2 * math.prod(weight) * size**2, weight=weight, **({"bias": (outputs,)} if bias else {}))
 
     def norm(self, name: str, channels: int, positions: int) -> None:
         """Adds a batch or layer norm of ``channels`` values at each of ``positions`` pixels or tokens."""
@@ -112,7 +90,3 @@ class TableBuilder:
     def embedding(self, name: str, entries: int, hidden: int, tokens: int) -> None:
         """Adds a table of ``entries`` vectors of ``hidden`` values, of which ``tokens`` are looked up."""
         self.add(name, hidden * tokens, weight=(entries, hidden))
-
-    def build(self, name: str) -> ModelTable:
-        """Returns the table of all layers added."""
-        return ModelTable(name, tuple(self.layers))

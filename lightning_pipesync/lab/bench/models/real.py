@@ -1,0 +1,156 @@
+"""Real models that need no download: two small ones, and two that ``transformers`` builds from their configurations."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_pipesync.lab.bench.models.bench_model import BenchModel
+
+_VOCABULARY, _TOKENS = 1024, 64
+
+
+class TransformerLM(nn.Module):
+    """A causal Transformer (pre-norm) that predicts the next token.
+
+    Args:
+        hidden: width of the residual stream.
+        depth: number of layers.
+        heads: attention heads of each.
+        vocabulary: number of different tokens.
+        length: of a sequence at most.
+    """
+
+    def __init__(
+        self, hidden: int = 256, depth: int = 4, heads: int = 4, vocabulary: int = _VOCABULARY, length: int = _TOKENS
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.positions = nn.Embedding(length, hidden)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns logits (batch, length, vocabulary) for ``tokens`` (batch, length)."""
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        x = self.tokens(tokens) + self.positions.weight[:length]
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class SmallCNN(nn.Module):
+    """Three stages of convolution, batch norm and pooling, then a classifier of images of 3 x 32 x 32 in 10 classes."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            )
+            for inputs, outputs in pairwise([3, width, 2 * width, 4 * width])
+        )
+        self.head = nn.Linear(4 * width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns logits (batch, 10) for ``images`` (batch, 3, 32, 32)."""
+        for stage in self.stages:
+            images = stage(images)
+        logits: Tensor = self.head(images.mean(dim=(2, 3)))
+        return logits
+
+
+def transformer(batch_size: int = 8) -> BenchModel:
+    """Returns a :class:`TransformerLM` of 3.7 million values, on random sequences of 64 tokens."""
+
+    def make_batch(rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(_VOCABULARY, (batch_size, _TOKENS + 1), generator=generator)
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        return cross_entropy(module(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    module = TransformerLM()
+    return BenchModel("transformer", module, list(module.layers), make_batch, loss)
+
+
+def cnn(batch_size: int = 32) -> BenchModel:
+    """Returns a :class:`SmallCNN` of 0.1 million values, on random images of 3 x 32 x 32."""
+    module = SmallCNN()
+    return _classifier("cnn", module, list(module.stages), (batch_size, 3, 32, 32), 10)
+
+
+def resnet50(batch_size: int = 4) -> BenchModel:
+    """Returns ResNet-50 on random images of 3 x 224 x 224, 1000 classes (DeAR Section VI-A); its layers: the blocks.
+
+    Raises:
+        ModuleNotFoundError: ``transformers`` is not installed.
+    """
+    transformers = _transformers("resnet50")
+    module = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000))
+    blocks = [block for stage in module.resnet.encoder.stages for block in stage.layers]
+    return _classifier("resnet50", module, blocks, (batch_size, 3, 224, 224), 1000)
+
+
+def bert_base(batch_size: int = 4) -> BenchModel:
+    """Returns BERT-Base with its pre-training heads on random sentences of 64 tokens (DeAR Section VI-A).
+
+    Every token is a target, and dropout is on, as in training.
+
+    Raises:
+        ModuleNotFoundError: ``transformers`` is not installed.
+    """
+    transformers = _transformers("bert-base")
+    config = transformers.BertConfig()
+
+    def make_batch(rank: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        draw = torch.randint(config.vocab_size, (2, batch_size, _TOKENS), generator=generator)
+        follows = torch.randint(2, (batch_size,), generator=generator)
+        return {"input_ids": draw[0], "labels": draw[1], "next_sentence_label": follows}
+
+    def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        value: Tensor = module(**batch).loss
+        return value
+
+    module = transformers.BertForPreTraining(config)
+    return BenchModel("bert-base", module, list(module.bert.encoder.layer), make_batch, loss)
+
+
+def _classifier(
+    name: str, module: nn.Module, layers: list[nn.Module], shape: tuple[int, ...], num_classes: int
+) -> BenchModel:
+    """Returns a classifier on random images, those of each rank, of a shape (batch, channels, height, width)."""
+
+    def make_batch(rank: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        images = torch.randn(*shape, generator=generator)
+        return images, torch.randint(num_classes, shape[:1], generator=generator)
+
+    def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        output = module(batch[0])
+        return cross_entropy(getattr(output, "logits", output), batch[1])
+
+    return BenchModel(name, module, layers, make_batch, loss)
+
+
+def _transformers(name: str) -> Any:
+    """Imports and returns the package, which is needed for its models only."""
+    try:
+        return import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"The model {name} needs transformers: pip install transformers") from error
