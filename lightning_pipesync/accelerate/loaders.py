@@ -10,11 +10,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import broadcast_object_list, send_to_device
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipesync.accelerate.private import add_prepared_loader, mark_prepared, num_prepared_loaders
 from lightning_pipesync.data import adjusted_batch_size
-from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of, with_order, with_seldp
+from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
+from lightning_pipesync.data.order import in_order, replaceable_order
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.data.work_queue import WorkQueueBatches
 from lightning_pipesync.methods.settings import Settings
@@ -64,48 +65,43 @@ def for_training(
             return _prepared(accelerator, ordered, divided_by=1)
     if config.partition != "seldp" and config.injection is None:
         return divided(accelerator, loader)
-    world_size = accelerator.num_processes
-    size, iterable = loader.batch_size, isinstance(loader.dataset, IterableDataset)
-    if config.injection is not None and (size is None or iterable):
-        raise ValueError(
-            f"injection={config.injection} needs a training loader of a map-style data set with a batch_size, and this "
-            "one has an iterable data set, its own batch sampler, or no batches: set injection=None."
-        )
-    if size is not None and accelerator.split_batches:
-        size = max(1, size // world_size)
-    if size is not None and config.injection is not None:
-        size = adjusted_batch_size(size, *config.injection, world_size)
-
-    shuffle = type(loader.sampler) is RandomSampler
-    in_seldp = config.partition == "seldp" and size is not None and not iterable
-    if in_seldp and (shuffle or type(loader.sampler) is SequentialSampler):
-        order: DistributedSampler[Any] = DistributedSampler(
-            loader.dataset,
-            num_replicas=world_size,
-            rank=accelerator.process_index,
-            shuffle=shuffle,
-            seed=_shared_seed(accelerator),
-            drop_last=loader.drop_last,
-        )
-        loader = with_seldp(loader, order, full_pass=config.full_pass, num_samples=size)
-        prepared = _prepared(accelerator, loader, 1, on_host=config.injection is not None)
+    num_samples = _batch_size(accelerator, loader, config.injection)
+    seed, world_size = _shared_seed(accelerator), accelerator.num_processes
+    order = None
+    if config.partition == "seldp":
+        # A batch sampler, or samples without batches, stay in Accelerate's order.
+        rank, of_torch = accelerator.process_index, None if loader.batch_size is None else seed
+        order = replaceable_order(loader, config, rank, world_size, of_torch, loader.drop_last)
+    if order is None and config.injection is None:
+        return divided(accelerator, loader)
+    loader = in_order(loader, config, order, num_samples)
+    on_host = config.injection is not None
+    if order is not None:
+        prepared = _prepared(accelerator, loader, 1, on_host=on_host)
     else:
-        if config.partition == "seldp":
-            warnings.warn(
-                "SelDP leaves this loader in Accelerate's order: it reorders loaders of map-style data sets with a "
-                f"batch_size, with or without shuffle. This one has a {type(loader.sampler).__name__}. Set "
-                "partition='defdp' to silence this.",
-                stacklevel=3,
-            )
-        if config.injection is None:
-            return divided(accelerator, loader)
-        assert size is not None
-        seed = _shared_seed(accelerator)
-        loader = with_order(loader, loader.sampler, size)
-        prepared = _prepared(accelerator, loader, world_size, on_host=True, seed=seed, split_batches=False)
+        prepared = _prepared(accelerator, loader, world_size, on_host=on_host, seed=seed, split_batches=False)
     if config.injection is None:
         return prepared
     return InjectedLoader(prepared, find_data, accelerator.device if accelerator.device_placement else None)
+
+
+def _batch_size(accelerator: Accelerator, loader: DataLoader[Any], injection: tuple[float, float] | None) -> int | None:
+    """Returns the number of samples that a rank loads for a batch; None if the loader makes none.
+
+    Raises:
+        ValueError: data injection is set, and the loader makes no batches of a map-style data set.
+    """
+    size = loader.batch_size
+    if injection is not None and (size is None or isinstance(loader.dataset, IterableDataset)):
+        raise ValueError(
+            f"injection={injection} needs a training loader of a map-style data set with a batch_size, and this one "
+            "has an iterable data set, its own batch sampler, or no batches: set injection=None."
+        )
+    if size is not None and accelerator.split_batches:
+        size = max(1, size // accelerator.num_processes)
+    return (
+        size if size is None or injection is None else adjusted_batch_size(size, *injection, accelerator.num_processes)
+    )
 
 
 def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:

@@ -1,19 +1,15 @@
-"""Changes to a training DataLoader: the order of the data, its start, and the batch size."""
+"""What a DataLoader is made of, and copies of it with another sampler or batch size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_pipesync.core.torch_private import copy_loader
 from lightning_pipesync.data.injection import adjusted_batch_size
-from lightning_pipesync.data.resumable import ResumableSampler
-from lightning_pipesync.data.seldp import SelDPSampler
-from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 
 class LoaderWrapper:
@@ -40,119 +36,6 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
     if loader.batch_sampler is None:
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
-
-
-def has_default_order(loader: DataLoader[Any]) -> bool:
-    """Returns whether the order of ``loader`` is torch's: sequential, or a shuffle of the whole data set."""
-    sampler = sampler_of(loader)
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return type(sampler) is SequentialSampler
-
-
-def with_seldp(
-    loader: DataLoader[Any],
-    order: DistributedSampler[Any],
-    *,
-    full_pass: bool,
-    num_samples: int | None = None,
-    limit: int | float = 1.0,
-) -> DataLoader[Any]:
-    """Returns a loader of the same data in the order of SelDP (SelSync III-D).
-
-    Args:
-        loader: a loader of a map-style data set.
-        order: the sampler to replace, whose data set, ranks, shuffle, seed and ``drop_last`` stay.
-        full_pass: see :class:`SelDPSampler`.
-        num_samples: a new batch size.
-        limit: the part of the loader that an epoch uses: a number of batches, or a fraction.
-    """
-    sampler = SelDPSampler(
-        order.dataset,
-        num_replicas=order.num_replicas,
-        rank=order.rank,
-        shuffle=order.shuffle,
-        seed=order.seed,
-        drop_last=order.drop_last,
-        full_pass=full_pass,
-    )
-    loader = with_seed_of_its_own(with_order(loader, sampler, num_samples))
-    num_batches = len(loader)
-    used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
-    if used * batch_size(loader) < len(sampler):
-        sampler.samples_per_epoch = max(1, used * batch_size(loader))
-    return loader
-
-
-def with_work_queue(
-    loader: DataLoader[Any],
-    ask: Ask,
-    number: int,
-    *,
-    to_each_of: int | None = None,
-    seed: int = 0,
-    shuffle: bool = True,
-) -> DataLoader[Any]:
-    """Returns a loader of the same data whose batches are handed out.
-
-    Args:
-        loader: a loader of a map-style data set; a ``DistributedSampler`` keeps its own seed and shuffle.
-        ask: asks for a batch.
-        number: of the loader, the same on all ranks, another one for each.
-        to_each_of: the number of ranks, if each is to get one batch of an epoch at least; None: they need not.
-        seed: of the order, the same on all ranks.
-        shuffle: whether the order of the samples is another one in each epoch.
-
-    Raises:
-        ValueError: the loader does not make batches, or an epoch has fewer of them than there are ranks.
-    """
-    if loader.batch_sampler is None:
-        raise ValueError(
-            "partition='work_queue' hands out batches, and this loader has batch_size=None: let it make them, or "
-            "set partition='defdp'."
-        )
-    if isinstance(order := sampler_of(loader), DistributedSampler):
-        seed, shuffle = order.seed, order.shuffle
-    drop_last = getattr(loader.batch_sampler, "drop_last", False)
-    batches = WorkQueueBatches(
-        loader.dataset, batch_size(loader), shuffle, seed, drop_last, ask, number, to_each_of is not None
-    )
-    if to_each_of is not None and batches.num_batches < to_each_of:
-        raise ValueError(f"An epoch has {batches.num_batches} batches to hand out, too few for {to_each_of} ranks.")
-    return with_seed_of_its_own(copy_loader(loader, loader.sampler, batches))
-
-
-def resumable(order: DistributedSampler[Any]) -> ResumableSampler:
-    """Returns a sampler of the same order that can start within an epoch, see :func:`begin_at`."""
-    return ResumableSampler(order.dataset, order.num_replicas, order.rank, order.shuffle, order.seed, order.drop_last)
-
-
-def begin_at(
-    loader: DataLoader[Any], epoch: int, num_batches: int, on_skip: Callable[[], object] = lambda: None
-) -> bool:
-    """Sets where ``loader`` starts in a resumed run, if its sampler is a :class:`ResumableSampler`.
-
-    Args:
-        loader: the training loader.
-        epoch: the epoch in which the run resumes.
-        num_batches: the number of batches of that epoch that are done; more than ``loader`` has if it was cycled.
-        on_skip: called before the first sample is fetched, if the loader starts within an epoch.
-
-    Returns:
-        Whether the loader starts within an epoch.
-    """
-    sampler = sampler_of(loader)
-    if isinstance(sampler, WorkQueueBatches):
-        sampler.set_epoch(epoch)
-        return True  # the queue resumes where it was
-    if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
-        return False
-    sampler.set_epoch(epoch)  # whoever iterates does so, too, but after worker processes have started to fetch
-    if num_batches == 0 or len(loader) == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        return False  # such a loader resumes by itself
-    rounds, batches = divmod(num_batches, len(loader))
-    sampler.start, sampler.on_skip = (epoch, rounds * len(sampler) + batches * batch_size(loader)), on_skip
-    return True
 
 
 def batch_size_before_injection(

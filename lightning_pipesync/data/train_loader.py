@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_pipesync.data.loaders import LoaderWrapper, begin_at, sampler_of
+from lightning_pipesync.data.loaders import LoaderWrapper, sampler_of
+from lightning_pipesync.data.order import begin_at
 
 
 class TrainLoader(LoaderWrapper):

@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (
     batch_size_before_injection,
-    has_default_order,
     num_batches,
-    resumable,
     sampler_of,
     with_order,
     with_seed_of_its_own,
-    with_seldp,
+)
+from lightning_pipesync.data.order import (
+    DataSettings,
+    in_order,
+    order_in_words,
+    replaceable_order,
+    resumable,
     with_work_queue,
 )
-from lightning_pipesync.data.seldp import SelDPSampler
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
-
-
-class DataSettings(Protocol):
-    """Settings of the training data.
-
-    Attributes:
-        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` is the loader's own order;
-            ``"work_queue"`` hands out an epoch's batches one by one.
-        full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
-        injection: (alpha, beta) of data injection; None: there is none.
-    """
-
-    @property
-    def partition(self) -> str: ...
-
-    @property
-    def full_pass(self) -> bool: ...
-
-    @property
-    def injection(self) -> tuple[float, float] | None: ...
 
 
 class TrainingData:
@@ -125,35 +107,18 @@ class TrainingData:
                 f"{type(loader).__name__}: give it the DataLoader itself; or set injection=None, and call a "
                 "DataInjection on each batch."
             )
-        config, world_size = self._settings, self.transport.world_size
-        samples = batch_size_before_injection(loader, config.injection, world_size)
-        order = sampler_of(loader)
-        iterable = isinstance(loader.dataset, IterableDataset)
-        if iterable or not (has_default_order(loader) or type(order) is DistributedSampler):
-            self._leave_order("an iterable data set" if iterable else f"a {type(order).__name__}", order)
-            loader = copy(loader) if samples is None else with_order(loader, order, samples)
-            return with_seed_of_its_own(loader)
-        shuffle = type(order) is not SequentialSampler
-        if config.partition == "work_queue":
-            return with_work_queue(loader, self.ask, self._num_prepared, seed=seed, shuffle=shuffle)
-        if type(order) is not DistributedSampler:
-            order = DistributedSampler(loader.dataset, world_size, self.transport.rank, shuffle, seed)
-        if config.partition == "seldp":
-            return with_seldp(loader, order, full_pass=config.full_pass, num_samples=samples)
+        settings, world_size, rank = self._settings, self.transport.world_size, self.transport.rank
+        samples = batch_size_before_injection(loader, settings.injection, world_size)
+        order = replaceable_order(loader, settings, rank, world_size, seed)
+        if order is None:
+            if settings.full_pass and not getattr(sampler_of(loader), "full_pass", False):
+                raise ValueError(
+                    f"full_pass=True has no effect on {order_in_words(loader)}: give the loader a "
+                    "SelDPSampler(full_pass=True) or no sampler, or set full_pass=False."
+                )
+            return with_seed_of_its_own(copy(in_order(loader, settings, None, samples)))
+        if settings.partition == "work_queue":
+            return with_work_queue(loader, order, self.ask, self._num_prepared)
+        if settings.partition == "seldp":
+            return in_order(loader, settings, order, samples)
         return with_seed_of_its_own(with_order(loader, resumable(order), samples))
-
-    def _leave_order(self, what: str, order: Any) -> None:
-        """Says which settings an order of the user's own leaves without effect."""
-        if isinstance(order, SelDPSampler) and order.full_pass >= self._settings.full_pass:
-            return
-        if self._settings.full_pass:
-            raise ValueError(
-                f"full_pass=True has no effect on {what}: give the loader a SelDPSampler(full_pass=True) or no "
-                "sampler, or set full_pass=False."
-            )
-        if self._settings.partition != "defdp" and self.transport.rank == 0:
-            warnings.warn(
-                f"partition={self._settings.partition!r} has no effect on a loader with {what}, which itself has to "
-                "give each rank data of its own. Set partition='defdp' to say so.",
-                stacklevel=5,
-            )

@@ -22,7 +22,7 @@ from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import watch_job
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.rng import set_rng_states
-from lightning_pipesync.data.loaders import begin_at
+from lightning_pipesync.data.order import begin_at, with_resumable_order
 from lightning_pipesync.lightning.private import (
     change_train_loaders,
     no_broadcast_in_handlers,
@@ -30,7 +30,6 @@ from lightning_pipesync.lightning.private import (
 )
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
-from lightning_pipesync.training.loaders import with_resumable_order
 from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
 

@@ -20,6 +20,8 @@ from typing_extensions import override
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.storage import unshare_storage
+from lightning_pipesync.data.loaders import batch_size_before_injection
+from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
 from lightning_pipesync.lightning.private import (
     check_trainer,
@@ -34,7 +36,6 @@ from lightning_pipesync.methods.method import PIECE_MB, parameters_of
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
-from lightning_pipesync.training.loaders import check_num_samples, in_order, replaceable_order
 from lightning_pipesync.training.session import MethodPlan
 
 if TYPE_CHECKING:
@@ -155,14 +156,16 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
         dataloader = super().process_dataloader(dataloader)
         if not self._training or not isinstance(dataloader, DataLoader):
             return dataloader
-        if self.config.partition == "work_queue":
-            in_default_order = replaceable_order(dataloader, self.config, self.global_rank) is not None
-            return self.resume_loader(self._uneven_batches.with_work_queue(dataloader, in_default_order))
-        if self.config.partition == "seldp" or self.config.injection is not None:
-            check_num_samples(dataloader, self.world_size)
-        order = None if self._overfitting else replaceable_order(dataloader, self.config, self.global_rank)
-        dataloader = in_order(dataloader, self.config, order, self.world_size, self._trainer.limit_train_batches)
-        return self.resume_loader(dataloader)
+        settings, world_size = self.config, self.world_size
+        keeps_order = self._overfitting
+        order = None if keeps_order else replaceable_order(dataloader, settings, self.global_rank, world_size)
+        if settings.partition == "work_queue":
+            return self.resume_loader(self._uneven_batches.with_work_queue(dataloader, order))
+        if settings.partition == "seldp" or settings.injection is not None:
+            check_num_samples(dataloader, world_size)
+        samples = batch_size_before_injection(dataloader, settings.injection, world_size)
+        limit = self._trainer.limit_train_batches
+        return self.resume_loader(in_order(dataloader, settings, order, samples, limit))
 
     def _ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Asks for the next batch: Lightning may make the loader before there is a method."""

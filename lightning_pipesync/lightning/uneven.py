@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_pipesync.data.loaders import sampler_of, with_work_queue
+from lightning_pipesync.data.loaders import sampler_of
+from lightning_pipesync.data.order import with_work_queue
 from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 if TYPE_CHECKING:
@@ -31,20 +32,21 @@ class UnevenBatches:
         self._num_stepped: dict[int, int] = {}  # by scheduler
         self._max_batches: int | None = None
 
-    def with_work_queue(self, loader: DataLoader[Any], in_default_order: bool) -> DataLoader[Any]:
-        """Returns a training loader whose batches are handed out.
+    def with_work_queue(self, loader: DataLoader[Any], order: DistributedSampler[Any] | None) -> DataLoader[Any]:
+        """Returns a training loader that takes its batches from the work queue.
 
         Raises:
-            ValueError: its order is the user's own, it does not make batches, or it has fewer than there are ranks.
+            ValueError: its order is the user's own (``order`` is None), it does not make batches, or it has fewer than
+                there are ranks.
         """
-        if not in_default_order:
+        if order is None:
             raise ValueError(
                 "partition='work_queue' hands out the samples of a map-style data set in Lightning's own order, and "
                 f"this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
                 "out the sampler, or set partition='defdp'."
             )
         self._num_loaders += 1
-        loader = with_work_queue(loader, self._ask, self._num_loaders, to_each_of=self._world_size)
+        loader = with_work_queue(loader, order, self._ask, self._num_loaders, to_each_of=self._world_size)
         self._batches = sampler_of(loader)
         self._batches.max_batches = self._max_batches
         return loader

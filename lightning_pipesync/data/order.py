@@ -1,0 +1,233 @@
+"""The order of the training data, for all frameworks: what settings replace, by which order, and where it starts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_pipesync.core.torch_private import copy_loader
+from lightning_pipesync.data.loaders import (
+    batch_size,
+    counts_samples,
+    sampler_of,
+    with_order,
+    with_seed_of_its_own,
+)
+from lightning_pipesync.data.resumable import ResumableSampler
+from lightning_pipesync.data.seldp import SelDPSampler
+from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
+
+
+class DataSettings(Protocol):
+    """Settings of the training data.
+
+    Attributes:
+        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` is the loader's own order;
+            ``"work_queue"``: each rank takes its next batch of an epoch from a queue of all ranks.
+        full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
+        injection: (alpha, beta) of data injection; None: there is none.
+    """
+
+    @property
+    def partition(self) -> str: ...
+
+    @property
+    def full_pass(self) -> bool: ...
+
+    @property
+    def injection(self) -> tuple[float, float] | None: ...
+
+
+def replaceable_order(
+    loader: DataLoader[Any],
+    settings: DataSettings,
+    rank: int,
+    world_size: int,
+    seed: int | None = None,
+    drop_last: bool = False,
+) -> DistributedSampler[Any] | None:
+    """Returns the order of ``loader`` as a ``DistributedSampler``, if it is one that ``settings`` may replace.
+
+    That is a ``DistributedSampler`` itself, or with ``seed`` torch's order of a map-style data set, shuffled or not.
+    Any other order is the user's, and stays: rank 0 warns if ``settings.partition`` has no effect on it.
+
+    Args:
+        loader: the loader of the training data.
+        settings: of the training data.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: of the shuffle, the same on all ranks; None: an order that is not divided among the ranks stays.
+        drop_last: whether samples are dropped, not repeated, if they cannot be divided evenly.
+    """
+    order, iterable = sampler_of(loader), isinstance(loader.dataset, IterableDataset)
+    if type(order) is DistributedSampler and not iterable:
+        return order
+    if seed is not None and not iterable and _has_default_order(loader):
+        shuffle = type(order) is RandomSampler
+        return DistributedSampler(loader.dataset, world_size, rank, shuffle, seed, drop_last)
+    if settings.partition != "defdp" and rank == 0 and not isinstance(order, SelDPSampler):
+        warnings.warn(
+            f"partition={settings.partition!r} has no effect on a loader with {order_in_words(loader)}, which itself "
+            "has to give each rank data of its own. Set partition='defdp' to say so.",
+            stacklevel=4,
+        )
+    return None
+
+
+def order_in_words(loader: DataLoader[Any]) -> str:
+    """Returns what a message calls the order of ``loader``."""
+    iterable = isinstance(loader.dataset, IterableDataset)
+    return "an iterable data set" if iterable else f"a {type(sampler_of(loader)).__name__}"
+
+
+def in_order(
+    loader: DataLoader[Any],
+    settings: DataSettings,
+    order: DistributedSampler[Any] | None,
+    num_samples: int | None,
+    limit: int | float = 1.0,
+) -> DataLoader[Any]:
+    """Returns ``loader`` in the order of SelDP if that is set, and with another batch size if that is given.
+
+    Args:
+        loader: the loader of the training data.
+        settings: of the training data.
+        order: see :func:`replaceable_order`.
+        num_samples: the batch size; None: that of the loader.
+        limit: as in :func:`with_seldp`.
+
+    Raises:
+        ValueError: the data set has fewer samples than there are ranks.
+    """
+    if settings.partition == "seldp" and order is not None:
+        return with_seldp(loader, order, full_pass=settings.full_pass, num_samples=num_samples, limit=limit)
+    return loader if num_samples is None else with_order(loader, sampler_of(loader), num_samples)
+
+
+def with_seldp(
+    loader: DataLoader[Any],
+    order: DistributedSampler[Any],
+    *,
+    full_pass: bool,
+    num_samples: int | None = None,
+    limit: int | float = 1.0,
+) -> DataLoader[Any]:
+    """Returns a loader of the same data in the order of SelDP (SelSync III-D).
+
+    Args:
+        loader: a loader of a map-style data set.
+        order: the sampler to replace, whose data set, ranks, shuffle, seed and ``drop_last`` stay.
+        full_pass: see :class:`SelDPSampler`.
+        num_samples: a new batch size; None: that of the loader.
+        limit: the part of the loader that an epoch uses: a number of batches, or a fraction.
+    """
+    sampler = SelDPSampler(
+        order.dataset,
+        num_replicas=order.num_replicas,
+        rank=order.rank,
+        shuffle=order.shuffle,
+        seed=order.seed,
+        drop_last=order.drop_last,
+        full_pass=full_pass,
+    )
+    loader = with_seed_of_its_own(with_order(loader, sampler, num_samples))
+    num_batches = len(loader)
+    used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
+    if used * batch_size(loader) < len(sampler):
+        sampler.samples_per_epoch = max(1, used * batch_size(loader))
+    return loader
+
+
+def with_work_queue(
+    loader: DataLoader[Any], order: DistributedSampler[Any], ask: Ask, number: int, *, to_each_of: int | None = None
+) -> DataLoader[Any]:
+    """Returns a loader of the same data that takes its batches from a work queue of all ranks.
+
+    Args:
+        loader: a loader of a map-style data set.
+        order: the sampler to replace, whose shuffle and seed stay.
+        ask: asks for a batch.
+        number: of the loader, the same on all ranks, another one for each.
+        to_each_of: the number of ranks, if each is to get one batch of an epoch at least; None: they need not.
+
+    Raises:
+        ValueError: the loader does not make batches, or an epoch has fewer of them than there are ranks.
+    """
+    if loader.batch_sampler is None:
+        raise ValueError(
+            "partition='work_queue' hands out batches, and this loader has batch_size=None: let it make them, or "
+            "set partition='defdp'."
+        )
+    drop_last = getattr(loader.batch_sampler, "drop_last", False)
+    batches = WorkQueueBatches(
+        loader.dataset, batch_size(loader), order.shuffle, order.seed, drop_last, ask, number, to_each_of is not None
+    )
+    if to_each_of is not None and batches.num_batches < to_each_of:
+        raise ValueError(f"An epoch has {batches.num_batches} batches to hand out, too few for {to_each_of} ranks.")
+    return with_seed_of_its_own(copy_loader(loader, loader.sampler, batches))
+
+
+def resumable(order: DistributedSampler[Any]) -> ResumableSampler:
+    """Returns a sampler of the same order that can start within an epoch, see :func:`begin_at`."""
+    return ResumableSampler(order.dataset, order.num_replicas, order.rank, order.shuffle, order.seed, order.drop_last)
+
+
+def begin_at(
+    loader: DataLoader[Any], epoch: int, num_batches: int, on_skip: Callable[[], object] = lambda: None
+) -> bool:
+    """Sets where ``loader`` starts in a resumed run, if its sampler is a :class:`ResumableSampler`.
+
+    Args:
+        loader: the training loader.
+        epoch: the epoch in which the run resumes.
+        num_batches: the number of batches of that epoch that are done; more than ``loader`` has if it was cycled.
+        on_skip: called before the first sample is fetched, if the loader starts within an epoch.
+
+    Returns:
+        Whether the loader starts within an epoch.
+    """
+    sampler = sampler_of(loader)
+    if isinstance(sampler, WorkQueueBatches):
+        sampler.set_epoch(epoch)
+        return True  # the queue resumes where it was
+    if not isinstance(sampler, ResumableSampler) or not counts_samples(loader):
+        return False
+    sampler.set_epoch(epoch)  # whoever iterates does so, too, but after worker processes have started to fetch
+    if num_batches == 0 or len(loader) == 0 or (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False  # such a loader resumes by itself
+    rounds, batches = divmod(num_batches, len(loader))
+    sampler.start, sampler.on_skip = (epoch, rounds * len(sampler) + batches * batch_size(loader)), on_skip
+    return True
+
+
+def check_num_samples(loader: DataLoader[Any], world_size: int) -> None:
+    """Checks that there is at least one sample for each rank, if the data is divided among the ranks.
+
+    Raises:
+        ValueError: there are fewer samples than ranks.
+    """
+    sampler = sampler_of(loader)
+    if not isinstance(sampler, DistributedSampler):
+        return
+    num_samples = len(sampler.dataset)  # type: ignore[arg-type]
+    if num_samples < world_size:
+        raise ValueError(f"The training data set has {num_samples} samples, too few for {world_size} ranks.")
+
+
+def with_resumable_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Returns ``loader`` in the same order; if that is the framework's own, it can resume within an epoch."""
+    order = sampler_of(loader)
+    if type(order) is not DistributedSampler or not counts_samples(loader):
+        return loader
+    return with_order(loader, resumable(order))
+
+
+def _has_default_order(loader: DataLoader[Any]) -> bool:
+    """Returns whether the order of ``loader`` is torch's: sequential, or a shuffle of the whole data set."""
+    sampler = sampler_of(loader)
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
