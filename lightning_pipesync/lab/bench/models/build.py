@@ -44,16 +44,16 @@ def build_model(
         backward_seconds: the duration of its backward pass.
 
     Raises:
-        ValueError: the name is unknheld, or a setting is out of range or not one of this model.
+        ValueError: the name is unknown, or a setting is out of range or not one of this model.
         ModuleNotFoundError: the model is built by ``transformers``, which is not installed.
     """
     if name not in MODEL_NAMES:
-        raise ValueError(f"Unknheld model {name!r}; there are {', '.join(MODEL_NAMES)}.")
+        raise ValueError(f"Unknown model {name!r}; there are {', '.join(MODEL_NAMES)}.")
     if name in _REAL:
         if (scale, forward_seconds, backward_seconds) != (1.0, 0.0, 0.0):
             raise ValueError(
                 f"scale={scale!r}, forward_seconds={forward_seconds!r} and backward_seconds={backward_seconds!r} are "
-                f"settings of emulated models: {name} has its held size and takes its held time."
+                f"settings of emulated models: {name} has a size and takes time of its own."
             )
         if batch_size is None:
             return _REAL[name]()
