@@ -48,17 +48,7 @@ class PipelineSettings(Settings):
 class PipelineMethod(Method):
     """A method that trains a model as a pipeline, and makes the passes itself: each rank has some of the layers.
 
-    All ranks make the same calls. A step is ``feed``, ``backward``, and ``step`` if that returned True.
-
-    Args:
-        layers: the model, the same on all ranks.
-        loss: returns the loss, 0-dim, for an output and a target; None: it is an argument of :meth:`feed`.
-        optimizer_factory: returns the optimizer of a stage's parameters; None: the model is not trained.
-        config: the settings; or pass them as keywords.
-        others: parameters and buffers that the loss uses; they belong to the last stage.
-        virtual_stages: runs this number of stages in this process, without ``torch.distributed``.
-        device: the device of this rank's stage; None: that of the layers.
-        backend: the backend of the transport.
+    All ranks make the same calls. A step is :meth:`feed`, :meth:`backward`, and :meth:`step` if that returned True.
     """
 
     makes_passes = True

@@ -69,7 +69,7 @@ class EAPipeConfig(PipelineSettings):
     optimizer has a momentum, else 0.9."""
 
     compression: Wire = "none"
-    """The dtype in which activations and their gradients are sent: their own, bf16 or fp16."""
+    """The dtype in which activations and their gradients are sent: bf16, fp16, or that which they have."""
 
     clip_norm: float | None = None
     """The L2 norm, over all stages, to which the gradient of a mini-batch is clipped; None: no clipping."""
@@ -107,7 +107,7 @@ class EAPipeConfig(PipelineSettings):
     @property
     def split_names(self) -> tuple[str, ...] | None:
         """The names of submodules in :attr:`split`; None if it has no names."""
-        names = tuple(one for one in self.split if isinstance(one, str))
+        names = tuple(name for name in self.split if isinstance(name, str))
         return names if names and isinstance(self.split, tuple) else None
 
     def _check_split(self) -> None:
@@ -115,7 +115,7 @@ class EAPipeConfig(PipelineSettings):
             return
         if self.split_names is not None and len(set(self.split_names)) < len(self.split_names):
             raise ValueError(f"split must list names of submodules, each once, got {self.split!r}.")
-        indices = [one for one in self.split if isinstance(one, int)]
+        indices = [index for index in self.split if isinstance(index, int)]
         if indices != sorted(set(indices)) or min(indices, default=1) < 1:
             raise ValueError(
                 f"split must list the indices of the first layers of the later stages, growing and from 1 on, got "

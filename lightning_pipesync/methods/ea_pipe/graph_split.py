@@ -18,17 +18,14 @@ _COPY = "copy it with clone(memory_format=torch.contiguous_format)"
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The part of a graph that one stage runs.
-
-    Attributes:
-        run: takes the incoming values and returns a tuple of those for the next stage, or of the outputs.
-        strides: the strides of each incoming value as traced; None if it is contiguous and of a varying size.
-        of_weights: for each outgoing value, whether it shares the memory of a parameter or a buffer.
-    """
+    """The part of a graph that one stage runs."""
 
     run: fx.GraphModule
+    """Takes the incoming values, and returns a tuple of those for the next stage, or of the outputs."""
     strides: tuple[tuple[int, ...] | None, ...]
+    """The strides of each incoming value as traced; None if it is contiguous and of a varying size."""
     of_weights: tuple[bool, ...]
+    """For each outgoing value, whether it shares the memory of a parameter or a buffer."""
 
 
 def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
@@ -36,9 +33,6 @@ def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
 
     A stage receives values from the stage before it only, so that values for later stages pass through all stages
     between. Parameters and buffers do not: each stage reads those that it uses from the module.
-
-    Args:
-        traced: a graph module that takes and returns tensors.
 
     Raises:
         ValueError: a stage has nothing to compute, or writes in place to memory that another stage reads.
@@ -55,7 +49,7 @@ def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
     stage_graphs = []
     incoming = [node for node in nodes if node.op == "placeholder"]
     for stage in range(num_stages):
-        own = [node for node in nodes if stage_of.get(node) == stage and node.op != "placeholder"]
+        members = [node for node in nodes if stage_of.get(node) == stage and node.op != "placeholder"]
         outgoing = [node for node in nodes if _crosses(node, stage, stage_of)]
         for node in outgoing:
             if not isinstance(node.meta.get("val"), Tensor):
@@ -65,8 +59,8 @@ def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
                     f"{node.name}, which would have to travel to another stage, has several elements in one place, as "
                     f"after unfold(): {_COPY}"
                 )
-        _check_writes(own, incoming, weights)
-        run = fx.GraphModule(traced, _graph_of(own, incoming, outgoing))
+        _check_writes(members, incoming, weights)
+        run = fx.GraphModule(traced, _graph_of(members, incoming, outgoing))
         strides = tuple(_strides_of(node) for node in incoming)
         stage_graphs.append(
             StageGraph(run, strides, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing))
@@ -91,8 +85,8 @@ def _crosses(node: Node, stage: int, stage_of: dict[Node, int]) -> bool:
     return node in stage_of and stage_of[node] <= stage and any(stage_of[user] > stage for user in node.users)
 
 
-def _graph_of(own: Sequence[Node], incoming: Sequence[Node], outgoing: Sequence[Node]) -> fx.Graph:
-    """Returns the graph of a stage's own nodes; without an output node it returns ``outgoing``."""
+def _graph_of(members: Sequence[Node], incoming: Sequence[Node], outgoing: Sequence[Node]) -> fx.Graph:
+    """Returns the graph of a stage's nodes; without an output node it returns ``outgoing``."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in incoming}
 
@@ -102,20 +96,19 @@ def _graph_of(own: Sequence[Node], incoming: Sequence[Node], outgoing: Sequence[
             copies[node] = graph.node_copy(node)
         return copies[node]
 
-    for node in own:
+    for node in members:
         copies[node] = graph.node_copy(node, copy_of)
-    if not own or own[-1].op != "output":
+    if not members or members[-1].op != "output":
         graph.output(tuple(copy_of(node) for node in outgoing))
     return graph
 
 
-def _check_writes(own: Sequence[Node], incoming: Sequence[Node], weights: Sequence[Node]) -> None:
-    """Checks that the values that a stage writes to in place do not share memory with others from earlier stages.
+def _check_writes(members: Sequence[Node], incoming: Sequence[Node], weights: Sequence[Node]) -> None:
+    """Raises a ValueError if a stage writes in place to what shares memory with other values from earlier stages.
 
-    Raises:
-        ValueError: they do; once sent, these values are separate copies.
+    Once sent, these values are separate copies.
     """
-    for node in own:
+    for node in members:
         for written in written_by(node):
             places = set(_memory(written))
             others = [other for other in incoming if places & set(_memory(other))]

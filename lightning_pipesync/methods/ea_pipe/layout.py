@@ -35,11 +35,7 @@ _IMPORTED = (type, FunctionType, BuiltinFunctionType)
 
 @dataclass(frozen=True)
 class Layout:
-    """Nested containers with the metadata of their tensors.
-
-    Attributes:
-        tree: the containers.
-    """
+    """Nested containers with the metadata of their tensors."""
 
     tree: Any
 
@@ -49,11 +45,7 @@ class Layout:
         return *map(_key_of, leaves), spec
 
     def check(self, what: str) -> None:
-        """Checks that all leaves that are no tensors can be compared and sent.
-
-        Raises:
-            ValueError: a leaf cannot; the message begins with ``what``.
-        """
+        """Raises a ValueError that begins with ``what`` if a leaf that is no tensor cannot be compared and sent."""
         for leaf in tree_flatten(self.tree)[0]:
             if isinstance(leaf, Tensor):
                 raise ValueError(
@@ -74,8 +66,7 @@ class Layout:
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
         """Returns zero tensors with this metadata."""
-        found = [leaf for leaf in tree_flatten(self.tree)[0] if isinstance(leaf, _Described)]
-        return tuple(_zeros(one, device) for one in found)
+        return tuple(_zeros(leaf, device) for leaf in tree_flatten(self.tree)[0] if isinstance(leaf, _Described))
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
@@ -88,24 +79,21 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     for dim, stride in enumerate(strides):
         if stride == 0 and tensor.shape[dim] > 1:  # it was expanded
             values = values.narrow(dim, 0, 1)
-    return (
-        torch.empty_strided(values.shape, strides, dtype=tensor.dtype, device=tensor.device)
-        .copy_(values)
-        .expand_as(tensor)
-    )
+    laid_out = torch.empty_strided(values.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(values).expand_as(tensor)
 
 
-def _zeros(one: _Described, device: torch.device) -> Tensor:
-    if one.strides is None:
-        return torch.zeros(one.shape, dtype=one.dtype, device=device)
-    length = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.strides, strict=True))
-    return torch.zeros(length, dtype=one.dtype, device=device).as_strided(one.shape, one.strides)
+def _zeros(like: _Described, device: torch.device) -> Tensor:
+    shape, strides = like.shape, like.strides
+    if strides is None:
+        return torch.zeros(shape, dtype=like.dtype, device=device)
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return torch.zeros(length, dtype=like.dtype, device=device).as_strided(shape, strides)
 
 
 def _key_of(leaf: Any) -> tuple[Any, ...]:
-    return type(leaf), repr(leaf) if isinstance(
-        leaf, (int, float, complex)
-    ) else leaf  # True == 1 == 1.0, and nan != nan
+    is_number = isinstance(leaf, (int, float, complex))
+    return type(leaf), repr(leaf) if is_number else leaf  # True == 1 == 1.0, and nan != nan
 
 
 def _is_importable(leaf: Any) -> bool:
@@ -138,11 +126,7 @@ def varying(layouts: Sequence[Layout]) -> list[str]:
 
 
 def input_of(value: Any) -> tuple[Layout, list[Tensor]]:
-    """Returns the layout and the tensors of a model's input: a :class:`Call`, or the only argument.
-
-    Raises:
-        ValueError: a model cannot be traced with it.
-    """
+    """Returns the layout and the tensors of a model's input: a :class:`Call`, or the only argument."""
     call = value if isinstance(value, Call) else Call((value,), {})
     layout, tensors = described(vars(call))
     layout.check("The model's input")

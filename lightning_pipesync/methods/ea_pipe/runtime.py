@@ -18,7 +18,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_consistency, check_same, raise_on_all_ranks
-from lightning_pipesync.core.parameters import check_values, collect_parameters
+from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
@@ -179,10 +179,9 @@ class EAPipe(PipelineMethod):
             return
         self._gathered = True
         for stage in range(self.num_stages):
-            layers = nn.ModuleList(self._layers_of(stage))
             broadcast = partial(self._broadcast, src=rank_of(stage, self.num_stages))
             # Through .data, so that autograd's version counters do not count this as a write to the master.
-            exchange_fused([tensor.data for tensor in _tensors_of(layers)], PIECE_MB, broadcast)
+            exchange_fused([tensor.data for tensor in _tensors_of(*self._layers_of(stage))], PIECE_MB, broadcast)
         exchange_fused([tensor.data for tensor in self._others], PIECE_MB, self._broadcast)  # rank 0's, as the loss
 
     def describe(self) -> str:
@@ -259,23 +258,21 @@ class EAPipe(PipelineMethod):
 
     def _prepare(self) -> None:
         """Checks that all ranks train the same model, and broadcasts rank 0's weights."""
-        self._on_all_ranks(self._check_backend)
-        self._split = self._on_all_ranks(
-            lambda: split.split_of(self._model, self.config, self.num_stages, self._device)
-        )
-        self._on_all_ranks(lambda: check_values(self._model))
-        parameters = self._on_all_ranks(lambda: collect_parameters(self._model, []))
+
+        def check() -> tuple[split.SequentialSplit | split.TracedSplit, list[NamedParameter]]:
+            self._check_backend()
+            chosen = split.split_of(self._model, self.config, self.num_stages, self._device)
+            check_values(self._model)
+            return chosen, collect_parameters(self._model, [])
+
+        self._split, parameters = self._on_all_ranks(check)
         if self.transport is not None:
             check_consistency(self.transport, self.config, parameters, self._model)
             exchange_fused(_tensors_of(self._model), PIECE_MB, self._broadcast)
             exchange_fused(self._others, PIECE_MB, self._broadcast)
 
     def _check_backend(self) -> None:
-        """Checks that the backend carries the messages of PyTorch's own schedules, which go from device to device.
-
-        Raises:
-            ValueError: Gloo would have to send and receive CUDA tensors.
-        """
+        """Raises a ValueError if Gloo would have to carry CUDA tensors, which PyTorch's schedules send as they are."""
         staged = self.transport is not None and self.transport.backend == "gloo" and self._device.type == "cuda"
         if staged and self.config.algorithm in SYNCHRONOUS:
             raise ValueError(
@@ -284,15 +281,12 @@ class EAPipe(PipelineMethod):
             )
 
     def _check_gradients(self) -> None:
-        """Checks that the loss of the first mini-batch depends on no layer of another stage directly.
-
-        Raises:
-            RuntimeError: it does; the gradient of that layer is in this process and would be lost.
-        """
+        """Raises a RuntimeError if the loss depends on another stage's layer directly: its gradient would be lost."""
+        assert self.transport is not None
         self._checked = True
-        own = {id(layer) for layer in self._layers_of(rank_of(self.transport.rank, self.num_stages))}  # type: ignore[union-attr]
-        for name, layer in self._split.layers:
-            if id(layer) not in own and any(parameter.grad is not None for parameter in layer.parameters()):
+        start, end = self._bounds[rank_of(self.transport.rank, self.num_stages) :][:2]
+        for name, layer in self._split.layers[:start] + self._split.layers[end:]:
+            if any(parameter.grad is not None for parameter in layer.parameters()):
                 raise RuntimeError(
                     f"The loss depends on the parameters of layer {name} itself, which is on another stage: compute it "
                     "from the output of the layers, and leave a penalty on weights to the optimizer's weight_decay."
@@ -308,39 +302,30 @@ class EAPipe(PipelineMethod):
         """Makes the stages at the first call; a collective call."""
         if self._stages:
             return
-        inspected = self._of_first_stage(lambda: self._split.inspect(source))
+        first = rank_of(0, self.num_stages)
+
+        def inspect() -> Any:
+            if self.transport is not None and self.transport.rank != first:
+                return None
+            with torch.inference_mode(False), torch.enable_grad(), seeded(self.config.seed, 0, None, self._device):
+                return self._split.inspect(source)
+
+        inspected = self._on_all_ranks(inspect)
+        if self.transport is not None:
+            inspected = self.transport.gather_objects(inspected)[first]
         self._make_stages(lambda: self._split.cuts(inspected))
         if self._to_resume is not None:
             self.load_state_dict(self._to_resume)
 
-    def _of_first_stage(self, function: Callable[[], Any]) -> Any:
-        """Returns the result of ``function`` on the rank of the first stage, on all ranks."""
-        first = rank_of(0, self.num_stages)
-
-        def find() -> Any:
-            if self.transport is not None and self.transport.rank != first:
-                return None
-            with torch.inference_mode(False), torch.enable_grad(), seeded(self.config.seed, 0, None, self._device):
-                return function()
-
-        found = self._on_all_ranks(find)
-        return found if self.transport is None else self.transport.gather_objects(found)[first]
-
     def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
         self.cuts = self._on_all_ranks(lambda: split.checked_cuts(choose_cuts(), self._split.layers, self.num_stages))
         if self.transport is not None:
-            check_same(self.transport, self._places())
+            stage_of = {id(t): n for n in range(self.num_stages) for t in _tensors_of(*self._layers_of(n))}
+            named = [*self._model.named_parameters(), *self._model.named_buffers()]
+            check_same(self.transport, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
         channels = make_channels(self.transport, self.num_stages, self.config)
         with torch.inference_mode(False):  # the first batch may belong to a validation
             self._stages = self._on_all_ranks(lambda: [self._make_stage(*one) for one in channels])
-
-    def _places(self) -> list[tuple[str, str]]:
-        """Returns the stage of each parameter and buffer, as a description to compare."""
-        places = {
-            id(tensor): n for n in range(self.num_stages) for tensor in _tensors_of(nn.ModuleList(self._layers_of(n)))
-        }
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return [(f"the stage of {name}", str(places[id(tensor)] + 1)) for name, tensor in named]
 
     def _make_stage(self, index: int, channels: Channels) -> ModelStage:
         others = self._others if index == self.num_stages - 1 else []
@@ -383,5 +368,7 @@ class EAPipe(PipelineMethod):
         return result
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
+def _tensors_of(*layers: nn.Module) -> list[Tensor]:
+    """Returns the parameters and then the buffers, each once."""
+    module = nn.ModuleList(layers)
     return [*module.parameters(), *module.buffers()]

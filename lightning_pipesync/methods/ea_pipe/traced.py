@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,13 +48,7 @@ class _Traced:
 
 @dataclass
 class _Run:
-    """What is found in the traced run of a model.
-
-    Attributes:
-        called: the named submodules, in the order of their calls.
-        output: the layout of the output.
-        replaced: the buffers that the model has replaced.
-    """
+    """The run in which a model is traced: the submodules called, the output's layout, the buffers replaced."""
 
     called: list[str] = field(default_factory=list)
     output: Layout | None = None
@@ -64,13 +59,8 @@ class Tracer:
     """Traces the graphs of a model, see [Note: a graph for each shape].
 
     Args:
-        model: any module.
         names: the submodules with which the second and later stages begin, in the order in which they are called.
-        device: the device of the model.
         seed: the seed of the random numbers that its Python control flow may use, the same on all ranks.
-
-    Raises:
-        ValueError: there is no such submodule.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device, seed: int) -> None:
@@ -82,13 +72,9 @@ class Tracer:
             _check_name(model, name)
 
     def stages(self, inputs: Layout) -> list[tuple[str, nn.Module]]:
-        """Returns the stages by name. The last stage has the parameters and buffers that no graph uses.
+        """Returns the stages by name, traced in training and in evaluation mode with the input of the first mini-batch.
 
-        Args:
-            inputs: the input of the first mini-batch. The model is traced in training and in evaluation mode.
-
-        Raises:
-            ValueError: the model cannot be traced or split.
+        The last stage has the parameters and buffers that no graph uses.
         """
         self._model.to(self._device)
         graphs = [self.graph(inputs)]
@@ -107,17 +93,13 @@ class Tracer:
         used = [set().union(*(_used(graph.stage_graphs[stage]) for graph in graphs)) for stage in range(last + 1)]
         used[last] |= set(map(id, _tensors_of(self._model).values())) - set().union(*used)
         for stage, ids in enumerate(used):
-            own = {name: tensor for name, tensor in _tensors_of(self._model).items() if id(tensor) in ids}
-            self._owners.update((id(tensor), stage) for tensor in own.values())
-            found.append((self._describe(stage), TracedStage(self, stage, stage == last, own)))
+            tensors = {name: tensor for name, tensor in _tensors_of(self._model).items() if id(tensor) in ids}
+            self._owners.update((id(tensor), stage) for tensor in tensors.values())
+            found.append((self._describe(stage), TracedStage(self, stage, stage == last, tensors)))
         return found
 
     def graph(self, inputs: Layout) -> _Traced:
-        """Returns the graphs for ``inputs``, in the current training mode of the model's modules.
-
-        Raises:
-            ValueError: the model cannot be traced or split, or a stage would use another stage's parameters.
-        """
+        """Returns the graphs for ``inputs``, in the current training mode of the model's modules."""
         device = self._device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         key = (inputs.key(), tuple(module.training for module in self._model.modules()), autocast)
@@ -140,14 +122,13 @@ class Tracer:
         what = f"{name} cannot be divided at split={self._names!r}"
         try:
             with (
+                noting_gradient_code() as gradient_code,
                 _marked(self._model, self._names, run.called.append),
                 _restored(self._model),
                 seeded(self._seed, 0, None, self._device),
-                noting_gradient_code() as gradient_code,
             ):
-                exported = torch.export.export(
-                    _Flat(self._model, inputs, run), inputs.zeros(self._device), strict=False
-                )
+                flat = _Flat(self._model, inputs, run)
+                exported = torch.export.export(flat, inputs.zeros(self._device), strict=False)
         except Exception as error:
             self._check_run(run, gradient_code, what)
             [reason, *_] = str(error).splitlines() or [type(error).__name__]
@@ -169,17 +150,9 @@ class Tracer:
         return _Traced(stage_graphs, output)
 
     def _check_run(self, run: _Run, gradient_code: list[str], what: str) -> Layout | None:
-        """Returns the layout of the output, after checking it and that the operations alone make all gradients.
-
-        Raises:
-            ValueError: Python code of the model makes or changes gradients, or the output cannot be sent.
-        """
-        hooked = [
-            f"the backward hooks of {name or 'itself'}"
-            for name, module in self._model.named_modules()
-            if has_backward_hooks(module)
-        ]
-        for found in (*hooked, *gradient_code):
+        """Returns the layout of the output, after checking it and that the operations alone make all gradients."""
+        hooked = [name or "itself" for name, module in self._model.named_modules() if has_backward_hooks(module)]
+        for found in (*(f"the backward hooks of {name}" for name in hooked), *gradient_code):
             raise ValueError(f"{what}, since a graph would not have what it does to gradients: {found}.")
         if run.output is not None:
             run.output.check(f"The output of {type(self._model).__name__}")
@@ -203,11 +176,7 @@ class Tracer:
             )
 
     def _checked(self, graph: _Traced) -> _Traced:
-        """Returns the graphs after checking that each stage uses its own parameters and buffers.
-
-        Raises:
-            ValueError: a stage uses those of another one.
-        """
+        """Returns the graphs after checking that no stage uses another stage's parameters or buffers."""
         names = {id(tensor): name for name, tensor in _tensors_of(self._model).items()}
         for stage, stage_graph in enumerate(graph.stage_graphs):
             for used in _used(stage_graph):
@@ -229,13 +198,8 @@ class Tracer:
 class TracedStage(nn.Module):
     """The graphs of one stage, over the model's own parameters and buffers.
 
-    A stage sends a tuple to the next one: the layout of the model's input, and the values that later stages need.
-
-    Args:
-        tracer: traces the graphs.
-        stage: the index of the stage.
-        is_last: whether it returns the model's output.
-        tensors: its parameters and buffers, by their names in the model.
+    It returns the model's output, or a tuple for the next stage: the layout of the model's input, and the values that
+    later stages need.
     """
 
     def __init__(self, tracer: Tracer, stage: int, is_last: bool, tensors: dict[str, Tensor]) -> None:
@@ -279,16 +243,13 @@ def _to_send(value: Any, is_of_weights: bool) -> Any:
 def _marked(model: nn.Module, names: Sequence[str], tell: Callable[[str], object]) -> Iterator[None]:
     """Context in which calls of the named submodules are marked in a trace, and passed to ``tell``."""
 
-    def mark(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            tell(name)
-            pipe_split()
-
-        return hook
+    def mark(name: str, *_: Any) -> None:
+        tell(name)
+        pipe_split()
 
     with ExitStack() as stack:
         for name in names:
-            handle = model.get_submodule(name).register_forward_pre_hook(mark(name), prepend=True)
+            handle = model.get_submodule(name).register_forward_pre_hook(partial(mark, name), prepend=True)
             stack.callback(handle.remove)
         yield
 
