@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.methods.ea_pipe import EAPipe
-from lightning_pipesync.methods.ea_pipe.channels import StageInput
 from tests.harness import launch, raised
 from tests.models import batch
 from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
@@ -27,11 +27,11 @@ def test_activations_are_freed() -> None:
     """Those of a mini-batch that is through, without waiting for the garbage collector."""
     engine = engine_on(layers(), virtual_stages=3, split=CUTS[3])
     gc.collect()
-    before = sum(isinstance(thing, StageInput) for thing in gc.get_objects())
+    before = sum(isinstance(thing, LayerInput) for thing in gc.get_objects())
     for t in range(8):
         engine.train_batch(batch(t, 0))
     engine.flush()
-    assert sum(isinstance(thing, StageInput) for thing in gc.get_objects()) == before
+    assert sum(isinstance(thing, LayerInput) for thing in gc.get_objects()) == before
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_pipesync.core import layers as chain
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
-from lightning_pipesync.methods.ea_pipe import split as splits
 from tests.harness import assert_refused, launch, raised
 from tests.models import batch
 from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
@@ -323,21 +323,21 @@ def test_synchronous_pipelines_are_sgd(algorithm: str, clip_norm: float | None) 
     ],
 )
 def test_partition_has_the_smallest_largest_part(costs: list[float], parts: int, cuts: list[int]) -> None:
-    assert splits.partition(costs, parts) == cuts
+    assert chain.partition(costs, parts) == cuts
 
 
 def test_balanced_cut_saves_memory_where_time_allows() -> None:
-    assert splits.balanced([1, 1, 0.01, 1, 1], [1, 1, 9, 1, 1], 2) in ([2], [3])
-    assert splits.balanced([1, 1, 0.01, 1, 1], [9, 1, 9, 1, 1], 2) == [2]
-    assert splits.balanced([1, 1, 0.01, 1, 1], [1, 1, 9, 1, 9], 2) == [3]
+    assert chain.balanced([1, 1, 0.01, 1, 1], [1, 1, 9, 1, 1], 2) in ([2], [3])
+    assert chain.balanced([1, 1, 0.01, 1, 1], [9, 1, 9, 1, 1], 2) == [2]
+    assert chain.balanced([1, 1, 0.01, 1, 1], [1, 1, 9, 1, 9], 2) == [3]
 
 
 def test_measuring_leaves_the_layers_as_they_were() -> None:
     model = unusual()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    found = [layer for _, layer in splits.flattened(model)]
-    times, sizes = splits.measure(found, batch(0, 0)[0], torch.device("cpu"))
+    found = [layer for _, layer in chain.flattened(model)]
+    times, sizes = chain.measure(found, batch(0, 0)[0], torch.device("cpu"))
     assert len(times) == len(sizes) == len(found) == 10
     assert all(seconds > 0 for seconds in times)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

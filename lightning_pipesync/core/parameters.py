@@ -106,6 +106,11 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> Removabl
     return handle
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Returns the device of the module's first parameter; the CPU if it has none."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Checks that an optimizer can update a replica by itself.
 

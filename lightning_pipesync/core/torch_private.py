@@ -33,6 +33,7 @@ require(torch, "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_no
 require(torch._C._functorch, "maybe_current_level")
 require(Tensor, "_version")
 require(nn.Module, "_compiled_call_impl")
+require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 require(Probe([torch.zeros(1)]), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -41,6 +42,11 @@ def is_compiled(module: nn.Module) -> bool:
     return any(
         isinstance(child, OptimizedModule) or child._compiled_call_impl is not None for child in module.modules()
     )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether ``module`` itself, not its submodules, has forward or backward hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:

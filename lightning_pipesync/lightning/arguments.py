@@ -116,7 +116,7 @@ class EAPipeStrategyMixin(PipelineStrategyMixin):
         micro_batches: The number of micro-batches of ``gpipe`` and ``1f1b``. None: the number of stages.
         prediction_smoothing: The smoothing of the updates from which ``spectrain`` predicts weights; 0: the last update
             alone. None: 0 if the optimizer has a momentum, else 0.9.
-        compression: The dtype in which activations and their gradients are sent: their own, bf16 or fp16.
+        compression: The dtype in which activations and their gradients are sent: bf16, fp16, or that which they have.
         seed: The seed of the random numbers of layers and the loss, such as dropout, which depend only on it, the
             mini-batch and the stage.
         timeout_s: Seconds after which a rank that does not answer counts as lost.

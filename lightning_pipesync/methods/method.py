@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
@@ -76,11 +75,6 @@ class Method(ABC):
     @abstractmethod
     def _detach(self, timeout_s: float) -> None:
         """Ends what the method has, and then what its base has, see :meth:`detach`."""
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Returns the device of the module's first parameter; the CPU if it has none."""
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

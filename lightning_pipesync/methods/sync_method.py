@@ -22,13 +22,13 @@ from lightning_pipesync.core.consistency import (
     collect_consistent_parameters,
     raise_on_all_ranks,
 )
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient
+from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.torch_private import has_unscaled, mark_overflow
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.framework_hooks import FrameworkHooks
 from lightning_pipesync.methods.loads import Loads
-from lightning_pipesync.methods.method import PIECE_MB, Method, device_of, parameters_of
+from lightning_pipesync.methods.method import PIECE_MB, Method, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepProtocol
 from lightning_pipesync.methods.user_steps import UserSteps

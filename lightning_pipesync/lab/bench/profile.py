@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.bench.candidates import Wrapped
-from lightning_pipesync.methods.method import device_of
 
 
 @dataclass(frozen=True)

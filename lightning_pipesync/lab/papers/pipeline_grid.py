@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_pipesync.core import layers as chain
 from lightning_pipesync.lab.bench.tasks import Task, evaluations
 from lightning_pipesync.lab.papers.pipeline_training import (
     MODELS,
@@ -22,7 +23,6 @@ from lightning_pipesync.lab.papers.pipeline_training import (
     reductions,
 )
 from lightning_pipesync.lab.papers.vectorized import Dense, Trainings, trainings_of
-from lightning_pipesync.methods.ea_pipe import split
 
 #: One training: method, learning rate, seed.
 Member = tuple[str, float, int]
@@ -99,9 +99,9 @@ def _trainings(task: Task, members: list[Member], settings: PipelineOptions) -> 
 
 def _dense(model: nn.Sequential, num_stages: int) -> Dense:
     """Returns the dense layers of ``model``, in the same stages as in the engine."""
-    layers = split.flattened(model)
-    split.check_number(layers, num_stages)
-    cuts = split.partition(split.numbers_of_parameters([layer for _, layer in layers]), num_stages)
+    layers = chain.flattened(model)
+    chain.check_number(layers, num_stages)
+    cuts = chain.partition(chain.numbers_of_parameters([layer for _, layer in layers]), num_stages)
     dense = [module for module in model.modules() if isinstance(module, nn.Linear)]  # one per layer
     widths = [dense[0].in_features, *(layer.out_features for layer in dense)]
     return Dense(widths, [sum(cut <= i for cut in cuts) for i in range(len(dense))])

@@ -8,9 +8,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from lightning_pipesync.core.layers import flattened, measure
+from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.methods.ea_pipe import split
-from lightning_pipesync.methods.method import device_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def measure_layers(model: BenchModel, batch: Any) -> list[LayerWork]:
     """Measures the layers of an ``nn.Sequential``; there are none of another module, which EA-Pipe has to trace."""
     if not is_chain(model.module):
         return []
-    layers = [layer for _, layer in split.flattened(model.module)]
-    seconds, num_bytes = split.measure(layers, inputs_of(model, batch), device_of(model.module))
+    layers = [layer for _, layer in flattened(model.module)]
+    seconds, num_bytes = measure(layers, inputs_of(model, batch), device_of(model.module))
     parameters = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
     return [LayerWork(s, p, int(n) - p) for s, p, n in zip(seconds, parameters, num_bytes, strict=True)]
 

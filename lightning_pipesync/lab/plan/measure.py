@@ -19,6 +19,7 @@ from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.preflight import findings, own_facts
 from lightning_pipesync.lab.plan.cluster import Cluster
@@ -39,7 +40,6 @@ from lightning_pipesync.lab.plan.ranks import gathered
 from lightning_pipesync.lab.plan.rules import with_refusals
 from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.work import Work, measure_work, slow_ranks, slowest
-from lightning_pipesync.methods.method import device_of
 
 T = TypeVar("T")
 

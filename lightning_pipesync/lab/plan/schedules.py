@@ -10,13 +10,13 @@ import torch
 
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.torus import Torus
+from lightning_pipesync.core.layers import balanced
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.lab.bench.profile import Profile
 from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.work import Work
 from lightning_pipesync.methods.dear.eager import plan_early_gathers
-from lightning_pipesync.methods.ea_pipe.split import balanced
 
 
 def dear_step(

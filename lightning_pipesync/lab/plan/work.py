@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.torch_private import tensors_in
 from lightning_pipesync.lab.bench.candidates import without_communication
 from lightning_pipesync.lab.bench.models import BenchModel
@@ -23,7 +24,6 @@ from lightning_pipesync.lab.bench.profile import Profile, profile_step
 from lightning_pipesync.lab.plan.layers import LayerWork, measure_layers
 from lightning_pipesync.lab.plan.units import milliseconds
 from lightning_pipesync.methods.gradients.hyperparameters import current
-from lightning_pipesync.methods.method import device_of
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 
 #: A rank is slow whose computation takes longer than a median rank's by more than this share of it, than this share of

@@ -1,16 +1,13 @@
-"""What stages send each other: the channels, and a stage's input, which collects the gradients to send back."""
+"""The channels between the stages of a pipeline."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_pipesync.core.comm.channel import LocalChannel, Receiver, Sender
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 
 _WIRE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,43 +48,3 @@ def make_channels(transport: Transport | None, num_stages: int, config: EAPipeCo
         None if is_first else transport.channel_to(before, _GRADIENTS, wire_dtype=wire_dtype, window=window),
     )
     return [(stage, channels)]
-
-
-class StageInput:
-    """Activations from the stage before, and their gradients.
-
-    Attributes:
-        tree: the activations, which are not leaves of the graph, so that the first layer may work in place.
-        gradients: the gradients of those that require one, in order; None if the layers do not use it.
-    """
-
-    def __init__(self, tree: Any) -> None:
-        self.gradients: list[Tensor | None] = []
-        self.tree = map_tensors(self._watched, tree)
-
-    def _watched(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        anchor = torch.empty((), device=tensor.device, requires_grad=True)
-        inner: Tensor = _Inner.apply(anchor, tensor.detach())
-        gradients, position = self.gradients, len(self.gradients)
-        gradients.append(None)
-
-        def keep(gradient: Tensor) -> None:  # no reference to self, which would be a cycle through the graph
-            gradients[position] = gradient
-
-        inner.register_hook(keep)
-        return inner
-
-
-class _Inner(torch.autograd.Function):
-    """Returns the same tensor as a non-leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        return None, None

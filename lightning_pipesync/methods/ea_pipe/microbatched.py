@@ -11,8 +11,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
-from lightning_pipesync.methods.ea_pipe.channels import StageInput, rank_of
+from lightning_pipesync.methods.ea_pipe.channels import rank_of
 from lightning_pipesync.methods.ea_pipe.stage import DIFFERENT_BATCHES, ModelStage
 from lightning_pipesync.methods.pipeline import Loss, Source
 
@@ -108,7 +109,7 @@ class MicroBatchedStage(ModelStage):
             received = self._channels.activations_in.receive()
             example = received if isinstance(received, tuple) else (received,)
         with self._drawing(self._schedule.stage), torch.enable_grad():
-            output = _Tupled(self._layers)(*StageInput(example).tree)
+            output = _Tupled(self._layers)(*LayerInput(example).tree)
         for buffer, before in buffers:
             buffer.copy_(before)
         if self._channels.activations_out is not None:

@@ -18,7 +18,8 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import check_consistency, check_same, raise_on_all_ranks
-from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
+from lightning_pipesync.core.layers import numbers_of_parameters
+from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
@@ -26,7 +27,7 @@ from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
-from lightning_pipesync.methods.method import PIECE_MB, device_of
+from lightning_pipesync.methods.method import PIECE_MB
 from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 
@@ -189,7 +190,7 @@ class EAPipe(PipelineMethod):
             return ""
         lines = []
         for stage, (start, end) in enumerate(pairwise(self._bounds)):
-            values = sum(split.numbers_of_parameters(self._layers_of(stage)))
+            values = sum(numbers_of_parameters(self._layers_of(stage)))
             place = "" if self.transport is None else f" on rank {rank_of(stage, self.num_stages)}"
             names = " to ".join(dict.fromkeys([self._split.layers[start][0], self._split.layers[end - 1][0]]))
             lines.append(f"stage {stage + 1} of {self.num_stages}{place}: layers {names}, {values:,.0f} parameters")

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.layers import LayerInput
 from lightning_pipesync.core.parameters import check_optimizer
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import foreach_norm, tensors_in
-from lightning_pipesync.methods.ea_pipe.channels import Channels, StageInput
+from lightning_pipesync.methods.ea_pipe.channels import Channels
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.weights import WEIGHTS
@@ -50,7 +51,7 @@ class _Pass:
 
     step: int
     is_last: bool
-    stage_input: StageInput | None
+    stage_input: LayerInput | None
     outputs: list[Tensor]
     hyperparameters: Hyperparameters
 
@@ -128,7 +129,7 @@ class ModelStage:
             digest = of_first
             self._channels.activations_in.expect()
             self._apply_waiting(norms)
-            stage_input = StageInput(tree)
+            stage_input = LayerInput(tree)
         self.weights.for_forward(self.step)
         if stage_input is None:
             with self._drawing(None):
@@ -251,7 +252,7 @@ class ModelStage:
             self.weights.leave_master()
             self._training = True
 
-    def _count(self, completes: bool, stage_input: StageInput | None, outputs: list[Tensor]) -> _Pass:
+    def _count(self, completes: bool, stage_input: LayerInput | None, outputs: list[Tensor]) -> _Pass:
         """Counts a forward pass."""
         made = _Pass(self.step, completes, stage_input, outputs, current(self._optimizer))
         self._num_passes += 1

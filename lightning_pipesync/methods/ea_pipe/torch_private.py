@@ -81,11 +81,6 @@ class _NotingTensorHooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Returns whether ``module`` itself, not its submodules, has forward or backward hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Returns whether ``module`` itself, not its submodules, has hooks for the backward pass."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -1,0 +1,171 @@
+"""Layers that run one after the other: their input, their cost, and the split of them among stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipesync.core.comm.channel import LocalChannel
+from lightning_pipesync.core.parameters import device_of
+from lightning_pipesync.core.torch_private import has_hooks, map_tensors, tensors_in
+
+#: The slowest stage may take this many times as long as with the best split, if that saves memory.
+TOLERANCE = 1.05
+#: The number of measurements of a layer, of which the fastest counts.
+REPEATS = 3
+
+
+def flattened(layers: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Returns the layers by name, including those of nested plain ``nn.Sequential``."""
+    found = []
+    for name, layer in layers.named_children():
+        if type(layer) is nn.Sequential and len(layer) and not has_hooks(layer):
+            found += flattened(layer, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, layer))
+    return found
+
+
+def numbers_of_parameters(layers: Sequence[nn.Module]) -> list[float]:
+    """Returns the number of values in the parameters of each layer."""
+    return [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+
+
+def check_number(layers: Sequence[tuple[str, nn.Module]], num_stages: int) -> None:
+    """Raises a ValueError if there are fewer layers than stages."""
+    if len(layers) < num_stages:
+        raise ValueError(
+            f"{num_stages} stages need at least as many layers, and the Sequential has {len(layers)}: use fewer "
+            "processes, or divide its layers into smaller ones."
+        )
+
+
+def partition(costs: Sequence[float], parts: int, limits: Sequence[tuple[Sequence[float], float]] = ()) -> list[int]:
+    """Splits a sequence into parts, none empty, whose largest sum is as small as possible.
+
+    Args:
+        costs: the cost of each member.
+        parts: the number of parts.
+        limits: pairs of other costs and the largest sum of a part.
+
+    Returns:
+        The indices of the first members of all parts but the first.
+    """
+    sums, *limited = ([0.0, *accumulate(values)] for values in (costs, *(others for others, _ in limits)))
+
+    def cost(start: int, end: int) -> float:
+        within = all(s[end] - s[start] <= most for s, (_, most) in zip(limited, limits, strict=True))
+        return sums[end] - sums[start] if within else float("inf")
+
+    count = len(costs)
+    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
+    start_of = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = float("-inf")
+    for part in range(1, parts + 1):
+        for end in range(part, count + 1):
+            start = min(range(part - 1, end), key=lambda s: max(best[part - 1][s], cost(s, end)))
+            best[part][end], start_of[part][end] = max(best[part - 1][start], cost(start, end)), start
+    cuts = [count]
+    for part in range(parts, 0, -1):
+        cuts.append(start_of[part][cuts[-1]])
+    return cuts[-2:0:-1]
+
+
+def balanced(times: Sequence[float], num_bytes: Sequence[float], parts: int) -> list[int]:
+    """Splits so that the largest stage is smallest, with the slowest within :data:`TOLERANCE` of the best split's."""
+    bounds = [0, *partition(times, parts), len(times)]
+    fastest = max(sum(times[start:end]) for start, end in pairwise(bounds))
+    return partition(num_bytes, parts, [(times, fastest * TOLERANCE)])
+
+
+def measure(layers: Sequence[nn.Module], value: Any, device: torch.device) -> tuple[list[float], list[float]]:
+    """Returns the seconds of a forward and backward pass, and the bytes of parameters and output, by layer.
+
+    The layers are moved to ``device`` one after the other. Buffers and random number generators are restored.
+    """
+    times, sizes = [], []
+    value = _copied(value)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for layer in layers:
+            home = device_of(layer)
+            layer.to(device)
+            buffers = [buffer.clone() for buffer in layer.buffers()]
+            runs = [_run(layer, value, device) for _ in range(REPEATS)]
+            for buffer, before in zip(layer.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            layer.to(home)
+            times.append(min(seconds for seconds, _ in runs))
+            value = runs[0][1]
+            sizes.append(float(sum(t.nbytes for t in [*layer.parameters(), *tensors_in(value)])))
+    return times, sizes
+
+
+class LayerInput:
+    """The input of layers that another process, or another pass, feeds: it collects the gradients to send back.
+
+    Attributes:
+        tree: the activations, which are not leaves of the graph, so that the first layer may work in place.
+        gradients: the gradients of those that require one, in order; None if the layers do not use it.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.gradients: list[Tensor | None] = []
+        self.tree = map_tensors(self._watched, tree)
+
+    def _watched(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        anchor = torch.empty((), device=tensor.device, requires_grad=True)
+        inner: Tensor = _Inner.apply(anchor, tensor.detach())
+        gradients, position = self.gradients, len(self.gradients)
+        gradients.append(None)
+
+        def keep(gradient: Tensor) -> None:  # no reference to self, which would be a cycle through the graph
+            gradients[position] = gradient
+
+        inner.register_hook(keep)
+        return inner
+
+
+class _Inner(torch.autograd.Function):
+    """Returns the same tensor as a non-leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
+    """Returns the seconds of both passes of a layer, and its output."""
+    inputs = LayerInput(value)
+    before = _now(device)
+    with torch.enable_grad():
+        output = layer(inputs.tree)
+        differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if differentiable:
+            torch.autograd.backward(differentiable, [torch.ones_like(tensor) for tensor in differentiable])
+    seconds = _now(device) - before
+    layer.zero_grad()
+    return seconds, _copied(output)
+
+
+def _copied(tree: Any) -> Any:
+    channel = LocalChannel()
+    channel.send(tree)
+    return channel.receive()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
