@@ -108,3 +108,21 @@ def both_halves_of_several(num_rounds: int) -> list[bool]:
 def test_rings_move_in_the_same_order_on_all_ranks() -> None:
     for same in launch(both_halves_of_several, 3, 10):
         assert all(same)
+
+
+def in_the_background() -> bool:
+    """Rank 0 waits for its all-reduce only when the others have theirs, to which its slices have to be passed on."""
+    small_pieces()
+    transport = Transport(timeout_s=20)
+    flat = values(30_001, torch.float32, transport.rank)
+    handle = transport.all_reduce(flat, background=True)
+    if transport.rank != 0:
+        handle.wait()
+    transport.exchange_flags(0).wait()
+    handle.wait()
+    transport.close()
+    return torch.equal(flat, ring_order_sum(30_001, 3))
+
+
+def test_a_ring_in_the_background_advances_while_nobody_waits() -> None:
+    assert launch(in_the_background, 3) == [True] * 3

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.gloo import Between, GlooExchange
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.nccl import NcclExchange
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 class Collectives:
     """Asynchronous collectives among the ranks of a process group.
+
+    Over Gloo one advances while somebody waits for it, or for a later one: a :class:`CommQueue` while training runs.
 
     Tensors are 1-D and contiguous; the collectives work in place. The number of values need not be a multiple of the
     number of ranks. CPU tensors use Gloo. CUDA tensors use NCCL, or, without it, Gloo through the host.
@@ -66,6 +69,7 @@ class Collectives:
         self._exchange: GlooExchange | NcclExchange | TorusExchange = nccl or gloo
         self._torus: Torus | None = None
         self._kind, self._closed = kind, False
+        self._background: CommQueue | None = None
 
     def reduce_scatter(
         self, flat: Tensor, *, codec: str | Codec = "none", mean: bool = False, feedback: ErrorFeedback | None = None
@@ -117,18 +121,25 @@ class Collectives:
         mean: bool = False,
         feedback: ErrorFeedback | None = None,
         between: Between | None = None,
+        background: bool = False,
     ) -> Handle[Tensor]:
-        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather, both in the background.
+        """Sums ``flat`` over the ranks in place: a reduce-scatter, then an all-gather.
 
         Args:
-            between: changes this rank's slice of the sum, in place, before it is gathered; called on another thread.
+            between: changes this rank's slice of the sum, in place, before it is gathered; called on any thread.
+            background: whether a thread completes it while nobody waits.
         """
         codec = self._check(flat, codec, mean)
         self._issue("all_reduce", self._contribution_bytes(flat, codec) + self._gather_bytes(flat, codec))
         if self.world_size == 1 and between is not None:
             between(flat)
         start = self._exchange_of(flat).all_reduce
-        return self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, between))
+        handle = self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, between))
+        if not background:
+            return handle
+        if self._background is None:
+            self._background = CommQueue("pipesync-background", flat.device, self.traffic)
+        return self._background.submit("all_reduce", lambda: handle)
 
     def exchange_flags(self, flag: int) -> Handle[list[int]]:
         """All-gathers ``flag``, one byte (0 to 255); the handle's result is every rank's flag, by rank."""
@@ -176,11 +187,10 @@ class Collectives:
         self._exchange.release_memory()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the threads; waits at most ``timeout_s`` seconds for operations in flight."""
+        """Ends the thread; waits at most ``timeout_s`` seconds for operations in flight."""
         self._closed = True
-        self._exchange.close(timeout_s)
-        if self._exchange is not self._gloo:
-            self._gloo.close(timeout_s)
+        if self._background is not None:
+            self._background.close(timeout_s)
 
     def _exchange_bytes(self, kind: str, own: Sequence[int], read: Callable[[Tensor], T]) -> Handle[T]:
         """All-gathers bytes; ``read`` makes the result from those of all ranks, shape ``[world_size, len(own)]``."""
@@ -243,7 +253,7 @@ class Collectives:
         if self.world_size == 1:
             return self._handle(kind, lambda: flat)
         if not self._staged(flat):
-            return self._handle(kind, start(flat))
+            return self._handle(kind, start(flat), advances_alone=self._exchange_of(flat) is self._nccl)
         host = flat.cpu()
         wait = start(host)
 
@@ -257,9 +267,9 @@ class Collectives:
 
         return self._handle(kind, wait_and_copy)
 
-    def _handle(self, kind: str, wait: Callable[[], T]) -> Handle[T]:
+    def _handle(self, kind: str, wait: Callable[[], T], advances_alone: bool = False) -> Handle[T]:
         def counted() -> T:
             with self.traffic.waiting(self._kind + kind):
                 return wait()
 
-        return Handle(counted)
+        return Handle(counted, advances_alone)

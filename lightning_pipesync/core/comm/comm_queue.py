@@ -1,9 +1,10 @@
 """A queue of communication operations, which a thread issues in order while training runs.
 
 [Note: one thread, one order]
-One thread issues all operations of a queue, in the order of submission, which must be the same on all ranks.
-``IN_FLIGHT`` of them are in flight at a time: enough to keep the network busy, and few enough that the operation
-needed first does not share the bandwidth with all others.
+One thread issues and completes all operations of a queue, in the order of submission, which must be the same on all
+ranks. ``IN_FLIGHT`` of them are in flight at a time: enough to keep the network busy, and few enough that the operation
+needed first does not share the bandwidth with all others. Over Gloo an operation advances only while somebody waits for
+it, see ring.py: so a thread that has nothing to issue waits for the oldest one.
 
 [Note: streams]
 On CUDA the thread works on its own stream. An operation starts after the work that the caller had enqueued before it
@@ -30,22 +31,32 @@ T = TypeVar("T")
 IN_FLIGHT = 2
 
 
-class Queued(Handle[T]):
-    """A handle of an operation of a queue.
+class Queued(Promise[T]):
+    """A handle of an operation of a queue, which the queue's thread completes.
 
     Args:
-        wait: blocks until the operation is complete, and returns its result.
-        promise: is done when the operation is complete.
+        kind: the kind of operation that waiting is counted under.
+        traffic: counts how long training waits for it.
+        device: the device of the tensors.
     """
 
-    def __init__(self, wait: Callable[[], T], promise: Promise[Any]) -> None:
-        super().__init__(wait)
-        self._promise = promise
+    def __init__(self, kind: str, traffic: Traffic, device: torch.device) -> None:
+        super().__init__()
+        self._kind, self._traffic, self._device = kind, traffic, device
+        #: After the operation, on the queue's stream.
+        self.event: torch.cuda.Event | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether the operation is complete, or has failed."""
-        return self._promise.done
+    def wait_on_host(self) -> T:
+        """Blocks as :meth:`wait` does, and makes no stream wait."""
+        with self._traffic.waiting(self._kind):
+            return super().wait()
+
+    def wait(self) -> T:
+        """Blocks until the operation is complete; the caller's stream waits for it, too."""
+        result = self.wait_on_host()
+        if self.event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.event)
+        return result
 
 
 class CommQueue:
@@ -60,13 +71,13 @@ class CommQueue:
     """
 
     def __init__(self, name: str, device: torch.device, traffic: Traffic) -> None:
-        self._worker, self._device, self._traffic = Worker(name), device, traffic
+        self._in_flight: deque[tuple[Promise[Handle[Any]], Callable[[], None]]] = deque()  # started; to finish it
+        self._error: BaseException | None = None
+        self._submitted: deque[Queued[Any]] = deque()  # operations that may be unfinished
+        self._worker, self._device, self._traffic = Worker(name, self._advance), device, traffic
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._worker.submit(lambda: torch.cuda.set_device(device))
-        self._in_flight: deque[Callable[[], None]] = deque()
-        self._error: BaseException | None = None
-        self._submitted: deque[tuple[str, Promise[Any]]] = deque()  # operations that may be unfinished
 
     def submit(
         self,
@@ -77,7 +88,7 @@ class CommQueue:
     ) -> Queued[T]:
         """Queues an operation and returns a handle, which waits for the operation and for ``after``.
 
-        The operation may stay unfinished until ``IN_FLIGHT`` more have started, or until :meth:`flush`.
+        An operation of NCCL may stay unfinished until ``IN_FLIGHT`` more have started, or until :meth:`flush`.
 
         Args:
             kind: the kind of operation that waiting is counted under.
@@ -85,7 +96,7 @@ class CommQueue:
             after: called on the thread with the result when the operation is complete.
             requires: an earlier operation of this queue that has to be complete before this one starts.
         """
-        promise: Promise[tuple[T, torch.cuda.Event | None]] = Promise()
+        queued: Queued[T] = Queued(kind, self._traffic, self._device)
         started: Promise[Handle[T]] = Promise()
         submitted = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
@@ -94,26 +105,30 @@ class CommQueue:
                 self._stream.wait_event(submitted)
             return start()
 
-        def finish() -> tuple[T, torch.cuda.Event | None]:
+        def finish() -> T:
             result = started.wait().wait()
             after(result)
-            return result, self._record()
+            if self._stream is not None:
+                queued.event = self._stream.record_event()
+            return result
 
         def begin() -> None:
             while requires is not None and not requires.done and self._in_flight:
-                self._in_flight.popleft()()
+                self._finish_oldest()
             self._run(started, start_after_the_caller)
-            self._in_flight.append(lambda: self._run(promise, finish))
+            self._in_flight.append((started, lambda: self._run(queued, finish)))
             if len(self._in_flight) == IN_FLIGHT:
-                self._in_flight.popleft()()
+                self._finish_oldest()
 
         self._worker.submit(begin)
-        self._submitted.append((kind, promise))
-        return Queued(lambda: self._wait(kind, promise), promise)
+        while self._submitted and self._submitted[0].done:  # they end in the order of submission
+            self._submitted.popleft()
+        self._submitted.append(queued)
+        return queued
 
     def flush(self) -> None:
         """Starts finishing all submitted operations, without waiting for them."""
-        self._worker.submit(self._finish_in_flight)
+        self._worker.submit(self._finish_all)
 
     def wait_all(self) -> None:
         """Blocks until all submitted operations are complete.
@@ -121,14 +136,17 @@ class CommQueue:
         Raises:
             RuntimeError: a peer is lost.
         """
-        flushed: Promise[tuple[None, torch.cuda.Event | None]] = Promise()
         self.flush()
-        self._worker.submit(lambda: self._run(flushed, lambda: (None, self._record())))
-        for kind, promise in self._submitted:
-            with self._traffic.waiting(kind):
-                promise.wait()
+        last: Queued[None] = Queued("all", self._traffic, self._device)
+
+        def end() -> None:
+            last.event = None if self._stream is None else self._stream.record_event()
+
+        self._worker.submit(lambda: self._run(last, end))
+        for queued in self._submitted:
+            queued.wait_on_host()
         self._submitted.clear()
-        self._result(flushed)
+        last.wait()
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, after the operations in flight or after ``timeout_s`` seconds.
@@ -139,9 +157,20 @@ class CommQueue:
         if self._stream is not None and self._error is None:  # after an error a peer may be gone: never wait for it
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _finish_in_flight(self) -> None:
+    def _advance(self) -> bool:
+        """Finishes the oldest operation if it advances only while somebody waits for it; returns whether it did."""
+        if not self._in_flight or (self._error is None and self._in_flight[0][0].wait().advances_alone):
+            return False
+        self._finish_oldest()
+        return True
+
+    def _finish_oldest(self) -> None:
+        _, finish = self._in_flight.popleft()
+        finish()
+
+    def _finish_all(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft()()
+            self._finish_oldest()
 
     def _run(self, promise: Promise[Any], function: Callable[[], Any]) -> None:
         """Fulfils ``promise`` with the result of ``function``, or with the queue's first error."""
@@ -158,22 +187,5 @@ class CommQueue:
 
         promise.run(checked)
 
-    def _wait(self, kind: str, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
-        with self._traffic.waiting(kind):
-            result = self._result(promise)
-        while self._submitted and self._submitted[0][1].done:  # they end in the order of submission
-            self._submitted.popleft()
-        return result
-
-    def _result(self, promise: Promise[tuple[T, torch.cuda.Event | None]]) -> T:
-        """Returns the result; the caller's stream waits for it, too."""
-        result, event = promise.wait()
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-        return result
-
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _record(self) -> torch.cuda.Event | None:
-        return None if self._stream is None else self._stream.record_event()

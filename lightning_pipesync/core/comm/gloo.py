@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -12,7 +14,7 @@ from lightning_pipesync.core.buckets import shard_of
 from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.codecs.codec import accumulation_dtype
 from lightning_pipesync.core.comm.all_to_all import AllToAllExchange
-from lightning_pipesync.core.comm.handle import Promise, Worker
+from lightning_pipesync.core.comm.handle import Promise
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.ring import RingExchange, worthwhile
 from lightning_pipesync.core.faults.failure import PeerWatch
@@ -29,8 +31,9 @@ Between = Callable[[Tensor], object]
 class GlooExchange:
     """Reduce-scatter and all-gather of flat CPU tensors over a Gloo process group.
 
-    The caller's thread posts the first messages of a reduce-scatter. One worker thread sums the arriving slices and
-    posts the all-gather; another completes the all-gathers. So a whole all-reduce runs while training goes on.
+    A call posts the first messages. The thread that waits does the rest, the sums included, after that of earlier
+    calls, since all ranks must do so in the same order, see ring.py. A :class:`CommQueue` has a thread that waits while
+    training continues.
 
     Args:
         group: a Gloo process group that nothing else uses.
@@ -42,8 +45,8 @@ class GlooExchange:
         self._rank, self._world_size = self._messages.rank, self._messages.world_size
         self._pool = BufferPool()
         self._tag = self._small_tag = 0
-        self._reducing = Worker("pipesync-reduce")
-        self._gathering = Worker("pipesync-gather")
+        self._unfinished: deque[tuple[Promise[Tensor], Callable[[], Tensor]]] = deque()
+        self._finishing = threading.Lock()
 
     def all_to_all(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> AllToAllExchange:
         """Starts one small message to and from each peer, all at once.
@@ -58,10 +61,7 @@ class GlooExchange:
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
         """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
-        promise: Promise[Tensor] = Promise()
-        reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
-        self._reducing.submit(lambda: promise.run(reduce))
-        return promise.wait
+        return self._in_order(self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback))
 
     def all_gather(
         self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
@@ -71,10 +71,7 @@ class GlooExchange:
         Args:
             part: the part of each slice that is sent, without a codec; None: all.
         """
-        promise: Promise[Tensor] = Promise()
-        gather = self._start_all_gather(self._next_tag(), flat, codec, feedback, part)
-        self._gathering.submit(lambda: promise.run(gather))
-        return promise.wait
+        return self._in_order(self._start_all_gather(self._next_tag(), flat, codec, feedback, part))
 
     def all_reduce(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
@@ -82,28 +79,32 @@ class GlooExchange:
         """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
         reduce = self._start_reduce_scatter(self._next_tag(), flat, codec, mean, feedback)
         gather_tag = self._next_tag()
-        gathering: Promise[Callable[[], Tensor]] = Promise()
-        promise: Promise[Tensor] = Promise()
 
-        def reduce_and_start_to_gather() -> Callable[[], Tensor]:
+        def reduce_and_gather() -> Tensor:
             own = reduce()
             if between is not None:
                 between(own)
-            return self._start_all_gather(gather_tag, flat, codec, feedback)
+            return self._start_all_gather(gather_tag, flat, codec, feedback)()
 
-        self._reducing.submit(lambda: gathering.run(reduce_and_start_to_gather))
-        # In the order of the calls, not the order in which this rank's sums are ready: see ring.py.
-        self._gathering.submit(lambda: promise.run(lambda: gathering.wait()()))
-        return promise.wait
+        return self._in_order(reduce_and_gather)
 
     def release_memory(self) -> None:
         """Frees the buffers that are kept for reuse."""
         self._pool.clear()
 
-    def close(self, timeout_s: float) -> None:
-        """Ends the threads, after the operations in flight or after ``timeout_s`` seconds each."""
-        self._reducing.close(timeout_s)
-        self._gathering.close(timeout_s)
+    def _in_order(self, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Returns a function that finishes the operations so far, in the order of the calls, and returns the result."""
+        promise: Promise[Tensor] = Promise()
+        self._unfinished.append((promise, finish))
+
+        def wait() -> Tensor:
+            with self._finishing:
+                while not promise.done:
+                    earlier, finish_earlier = self._unfinished.popleft()
+                    earlier.run(finish_earlier)
+            return promise.wait()
+
+        return wait
 
     def _start_reduce_scatter(
         self, tag: int, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None

@@ -15,11 +15,17 @@ _this_thread = threading.local()
 
 
 class Handle(Generic[T]):
-    """A handle of an asynchronous operation. Handles may be waited for in any order, and more than once."""
+    """A handle of an asynchronous operation. It may be waited for more than once.
 
-    def __init__(self, wait: Callable[[], T]) -> None:
+    Args:
+        wait: blocks until the operation is complete, and returns its result.
+        advances_alone: whether the operation advances while nobody waits for it.
+    """
+
+    def __init__(self, wait: Callable[[], T], advances_alone: bool = False) -> None:
         self._wait: Callable[[], T] | None = wait
         self._result: T
+        self.advances_alone = advances_alone
 
     def wait(self) -> T:
         """Blocks until the operation is complete and returns its result.
@@ -33,19 +39,19 @@ class Handle(Generic[T]):
         return self._result
 
 
-class Promise(Generic[T]):
-    """A result that another thread will supply.
+class Promise(Handle[T]):
+    """A result that another thread supplies.
 
     Attributes:
         done: whether there is a result or an error.
     """
 
     def __init__(self) -> None:
+        self.advances_alone = True
         self.done = False
         self._undone = threading.Lock()  # an Event would make two locks and a queue
         self._undone.acquire()
         self._error: BaseException | None = None
-        self._result: T
 
     def run(self, function: Callable[[], T]) -> None:
         """Runs ``function`` and keeps its result, or the exception that it raises."""
@@ -67,9 +73,15 @@ class Promise(Generic[T]):
 
 
 class Worker:
-    """A thread that runs jobs one after the other. It is a daemon: it never keeps a dying process alive."""
+    """A thread that runs jobs one after the other. It is a daemon: it never keeps a dying process alive.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: the thread's name.
+        idle: called when no job is queued; whether it has done something, after which it may be called again.
+    """
+
+    def __init__(self, name: str, idle: Callable[[], bool] = lambda: False) -> None:
+        self._idle = idle
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -96,8 +108,15 @@ class Worker:
 
     def _run(self) -> None:
         _this_thread.is_worker = True
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             job()
+        while self._idle():
+            pass
+
+    def _next(self) -> Callable[[], None] | None:
+        while self._jobs.empty() and self._idle():
+            pass
+        return self._jobs.get()
 
 
 def on_worker_thread() -> bool:

@@ -75,9 +75,6 @@ class NcclExchange:
     def release_memory(self) -> None:
         """Does nothing: no buffer is kept."""
 
-    def close(self, timeout_s: float) -> None:
-        """Does nothing: there is no thread."""
-
     def _enqueue(
         self, flat: Tensor, operation: Callable[[], Tensor], feedback: ErrorFeedback | None = None
     ) -> Callable[[], Tensor]:

@@ -121,10 +121,5 @@ class TorusExchange:
         self._row.release_memory()
         self._column.release_memory()
 
-    def close(self, timeout_s: float) -> None:
-        """Ends the threads of both directions."""
-        self._row.close(timeout_s)
-        self._column.close(timeout_s)
-
     def _row_slice(self, flat: Tensor) -> Tensor:
         return flat[self._torus.row_slice(flat.numel(), self._rank)]

@@ -98,7 +98,9 @@ class Fragments:
             flight.agreed = self.replicas.agreed_of(self._fragments[fragment])
         if overlap and self._config.own_share == "progress":
             flight.starts = [self.replicas.packed(index).clone() for index in self._fragments[fragment]]
-        flight.handles = [self.replicas.start(index, ranks) for index in self._fragments[fragment]]
+        flight.handles = [
+            self.replicas.start(index, ranks, background=overlap > 0) for index in self._fragments[fragment]
+        ]
         self._flights[fragment] = flight
         if not overlap:
             self._apply(fragment)

@@ -43,6 +43,7 @@ class ReplicaGroups:
         mean: bool = False,
         feedback: ErrorFeedback | None = None,
         between: Callable[[Tensor], object] | None = None,
+        background: bool = False,
     ) -> Handle[Tensor]:
         """Sums ``flat`` over the groups; arguments as of :meth:`Collectives.all_reduce`.
 
@@ -50,7 +51,9 @@ class ReplicaGroups:
         order of the calls, on all ranks.
         """
         part = self._row.shard(flat)
-        summed = self._column.all_reduce(part, codec=codec, mean=mean, feedback=feedback, between=between)
+        summed = self._column.all_reduce(
+            part, codec=codec, mean=mean, feedback=feedback, between=between, background=background
+        )
 
         def wait() -> Tensor:
             summed.wait()

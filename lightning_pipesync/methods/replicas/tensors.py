@@ -111,12 +111,13 @@ class ReplicatedTensors:
         self.diverged = False
 
     @torch.no_grad()
-    def start(self, index: int, participants: Sequence[int] | None = None) -> Handle[Tensor]:
+    def start(self, index: int, participants: Sequence[int] | None = None, background: bool = False) -> Handle[Tensor]:
         """Starts to average a bucket, by way of codec and outer step; collective. :meth:`finish` sets its tensors.
 
         Args:
             index: index of the bucket.
             participants: the replicas whose values are averaged; None: all.
+            background: as in :meth:`Collectives.all_reduce`.
         """
         bucket = self._buckets[index]
         bucket.pack(self.tensors[index])
@@ -133,6 +134,7 @@ class ReplicatedTensors:
             mean=participants is None,
             feedback=self._feedback[index] if self._agreed else None,
             between=partial(self._between, index, count) if self._outer or count else None,
+            background=background,
         )
 
     def finish(self, index: int, _: object = None) -> None:
