@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.core.codecs import Codec
-from lightning_pipesync.methods.servers.policies import Update
+from lightning_pipesync.methods.servers.messages import Update
 
 
 def replay(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync import ParameterServerStrategy
-from lightning_pipesync.methods.servers.policies import Update
+from lightning_pipesync.methods.servers.messages import Update
 from tests.harness import launch, raised
 from tests.lightning_models import Classifier, train_loader, trainer, val_loader
 

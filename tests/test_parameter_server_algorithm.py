@@ -9,8 +9,8 @@ import pytest
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import Coordinator
-from lightning_pipesync.methods.servers.messages import Ask
-from lightning_pipesync.methods.servers.policies import Decision, Gradient, Policy, Sequencer
+from lightning_pipesync.methods.servers.messages import Ask, Decision, Gradient
+from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
 
 class Timeline:
@@ -192,4 +192,4 @@ def test_who_resumes_first_is_not_handed_what_others_had_before() -> None:
     resumed.hand_out(1, Ask(1, 0, num_batches=9, to_each=False, num_resumed=1))
     assert len(sent) == 1, "rank 0 has not resumed yet"
     resumed.load_state_dict(first.state_dict(), version=0)
-    assert [(rank, what.number) for rank, (what,) in sent] == [(0, 0), (1, 1)]
+    assert [(rank, what.number) for rank, what in sent] == [(0, 0), (1, 1)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync.methods.servers import ParameterServer
-from lightning_pipesync.methods.servers.policies import Update
+from lightning_pipesync.methods.servers.messages import Update
 from tests.harness import DIED, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.servers import ParameterServer
-from lightning_pipesync.methods.servers.differences import Differences
-from lightning_pipesync.methods.servers.policies import Update
+from lightning_pipesync.methods.servers.learner_copies import LearnerCopies
+from lightning_pipesync.methods.servers.messages import Decision, Update
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
@@ -100,14 +100,14 @@ def test_differences_are_smaller() -> None:
 
 def test_weights_that_rest_are_approached() -> None:
     values = [torch.linspace(-1, 1, 999) ** 3]
-    differences = Differences(get_codec("int8"), [torch.zeros(999)])
+    copies = LearnerCopies([torch.zeros(999)], get_codec("int8"), keeps_fetched=False)
     errors = []
-    for _ in range(4):
-        differences.encode(1, values)
-        errors.append(float((differences.of(1)[0] - values[0]).abs().max()))
+    for version in range(4):
+        copies.message_for(1, version, Decision(), lambda: values)
+        errors.append(float((copies.of(1)[0] - values[0]).abs().max()))
     assert errors[0] > 1e-4
     assert errors[-1] < 1e-6
-    assert float(differences.of(0)[0].abs().max()) == 0, "another learner has its own"
+    assert float(copies.of(0)[0].abs().max()) == 0, "another learner has its own"
 
 
 @pytest.mark.parametrize("policy", ["downpour", "easgd"])

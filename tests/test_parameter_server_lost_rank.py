@@ -17,8 +17,8 @@ import torch.distributed as dist
 from lightning_pipesync import ParameterServer
 from lightning_pipesync.methods.servers.config import ParameterServerConfig, PolicyName
 from lightning_pipesync.methods.servers.coordinator import Coordinator
-from lightning_pipesync.methods.servers.messages import Request, UpdateSettings
-from lightning_pipesync.methods.servers.policies import Decision, Gradient, Policy, Sequencer
+from lightning_pipesync.methods.servers.messages import Decision, Gradient, Request, UpdateSettings
+from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 from tests.harness import DIED, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
@@ -96,7 +96,7 @@ def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> 
             assert last == STEPS
     (said,) = (text for text in outcomes[0]["said"] if "Lost" in text)
     assert said.startswith("Lost rank 2 after ")
-    assert "rank 0, 1 go on without it" in said
+    assert "training continues on rank 0, 1." in said
     for outcome in outcomes:
         assert len(outcome["saved"]["state"]) == len(expected)
         for index, saved in outcome["saved"]["state"].items():
@@ -115,7 +115,7 @@ def test_several_servers_go_on(policy: str, settings: dict[str, Any], tmp_path: 
         for name, value in others[0]["weights"].items():
             assert torch.equal(outcome["weights"][name], value), name
     (said,) = (text for text in others[0]["said"] if "Lost" in text)
-    assert f"rank {'1, 2' if settings['servers'] == 1 else '0, 1, 2'} go on without it" in said
+    assert f"continues on rank {'1, 2' if settings['servers'] == 1 else '0, 1, 2'}." in said
     if policy == "easgd":
         return
     log = others[0]["log"]
@@ -184,10 +184,10 @@ def test_half_a_gradient_is_not_used() -> None:
     for rank in range(3):
         coordinator.request(rank, Request.RETIRE)
     assert [gradient for update in coordinator.log for gradient in update.gradients] == [whole]
-    assert not any(isinstance(what, Decision) and what.whole for _, (what, *_) in sent), "its learner has not retired"
-    coordinator.lose(2)
+    assert not any(isinstance(what, Decision) and what.whole for _, what in sent), "its learner has not retired"
+    coordinator.forget_rank(2)
     coordinator.arrived(late)
-    told = [what for rank, (what, *_) in sent if rank == 1 and isinstance(what, Decision)]
+    told = [what for rank, what in sent if rank == 1 and isinstance(what, Decision)]
     assert [what.dropped for what in told if what.dropped is not None] == [half, late]
     assert any(what.whole for what in told)
     assert len(coordinator.log) == 1
@@ -251,7 +251,7 @@ def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
     sequencer = Sequencer.of(Policy(2, waits=True), range(3))
     coordinator = Coordinator(sequencer, lambda *message: sent.append(message), range(3), range(1), keep_log=True)
     assert not coordinator.is_evicted(2)
-    coordinator.lose(2)
+    coordinator.forget_rank(2)
     coordinator.push(Gradient(2, 1, version=0), UpdateSettings([]))
     coordinator.request(2, Request.RETIRE)
     coordinator.push(Gradient(0, 1, version=0), UpdateSettings([]))

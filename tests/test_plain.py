@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipesync.core.plain import decode, encode
-from lightning_pipesync.methods.servers.messages import Push, Request, UpdateSettings, check_hyperparameters
-from lightning_pipesync.methods.servers.policies import Gradient
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.messages import Gradient, Push, Request, UpdateSettings
 
 PLAIN: list[Any] = [
     None,
@@ -57,8 +57,11 @@ def test_numbers_keep_their_bits() -> None:
 def test_dataclasses_with_tensors_come_back() -> None:
     lr = torch.tensor(0.5)
     settings = UpdateSettings([{"lr": lr, "betas": (0.9, 0.99), "fused": None}], max_norm=1.0)
-    found = back(Push(Gradient(0, 1, 2, 3), settings))
+    wire = torch.zeros(2, dtype=torch.uint8)
+    found = back(Push(Gradient(0, 1, 2, 3), settings, [wire], [[True, False]]))
     assert found.gradient == Gradient(0, 1, 2, 3)
+    assert found.wires[0] is wire
+    assert found.present == [[True, False]]
     assert found.settings.hyperparameters[0]["lr"] is lr
     assert found.settings.hyperparameters[0]["betas"] == (0.9, 0.99)
     assert found.settings.max_norm == 1.0
@@ -107,7 +110,7 @@ def test_a_pickle_is_not_read() -> None:
 
 def test_hyperparameters_that_cannot_be_sent_are_named() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=torch.tensor(0.1), momentum=np.float64(0.9))
-    check_hyperparameters(optimizer)
+    ParameterServerConfig().check_optimizer(optimizer, 1)
     optimizer.param_groups[0]["schedule"] = os.getcwd
     with pytest.raises(ValueError, match=r"schedule of group 0 of SGD .* cannot be sent to the servers"):
-        check_hyperparameters(optimizer)
+        ParameterServerConfig().check_optimizer(optimizer, 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
-from lightning_pipesync.methods.servers.policies import Decision, Gradient, Policy, Sequencer
+from lightning_pipesync.methods.servers.messages import Decision, Gradient
+from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
 
 class Throughput:

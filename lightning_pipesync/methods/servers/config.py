@@ -9,8 +9,10 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.plain import encode
 from lightning_pipesync.methods.gradients.bucket_update import ELEMENTWISE
-from lightning_pipesync.methods.servers.policies import Policy
+from lightning_pipesync.methods.gradients.hyperparameters import current
+from lightning_pipesync.methods.servers.policies import Policy, policies
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
 from lightning_pipesync.methods.settings import Settings, renamed
 
@@ -218,18 +220,7 @@ class ParameterServerConfig(Settings):
             if self.policy in _POLICIES_WITH[name] and value is not None and value > learners:
                 raise ValueError(f"{name}={value!r} of policy={self.policy!r} is more than the {learners} learners.")
         k = learners if self.k is None else self.k
-        return {
-            "sync": Policy(learners, waits=True, together=True),
-            "k_sync": Policy(k, waits=True, cancels=True),
-            "k_batch_sync": Policy(k, waits=False, cancels=True),
-            "k_async": Policy(k, waits=True),
-            "k_batch_async": Policy(k, waits=False),
-            "async": Policy(1, waits=True),
-            "n_softsync": Policy(learners // self.n, waits=False),
-            "ssp": Policy(1, waits=True, bound=self.staleness_bound),
-            "downpour": Policy(1, waits=False, local=True),
-            "easgd": Policy(1, waits=True, elastic=True),
-        }[self.policy]
+        return policies(learners, k, self.n, self.staleness_bound)[self.policy]
 
     def force(self, learners: int) -> float | None:
         """Returns alpha of EASGD with a number of learners; None with another policy."""
@@ -261,10 +252,11 @@ class ParameterServerConfig(Settings):
         return range(self.num_servers(world_size) if self.dedicated_servers else 0, world_size)
 
     def check_optimizer(self, optimizer: Optimizer, num_servers: int) -> None:
-        """Checks that an optimizer can be divided among the servers.
+        """Checks that an optimizer can run on the servers.
 
         Raises:
-            ValueError: it is not known to be element-wise.
+            ValueError: it is not known to be element-wise and there are several servers, or a hyper-parameter cannot be
+                sent with each gradient.
         """
         if num_servers > 1 and not self.is_elementwise(optimizer):
             names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
@@ -273,6 +265,15 @@ class ParameterServerConfig(Settings):
                 f"is not known to treat every value by itself, as {names} do: set servers=1, or name its class in "
                 "elementwise= if it does."
             )
+        for index, group in enumerate(current(optimizer)):
+            for name, value in group.items():
+                try:
+                    encode(value, lambda tensor: 0)
+                except TypeError as error:
+                    raise ValueError(
+                        f"{name} of group {index} of {type(optimizer).__name__} is {value!r}, and cannot be sent to "
+                        f"the servers: {error} Use another method, or a number, a text or a tensor in its place."
+                    ) from None
 
     def is_elementwise(self, optimizer: Optimizer) -> bool:
         """Returns whether this optimizer is known to treat every value by itself."""

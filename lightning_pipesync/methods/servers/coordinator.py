@@ -1,23 +1,44 @@
-"""The coordinator, on one of the ranks: takes the decisions that all servers follow, and hands out batches."""
+"""The coordinator, on rank 0: takes the decisions that all servers follow, and hands out batches.
+
+[Note: half a gradient]
+A learner may be lost when some servers have its gradient and others do not, and an update by that gradient would never
+end. So where training survives the loss of a learner, all servers tell the coordinator what arrives. A gradient counts
+once all of them have it, and whatever its learner sends later waits for that.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from lightning_pipesync.data.work_queue import WorkQueue
-from lightning_pipesync.methods.servers.arrivals import Arrivals
-from lightning_pipesync.methods.servers.messages import Ask, Batch, Buffers, Evicted, Request, UpdateSettings
-from lightning_pipesync.methods.servers.policies import Decision, Gradient, Sequencer, Update
+from lightning_pipesync.methods.servers.messages import (
+    AgreedBuffers,
+    Ask,
+    Batch,
+    Decision,
+    Evicted,
+    Gradient,
+    Refused,
+    Request,
+    Update,
+    UpdateSettings,
+)
+from lightning_pipesync.methods.servers.policies import Sequencer
+
+#: The coordinator's rank. It is a server, too.
+COORDINATOR = 0
 
 
 class Coordinator:
     """Calls the sequencer with what arrives from learners, and sends its decisions in their order.
 
-    Its methods are called by the threads of the mail.
+    The threads of the mail call its methods.
 
     Attributes:
         log: all updates so far, if they are kept.
@@ -26,9 +47,9 @@ class Coordinator:
         sequencer: takes the decisions.
         send: sends a message to a rank.
         learners: the ranks that batches are handed out to.
-        followers: the ranks that follow the decisions.
+        followers: the ranks that get the decisions.
         keep_log: whether to keep the log.
-        num_telling: the number of other servers that tell when they have a gradient, see [Note: half a gradient].
+        num_telling: the number of other servers that tell what arrives, see [Note: half a gradient].
     """
 
     def __init__(
@@ -42,11 +63,12 @@ class Coordinator:
     ) -> None:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
-        self._handed_out = WorkQueue(learners)
-        self._num_resumed, self._early = 0, list[tuple[int, Ask]]()  # asks of those who have resumed earlier
+        self._queue = WorkQueue(learners)
+        self._num_resumed, self._early = 0, list[tuple[int, Ask]]()  # what ranks ask that have resumed earlier
         self._lost: set[int] = set()
-        self._arrivals = Arrivals(num_telling)
+        self._arrivals = _Arrivals(num_telling)
         self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
+        self._reloading: set[int] = set()  # the ranks that retire because they have loaded weights or states
         self._settings: dict[Gradient, UpdateSettings] = {}  # of the pushed gradients
         self._lock = threading.Lock()
 
@@ -56,104 +78,157 @@ class Coordinator:
         return self._sequencer.staleness_lr.mean
 
     def push(self, gradient: Gradient, settings: UpdateSettings) -> None:
-        """Takes a learner's gradient, and the settings of its step; not that of one that has just been lost."""
+        """A gradient has arrived on this rank; it is ignored if its learner has just been lost."""
         with self._lock:
-            if gradient.rank in self._lost:
-                return
-            self._settings[gradient] = settings
-            self._take(gradient.rank, gradient)
+            if gradient.rank not in self._lost:
+                self._settings[gradient] = settings
+                self._take(gradient.rank, gradient)
 
     def arrived(self, gradient: Gradient) -> None:
-        """Takes that another server has a learner's gradient."""
+        """A gradient has arrived on another server."""
         with self._lock:
             if gradient.rank in self._lost:
                 self._decide([Decision(dropped=gradient)])
                 return
-            self._arrivals.part(gradient)
+            self._arrivals.add_part(gradient)
             self._take(gradient.rank)
 
     def request(self, rank: int, request: Request) -> None:
-        """Takes a learner's request; not that of one that has just been lost."""
+        """A learner requests something; it is ignored if the learner has just been lost."""
         with self._lock:
             if rank not in self._lost:
                 self._take(rank, request)
 
     def keep_buffers(self, rank: int, buffers: list[Tensor]) -> None:
-        """Takes the buffers of a learner that retires next; all get the first one's when all have retired."""
+        """Keeps the buffers of a learner that retires next. When all have retired, all get the first one's."""
         with self._lock:
             if rank not in self._lost:
                 self._buffers[rank] = buffers
 
     def hand_out(self, rank: int, ask: Ask) -> None:
-        """Sends a learner the number of its next batch, when what was handed out in an earlier run is known."""
+        """Sends a learner the number of its next batch, once what an earlier run has handed out is known."""
         with self._lock:
             if ask.num_resumed > self._num_resumed:
                 self._early.append((rank, ask))
                 return
-            number = self._handed_out.take(rank, (ask.loader, ask.epoch), ask.num_batches, ask.to_each)
-        self._send(rank, (Batch(number),))
+            number = self._queue.take(rank, (ask.loader, ask.epoch), ask.num_batches, ask.to_each)
+        self._send(rank, Batch(number))
 
-    def lose(self, rank: int) -> None:
-        """Goes on without a learner."""
+    def forget_rank(self, rank: int) -> None:
+        """Marks a rank as lost: no decision waits for it, and it is told so, as it may only be frozen."""
         with self._lock:
             self._lost.add(rank)
             self._buffers.pop(rank, None)
-            self._send(rank, (Evicted(),))  # it may wake up
-            halves = [Decision(dropped=gradient) for gradient in self._arrivals.lose(rank)]
+            self._reloading.discard(rank)
+            self._send(rank, Evicted())
+            halves = [Decision(dropped=gradient) for gradient in self._arrivals.forget_rank(rank)]
             self._decide([*halves, *self._sequencer.lose(rank)])
 
     def is_evicted(self, rank: int) -> bool:
-        """Returns whether a rank counts as lost, and tells it so: it may only have been silent for too long."""
+        """Returns whether a rank counts as lost, and tells it so."""
         with self._lock:
             lost = rank in self._lost
         if lost:
-            self._send(rank, (Evicted(),))
+            self._send(rank, Evicted())
         return lost
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters, while nothing is pending."""
         staleness = self._sequencer.staleness_lr.state_dict()
-        return {"staleness": staleness, "handed_out": self._handed_out.state_dict()}
+        return {"staleness": staleness, "handed_out": self._queue.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
         """Resumes from what :meth:`state_dict` returned, with weights of a version."""
         with self._lock:
             self._sequencer.version = version
             self._sequencer.staleness_lr.load_state_dict(state["staleness"])
-            self._handed_out.load_state_dict(state["handed_out"])
+            self._queue.load_state_dict(state["handed_out"])
             self._num_resumed += 1
             early, self._early = self._early, []
         for rank, ask in early:
             self.hand_out(rank, ask)
 
-    def _take(self, rank: int, *told: Gradient | Request) -> None:
-        """Calls the sequencer with what a learner has told, as far as it is complete."""
-        for what in told:
-            self._arrivals.tell(rank, what)
-        for what in self._arrivals.ready(rank):
-            if isinstance(what, Gradient):
-                self._decide(self._sequencer.push(what))
-            elif what is Request.FETCH:
+    def _take(self, rank: int, *messages: Gradient | Request) -> None:
+        """Calls the sequencer with what a learner has sent, as far as it is complete."""
+        for message in self._arrivals.in_order(rank, messages):
+            if isinstance(message, Gradient):
+                self._decide(self._sequencer.push(message))
+            elif message is Request.FETCH:
                 self._decide(self._sequencer.fetch(rank))
-            elif what is Request.RETIRE:
+            elif message in (Request.RETIRE, Request.RELOAD):
+                if message is Request.RELOAD:
+                    self._reloading.add(rank)
                 self._decide(self._sequencer.retire(rank))
             else:
-                self._decide(self._sequencer.check(rank, finite=what is Request.STEP))
+                self._decide(self._sequencer.check(rank, finite=message is Request.STEP))
 
     def _decide(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
-            settings = None
             if decision.dropped is not None:
                 self._settings.pop(decision.dropped, None)
-            if decision.update is not None:
-                used = {gradient: self._settings.pop(gradient) for gradient in decision.update.gradients}
-                settings = used[max(used, key=lambda gradient: (gradient.version, -gradient.rank))]  # the newest one's
+            if (update := decision.update) is not None:
+                used = {gradient: self._settings.pop(gradient) for gradient in update.gradients}
+                newest = max(used, key=lambda gradient: (gradient.version, -gradient.rank))
+                decision = replace(decision, settings=used[newest])
                 if self._keep_log:
-                    self.log.append(decision.update)
+                    self.log.append(update)
+            if decision.whole and self._refuse_partial_reload(decision.released):
+                continue
             for rank in self._followers:
                 if rank not in self._lost:
-                    self._send(rank, (decision, settings))
+                    self._send(rank, decision)
             if decision.whole and self._buffers:
                 for rank in decision.released:
-                    self._send(rank, (Buffers(), self._buffers[min(self._buffers)]))
+                    self._send(rank, AgreedBuffers(self._buffers[min(self._buffers)]))
                 self._buffers = {}
+
+    def _refuse_partial_reload(self, ranks: Sequence[int]) -> bool:
+        """Makes all ranks raise, and returns True, if some of those that have retired have loaded a state."""
+        reloading, self._reloading = self._reloading, set()
+        others = [rank for rank in ranks if rank not in reloading]
+        if not reloading or not others:
+            return False
+        message = (
+            f"Weights or an optimizer's state were loaded on rank {', '.join(map(str, sorted(reloading)))} and not on "
+            f"rank {', '.join(map(str, others))}: load them on all ranks, before each takes its next step."
+        )
+        for rank in ranks:
+            self._send(rank, Refused(message))
+        return True
+
+
+class _Arrivals:
+    """Puts what the learners send in order, see [Note: half a gradient].
+
+    Args:
+        num_parts: the number of servers that tell when they have a gradient.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._sent: defaultdict[int, deque[Gradient | Request]] = defaultdict(deque)  # by learner
+        self._parts: Counter[Gradient] = Counter()
+
+    def add_part(self, gradient: Gradient) -> None:
+        """Another server has a gradient."""
+        self._parts[gradient] += 1
+
+    def in_order(self, rank: int, messages: Iterable[Gradient | Request]) -> Iterator[Gradient | Request]:
+        """Adds what a learner sends; yields what it has sent, up to a gradient that some server does not have yet."""
+        sent = self._sent[rank]
+        sent.extend(messages)
+        while sent:
+            message = sent[0]
+            if isinstance(message, Gradient):
+                if self._parts[message] < self._num_parts:
+                    return
+                del self._parts[message]
+            yield sent.popleft()
+
+    def forget_rank(self, rank: int) -> list[Gradient]:
+        """Forgets a learner that is lost; returns its gradients that only some servers have."""
+        halves = {message for message in self._sent.pop(rank, ()) if isinstance(message, Gradient)}
+        halves |= {gradient for gradient in self._parts if gradient.rank == rank}
+        for gradient in halves:
+            self._parts.pop(gradient, None)
+        return sorted(halves, key=lambda gradient: gradient.step)

@@ -1,34 +1,95 @@
-"""What learners, servers and the coordinator tell each other, besides tensors."""
+"""What learners, servers and the coordinator tell each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from torch.optim import Optimizer
+from torch import Tensor
 
-from lightning_pipesync.core.plain import encode
-from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current
-from lightning_pipesync.methods.servers.policies import Gradient
+from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters
 
 
-class Request(Enum):
-    """What a learner wants of the coordinator."""
+@dataclass(frozen=True)
+class Fetch:
+    """A fetch of weights by a learner that takes local steps.
 
-    FETCH = "weights"
-    STEP = "a step, which all take together"
-    SKIP = "no step, as its gradient is not finite"
-    RETIRE = "the same weights as all, once all want them"
+    Attributes:
+        step: the step in which it took them.
+        version: of the weights.
+        before_pass: whether before the step's gradient is computed, or after that and before the local update.
+    """
+
+    step: int
+    version: int
+    before_pass: bool
+
+
+@dataclass(frozen=True)
+class Accrued:
+    """The local steps since a learner's last push: the first one, and the fetches among them."""
+
+    first_step: int
+    fetches: tuple[Fetch, ...]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Which gradient a learner pushes.
+
+    Attributes:
+        rank: the learner.
+        step: the number of the learner's step: 1 for the first one.
+        version: of the weights that it was computed at.
+        optimizer: the index of the optimizer whose parameters have it.
+        ahead: by how many updates those weights were predicted from that version.
+        accrued: the local steps that it sums up; None: it is the gradient of one step.
+    """
+
+    rank: int
+    step: int
+    version: int
+    optimizer: int = 0
+    ahead: float = 0.0
+    accrued: Accrued | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of the weights by the weighted mean of several gradients.
+
+    Attributes:
+        version: of the weights after it: 1 for the first one.
+        gradients: of one optimizer's parameters, ordered by rank, and by step.
+        weights: of each gradient in the mean; they add up to the number of gradients.
+        lr_factor: factor on the learning rate.
+    """
+
+    version: int
+    gradients: tuple[Gradient, ...]
+    weights: tuple[float, ...]
+    lr_factor: float
+
+    @property
+    def optimizer(self) -> int:
+        """The index of the optimizer."""
+        return self.gradients[0].optimizer
+
+    @property
+    def staleness(self) -> list[int]:
+        """For each gradient, the number of updates between the weights that it was computed at and this update."""
+        return [self.version - 1 - gradient.version for gradient in self.gradients]
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What a learner's step asks for.
+    """What a learner sends with a gradient, for the update that uses it.
 
     Attributes:
         hyperparameters: of the optimizer's parameter groups.
-        max_norm: the L2 norm to which the mean gradient is clipped; None: it is not.
-        max_value: what its values are clipped to; None: they are not.
+        max_norm: the L2 norm to which the mean gradient is clipped; None: no clipping.
+        max_value: the absolute value to which its values are clipped; None: no clipping.
     """
 
     hyperparameters: Hyperparameters
@@ -37,38 +98,89 @@ class UpdateSettings:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """What all servers do next; with policies that cancel passes or skip steps, learners get it, too.
+
+    Attributes:
+        update: the update that they make first; None: none.
+        dropped: a gradient that no update uses; None: none.
+        released: the learners that they then send the weights to.
+        ahead: by how many updates they predict these weights.
+        whole: whether all ranks get the same weights, which no codec changes.
+        skip: whether all learners skip a step that they take together; None: the decision is about something else.
+        settings: of the update.
+    """
+
+    update: Update | None = None
+    dropped: Gradient | None = None
+    released: tuple[int, ...] = ()
+    ahead: float = 0.0
+    whole: bool = False
+    skip: bool | None = None
+    settings: UpdateSettings | None = None
+
+
+class Request(Enum):
+    """What a learner requests of the coordinator."""
+
+    FETCH = "the newest weights"
+    STEP = "a step that all take together: its gradient is finite"
+    SKIP = "to skip a step that all take together: its gradient is not finite"
+    RETIRE = "the same weights as all, once all learners request them"
+    RELOAD = "the same, before the servers read weights and states that were loaded"
+
+
+@dataclass(frozen=True)
 class Push:
-    """A learner's gradient for one server; what goes to the coordinator has the settings of its step, too."""
+    """A learner's gradient, for one server; the coordinator's has the settings for the update, too.
+
+    Attributes:
+        gradient: which one.
+        settings: None: the server is not the coordinator.
+        wires: the encoded values for each of the server's shards that the optimizer has.
+        present: for each of these shards, which parameters have a gradient.
+    """
 
     gradient: Gradient
     settings: UpdateSettings | None
+    wires: list[Tensor]
+    present: list[list[bool]]
+
+
+@dataclass(frozen=True)
+class PushArrived:
+    """A server tells the coordinator that it has a gradient, see [Note: half a gradient]."""
+
+    gradient: Gradient
 
 
 @dataclass(frozen=True)
 class WeightsMessage:
-    """A server's shards of the weights: of a version, or predicted from it by so many updates.
+    """A server's shards of the weights of a version, or predicted from it by ``ahead`` updates.
 
-    They are sent as they are, or as encoded differences to those that the learner has.
+    ``values`` are the shards, or their encoded differences from those that the learner has; None: it has them.
     """
 
     version: int
     ahead: float
     are_differences: bool = False
+    values: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What sums over all servers are for: the update that makes a version, and its ``norm`` or ``distances``."""
+class PartialSums:
+    """A server's part of sums over all servers: ``"norm"`` or ``"distances"`` of the update that makes a version."""
 
     version: int
     kind: str
+    part: Tensor
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A learner asks for a loader's next batch of an epoch with so many, of which each rank may have to get one.
+    """A learner asks for a loader's next batch of an epoch with ``num_batches``; ``to_each`` rank at least one.
 
-    It has resumed so many times from a saved state, and is answered when the coordinator has, too.
+    ``num_resumed``: how many times it has resumed from a saved state. It is answered once the coordinator has, too.
     """
 
     loader: int
@@ -80,26 +192,23 @@ class Ask:
 
 @dataclass(frozen=True)
 class Batch:
-    """The number of a batch that is handed out; None: there is no more."""
+    """The number of the batch that was asked for; None: there is no more."""
 
     number: int | None
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """A server has a learner's gradient."""
+class LearnerBuffers:
+    """The buffers of a learner that retires next."""
 
-    gradient: Gradient
-
-
-@dataclass(frozen=True)
-class OwnBuffers:
-    """A learner's buffers, before it retires."""
+    values: list[Tensor]
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """The first learner's buffers, when all have retired."""
+class AgreedBuffers:
+    """The buffers that all ranks get once all learners have retired."""
+
+    values: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,26 +220,18 @@ class StatesWanted:
 
 @dataclass(frozen=True)
 class States:
-    """A server's part of an optimizer's state, as it was when all learners retired last."""
+    """A server's part of an optimizer's state, by the name of a parameter."""
+
+    values: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Evicted:
-    """The others go on without the learner that gets this."""
+    """The rank that gets this counts as lost; the others train without it."""
 
 
-def check_hyperparameters(optimizer: Optimizer) -> None:
-    """Checks that the hyper-parameters of an optimizer can be sent to the servers with each gradient.
+@dataclass(frozen=True)
+class Refused:
+    """All ranks raise a RuntimeError with this message."""
 
-    Raises:
-        ValueError: one is no plain value; the message names it.
-    """
-    for index, group in enumerate(current(optimizer)):
-        for name, value in group.items():
-            try:
-                encode(value, lambda tensor: 0)
-            except TypeError as error:
-                raise ValueError(
-                    f"{name} of group {index} of {type(optimizer).__name__} is {value!r}, and cannot be sent to the "
-                    f"servers: {error} Use another method, or a number, a text or a tensor in its place."
-                ) from None
+    message: str

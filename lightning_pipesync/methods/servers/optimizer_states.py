@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.methods.gradients.reshard import reshard, whole_state
-from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 
 
 class ServedOptimizers:
-    """The states of optimizers that run on the servers; those of EASGD run on the learners, and keep theirs.
+    """The states of the users' optimizers, which run on the servers.
 
     Args:
-        optimizers: the user's own.
+        optimizers: the users'; none with EASGD, whose optimizers run on the learners.
         buckets: the parameters.
-        shards: this rank's shards of them, if it is a server.
-        config: the settings.
-        transport: the way to the other ranks.
-        ask_servers: returns, given an optimizer's index, by server what that one has kept of its state.
+        shards: this rank's shards of them; none if it is no server.
+        num_servers: the number of servers.
+        transport: carries communication.
+        ask_servers: returns what each server has kept of an optimizer's state, by server, and calls nothing
+            collective; None: no loss of a rank is survived, and collective calls may be made.
     """
 
     def __init__(
@@ -33,20 +33,17 @@ class ServedOptimizers:
         optimizers: Sequence[Optimizer],
         buckets: Sequence[SharedBucket],
         shards: Sequence[ServedShard],
-        config: ParameterServerConfig,
+        num_servers: int,
         transport: Transport,
-        ask_servers: Callable[[int], list[dict[str, Any]]],
+        ask_servers: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
-        self._optimizers = () if config.policy == "easgd" else tuple(optimizers)
-        self._buckets, self._shards = buckets, shards
-        self._config, self._transport = config, transport
-        self._num_servers = config.num_servers(transport.world_size)
-        self._ask_servers = ask_servers if config.survives_loss(transport.world_size) else None
+        self._optimizers, self._buckets, self._shards = tuple(optimizers), buckets, shards
+        self._num_servers, self._transport, self._ask_servers = num_servers, transport, ask_servers
         self._kept: list[dict[str, Any]] = [{} for _ in self._optimizers]
         self._clear()
 
     def read_loaded(self) -> None:
-        """Gives this rank's shards the weights, and the optimizers' states, that were loaded."""
+        """Copies loaded weights and states of optimizers to this rank's shards."""
         for shard in self._shards:
             shard.read_weights()
             if self._optimizers and self._optimizers[shard.bucket.group[0]].state:
@@ -54,16 +51,16 @@ class ServedOptimizers:
         self._clear()
 
     def keep(self) -> None:
-        """Keeps a copy of this server's part of all states, for those who ask for it later, if ranks may be lost."""
+        """Keeps a copy of this server's part of all states, for ranks that ask for it later."""
         if self._ask_servers is not None:
-            self._kept = [map_tensors(torch.clone, self._own(index)) for index, _ in enumerate(self._optimizers)]
+            self._kept = [map_tensors(torch.clone, self._part(index)) for index, _ in enumerate(self._optimizers)]
 
     def kept(self, index: int) -> dict[str, Any]:
         """Returns what :meth:`keep` has kept of an optimizer's state, by the name of a parameter."""
         return self._kept[index]
 
     def state_dict_of(self, index: int) -> dict[str, Any]:
-        """Returns what ``optimizer.state_dict()`` would be without servers; collective, unless ranks may be lost."""
+        """Returns what ``optimizer.state_dict()`` would be without servers; collective without ``ask_servers``."""
         optimizer = self._optimizers[index]
         optimizer.state.update(self._states_of(index))
         try:
@@ -72,7 +69,7 @@ class ServedOptimizers:
             optimizer.state.clear()
 
     def restore_states(self) -> None:
-        """Sets the whole state of the optimizers; collective, unless ranks may be lost."""
+        """Sets the whole state of the optimizers; collective without ``ask_servers``."""
         for index, optimizer in enumerate(self._optimizers):
             optimizer.state.update(self._states_of(index))
 
@@ -84,7 +81,7 @@ class ServedOptimizers:
         """Returns an optimizer's state by whole parameter."""
         buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
         if self._ask_servers is None:
-            states = self._of_all_servers(self._own(index), buckets)
+            states = self._of_all_servers(self._part(index), buckets)
         else:
             states = _joined(self._ask_servers(index))
         return {
@@ -94,15 +91,15 @@ class ServedOptimizers:
             if member.name in states
         }
 
-    def _own(self, index: int) -> dict[str, dict[str, Any]]:
+    def _part(self, index: int) -> dict[str, dict[str, Any]]:
         """Returns this server's part of an optimizer's state."""
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
         return {name: state for shard in shards for name, state in shard.update.states().items()}
 
     def _of_all_servers(
-        self, own: Mapping[str, dict[str, Any]], buckets: Sequence[SharedBucket]
+        self, part: Mapping[str, dict[str, Any]], buckets: Sequence[SharedBucket]
     ) -> dict[str, dict[str, Any]]:
-        """Returns states of whole parameters by name, from those of this rank's shards; a collective call."""
+        """Returns states of whole parameters by name, from this server's part; a collective call."""
         world_size = self._transport.world_size
         of_server = [
             {name: place for bucket in buckets for name, place in bucket.slices(server).items()}
@@ -111,7 +108,7 @@ class ServedOptimizers:
         old: list[dict[str, slice]] = [*of_server, *({} for _ in range(world_size - self._num_servers))]
         members = [member for bucket in buckets for member in bucket.members]
         whole = {member.name: slice(0, member.tensor.numel()) for member in members}
-        return reshard(own, old, [whole] * world_size, self._transport)
+        return reshard(part, old, [whole] * world_size, self._transport)
 
 
 def _joined(parts: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -121,10 +118,10 @@ def _joined(parts: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str
         for name, state in part.items():
             before = states.setdefault(name, state)
             if before is not state:
-                states[name] = {kind: _one_after(before[kind], value) for kind, value in state.items()}
+                states[name] = {kind: _concatenated(before[kind], value) for kind, value in state.items()}
     return states
 
 
-def _one_after(before: Any, value: Any) -> Any:
+def _concatenated(before: Any, value: Any) -> Any:
     """Returns the values of two neighbouring slices; a counter is the same for both."""
     return torch.cat([before, value]) if isinstance(value, Tensor) and value.dim() else value

@@ -1,87 +1,101 @@
-"""The messages of a rank: what it sends to others, and who gets what arrives."""
+"""The message router of a rank: sends to other ranks, waits for answers, and delivers what arrives."""
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
-
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
-from lightning_pipesync.methods.servers.coordinator import Coordinator
-from lightning_pipesync.methods.servers.learner import Learner
+from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.messages import (
-    Arrived,
+    AgreedBuffers,
     Ask,
     Batch,
-    Buffers,
+    Decision,
     Evicted,
-    OwnBuffers,
+    LearnerBuffers,
+    PartialSums,
     Push,
+    PushArrived,
+    Refused,
     Request,
     States,
     StatesWanted,
-    Sums,
-    UpdateSettings,
     WeightsMessage,
 )
-from lightning_pipesync.methods.servers.policies import Decision, Gradient
-from lightning_pipesync.methods.servers.server import Pushed, Server
+from lightning_pipesync.methods.servers.server import Server
 
-#: The rank that takes the decisions; it is a server, too.
-COORDINATOR = 0
+#: How many timeouts an answer may take where training survives a loss: one rank may be lost after the other.
+LOSSES = 3
 
 
 class MessageRouter:
     """Carries what learners, servers and the coordinator tell each other.
 
     Attributes:
+        num_servers: the number of servers, which are the first ranks.
+        newest: the newest version of the weights that this rank knows of.
         num_resumed: how many times this rank has resumed from a saved state.
 
     Args:
-        transport: the way to the other ranks.
+        transport: carries communication.
         config: the settings.
-        learner: this rank's.
     """
 
-    def __init__(self, transport: Transport, config: ParameterServerConfig, learner: Learner) -> None:
-        self._rank, self.num_resumed = transport.rank, 0
-        self._timeout_s, self._learner = config.timeout_s, learner
-        self._num_servers = config.num_servers(transport.world_size)
-        self._survives_loss = config.survives_loss(transport.world_size)
-        self._learners = set(config.learners(transport.world_size))  # that are not lost
-        self._watch, self._mail = transport.watch, transport.mail()
+    def __init__(self, transport: Transport, config: ParameterServerConfig) -> None:
+        world_size = transport.world_size
+        self.num_servers = config.num_servers(world_size)
+        self.newest = self.num_resumed = 0
+        self._rank, self._transport, self._timeout_s = transport.rank, transport, config.timeout_s
+        self._survives_loss = config.survives_loss(world_size)
+        self._learners = set(config.learners(world_size))  # that are not lost
+        self._is_patient = self._rank not in self._learners  # a rank that only serves waits while others train
+        self._answers: defaultdict[type, deque[tuple[int, Any]]] = defaultdict(deque)  # by kind, with their senders
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._mail = transport.mail()
         self.send = self._mail.send
 
-    def start(self, coordinator: Coordinator, server: Server | None, kept: Callable[[int], dict[str, Any]]) -> None:
+    def start(self, coordinator: Coordinator, server: Server | None, part: Callable[[int], dict[str, Any]]) -> None:
         """Starts to send and to receive.
 
         Args:
             coordinator: decides, on rank 0.
             server: this rank's, if it is one.
-            kept: returns this server's part of the state of an optimizer, given its index.
+            part: returns this server's part of the state of an optimizer, given its index.
         """
-        self._coordinator, self._server, self._kept = coordinator, server, kept
+        self._coordinator, self._server, self._part = coordinator, server, part
         self._mail.start(self._deliver, self._lose, self._end)
 
     def close(self, timeout_s: float) -> None:
         """Ends the threads, after all messages are delivered or after ``timeout_s`` seconds."""
-        self._watch.close()  # first: what this rank ends is nobody's fault
+        self._transport.watch.close()  # first, so that no rank is blamed for what this one ends
         self._mail.close(timeout_s)
 
-    # --- what a learner sends ---------------------------------------------------------------------------------------
+    # --- requests and answers ---------------------------------------------------------------------------------------
 
-    def tell(self, request: Request) -> None:
-        """Tells the coordinator what this learner wants."""
-        self.send(COORDINATOR, (request,))
+    def request(self, request: Request) -> None:
+        """Sends the coordinator a request."""
+        self.send(COORDINATOR, request)
 
-    def ask(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
+    def await_weights(self, what: str = "the weights of the parameter servers") -> dict[int, WeightsMessage]:
+        """Waits for the weights that this rank has requested, ``what`` in words; returns them by server.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        return dict(self._await(WeightsMessage, what, self.num_servers))
+
+    def next_batch(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of a loader's next batch of an epoch with so many; None when there is no more."""
-        self.send(COORDINATOR, (Ask(loader, epoch, num_batches, to_each, self.num_resumed),))
-        number: int | None = self._learner.await_answer(Batch, "the next batch")
+        self.send(COORDINATOR, Ask(loader, epoch, num_batches, to_each, self.num_resumed))
+        [(_, batch)] = self._await(Batch, "the next batch")
+        number: int | None = batch.number
         return number
 
     def skips(self, finite: bool) -> bool:
@@ -90,22 +104,19 @@ class MessageRouter:
         Raises:
             RuntimeError: a peer is lost.
         """
-        self.tell(Request.STEP if finite else Request.SKIP)
-        skips: bool = self._learner.await_answer(Decision, "the gradients of all ranks")
-        return skips
+        self.request(Request.STEP if finite else Request.SKIP)
+        [(_, decision)] = self._await(Decision, "the gradients of all ranks")
+        return bool(decision.skip)
 
-    def tell_buffers(self, buffers: list[Tensor]) -> None:
-        """Sends the coordinator the buffers of this learner, which retires next."""
-        self.send(COORDINATOR, (OwnBuffers(), buffers))
-
-    def await_buffers(self) -> list[Tensor]:
-        """Waits for the buffers that all have when all learners have retired, and returns them.
+    def agreed_buffers(self) -> list[Any]:
+        """Waits for the buffers that all get when all learners have retired, and returns them.
 
         Raises:
             RuntimeError: a peer is lost.
         """
-        buffers: list[Tensor] = self._learner.await_answer(Buffers, "the buffers of the first learner")
-        return buffers
+        [(_, buffers)] = self._await(AgreedBuffers, "the buffers of the first learner")
+        values: list[Any] = buffers.values
+        return values
 
     def states_of(self, optimizer: int) -> list[dict[str, Any]]:
         """Returns by server its part of an optimizer's state, by the name of a parameter; not a collective call.
@@ -113,124 +124,112 @@ class MessageRouter:
         Raises:
             RuntimeError: a peer is lost.
         """
-        for server in range(self._num_servers):
-            self.send(server, (StatesWanted(optimizer),))
-        wanted = "the states of the parameter servers' optimizers"
-        parts = dict(self._learner.await_answer(States, wanted) for _ in range(self._num_servers))
-        return [parts[server] for server in range(self._num_servers)]
+        for server in range(self.num_servers):
+            self.send(server, StatesWanted(optimizer))
+        parts = dict(self._await(States, "the states of the parameter servers' optimizers", self.num_servers))
+        return [parts[server].values for server in range(self.num_servers)]
 
-    def push(
-        self,
-        gradient: Gradient,
-        settings: UpdateSettings,
-        encoded: Callable[[int], list[Tensor]],
-        present: list[list[bool]],
-    ) -> None:
-        """Pushes a gradient to all servers.
+    def check(self) -> None:
+        """Raises the error that has ended the training, if there is one."""
+        if self._error is not None:
+            raise self._error
 
-        Args:
-            gradient: its description.
-            settings: of the step.
-            encoded: returns what a server gets of it.
-            present: for each bucket which parameters have a gradient.
-        """
-        for server in range(self._num_servers):
-            push = Push(gradient, settings if server == COORDINATOR else None)
-            self.send(server, (push, encoded(server), present))
+    def fail(self, error: BaseException) -> None:
+        """Makes this rank's waits, and :meth:`check`, raise an error from now on."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
-    # --- what a server sends ----------------------------------------------------------------------------------------
+    def _await(self, kind: type, what: str, number: int = 1) -> list[tuple[int, Any]]:
+        """Waits for so many answers of a kind; returns each with its sender."""
+        watch, timeout_s = self._transport.watch, self._timeout_s * (LOSSES if self._survives_loss else 1)
 
-    def send_weights(self, rank: int, weights: WeightsMessage, values: list[Tensor] | None) -> None:
-        """Sends this server's shards to a learner; None: it has them."""
-        self.send(rank, (weights, values))
+        def has_ended() -> bool:
+            return self._error is not None or len(self._answers[kind]) >= number
 
-    def send_sums(self, sums: Sums, part: Tensor) -> None:
-        """Sends this server's part of sums to all servers."""
-        for server in range(self._num_servers):
-            self.send(server, (sums, part))
+        with self._transport.traffic.waiting("weights"), watch.waiting(what), self._changed:
+            self._changed.wait_for(lambda: not self._is_patient or has_ended())
+            in_time = self._changed.wait_for(has_ended, timeout_s)
+        self.check()
+        if not in_time:
+            raise watch.accuse(what, None, RuntimeError(f"nothing for {timeout_s:g} s"))
+        return [self._answers[kind].popleft() for _ in range(number)]
 
-    # --- what arrives -----------------------------------------------------------------------------------------------
+    # --- what arrives; threads of the mail call these ---------------------------------------------------------------
 
     def _deliver(self, rank: int, message: Any) -> None:
-        """Takes a message, by a thread of the mail."""
-        what, *rest = message
-        if isinstance(what, Push | Request | Ask | OwnBuffers):
-            if not self._coordinator.is_evicted(rank):
-                self._serve(rank, what, *rest)
-        elif isinstance(what, Evicted):
-            self._learner.fail(self._eviction())
-        elif isinstance(what, Batch):
-            self._learner.answer(Batch, what.number)
-        elif isinstance(what, WeightsMessage):
-            self._learner.take(rank, what, *rest)
-        elif isinstance(what, Buffers):
-            self._learner.answer(Buffers, *rest)
-        elif isinstance(what, States):
-            self._learner.answer(States, (rank, *rest))
-        elif isinstance(what, StatesWanted):
-            self.send(rank, (States(), self._kept(what.optimizer)))
-        elif isinstance(what, Arrived):
-            self._coordinator.arrived(what.gradient)
-        elif isinstance(what, Sums):
-            assert self._server is not None
-            self._server.take_sums(rank, what, *rest)
-        else:
-            self._follow(what, *rest)
+        server, coordinator = self._server, self._coordinator
+        match message:
+            case Push() | Request() | LearnerBuffers() | Ask() if coordinator.is_evicted(rank):
+                pass
+            case Push(gradient, settings):
+                assert server is not None
+                server.push(message)
+                if settings is not None:
+                    coordinator.push(gradient, settings)
+                elif self._survives_loss:
+                    self.send(COORDINATOR, PushArrived(gradient))
+            case Request():
+                coordinator.request(rank, message)
+            case PushArrived(gradient):
+                coordinator.arrived(gradient)
+            case Ask():
+                coordinator.hand_out(rank, message)
+            case LearnerBuffers(values):
+                coordinator.keep_buffers(rank, values)
+            case StatesWanted(optimizer):
+                self.send(rank, States(self._part(optimizer)))
+            case PartialSums():
+                assert server is not None
+                server.add_sums(rank, message)
+            case Decision():
+                self._follow(rank, message)
+            case Evicted():
+                self.fail(
+                    RuntimeError(
+                        f"Rank {self._rank} was not heard of in time, and counts as lost "
+                        f"(timeout_s={self._timeout_s:g}): the others continue without it. End this process."
+                    )
+                )
+            case Refused(text):
+                self.fail(RuntimeError(text))
+            case _:
+                self._answer(rank, message)
 
-    def _serve(self, rank: int, what: Push | Request | Ask | OwnBuffers, *rest: Any) -> None:
-        """Takes what a learner wants."""
-        if isinstance(what, Push):
-            assert self._server is not None
-            self._server.push(rank, what.gradient.step, Pushed(*rest))
-            if what.settings is not None:
-                self._coordinator.push(what.gradient, what.settings)
-            elif self._survives_loss:
-                self.send(COORDINATOR, (Arrived(what.gradient),))
-        elif isinstance(what, Request):
-            self._coordinator.request(rank, what)
-        elif isinstance(what, OwnBuffers):
-            self._coordinator.keep_buffers(rank, *rest)
-        else:
-            self._coordinator.hand_out(rank, what)
-
-    def _follow(self, decision: Decision, settings: UpdateSettings | None) -> None:
-        """Takes a decision of the coordinator."""
+    def _follow(self, rank: int, decision: Decision) -> None:
         if decision.update is not None:
-            self._learner.newest = max(self._learner.newest, decision.update.version)
+            self.newest = max(self.newest, decision.update.version)
         if decision.skip is not None:
-            self._learner.answer(Decision, decision.skip)
+            self._answer(rank, decision)
         elif self._server is not None:
-            self._server.follow(decision, settings)
+            self._server.follow(decision)
+
+    def _answer(self, rank: int, message: Any) -> None:
+        with self._changed:
+            self._answers[type(message)].append((rank, message))
+            self._changed.notify_all()
 
     def _lose(self, rank: int, error: Exception) -> None:
-        """Takes the loss of a rank, by a thread of the mail."""
-        if not self._survives_loss or rank < self._num_servers:
-            self._learner.fail(error)
+        """A rank is lost."""
+        if not self._survives_loss or rank < self.num_servers:
+            self.fail(error)
             return
-        self._watch.forget_rank(rank)
+        self._transport.watch.forget_rank(rank)
         self._learners.discard(rank)
         if not self._learners:
-            self._learner.fail(error)
+            self.fail(error)
         elif self._rank == COORDINATOR:
-            go_on = (
-                f"rank {', '.join(map(str, sorted(self._learners)))} {'go' if len(self._learners) > 1 else 'goes'} on"
-            )
+            others = ", ".join(map(str, sorted(self._learners)))
+            text = f"Lost rank {rank} after {self.newest} updates: training continues on rank {others}. {error}"
             with suppress(UserWarning):  # where warnings are errors
-                warnings.warn(
-                    f"Lost rank {rank} after {self._learner.newest} updates: {go_on} without it. {error}",
-                    stacklevel=2,
-                )
-            self._coordinator.lose(rank)
+                warnings.warn(text, stacklevel=2)
+            self._coordinator.forget_rank(rank)
 
     def _end(self, rank: int) -> None:
-        """Takes that a rank has ended without an error, by a thread of the mail; all may have ended their parts."""
-        if not self._survives_loss or rank < self._num_servers:
-            self._learner.bound_waits()
+        """A rank has ended without an error; others may be about to."""
+        if not self._survives_loss or rank < self.num_servers:
+            with self._changed:
+                self._is_patient = False
+                self._changed.notify_all()
         elif self._rank == COORDINATOR:
-            self._coordinator.lose(rank)
-
-    def _eviction(self) -> RuntimeError:
-        return RuntimeError(
-            f"Rank {self._rank} was not heard of in time, and counts as lost "
-            f"(timeout_s={self._timeout_s:g}): the others went on without it. End this process."
-        )
+            self._coordinator.forget_rank(rank)

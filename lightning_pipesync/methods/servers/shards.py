@@ -18,21 +18,16 @@ from lightning_pipesync.core.torch_private import foreach_add_
 from lightning_pipesync.methods.gradients.bucket_update import BucketUpdate, Piece
 from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
-from lightning_pipesync.methods.servers.delay_compensation import compensate
 
 
 class SharedBucket:
-    """Parameters of one group in one buffer, which is divided among the servers.
+    """Parameters of one group, dtype and device in one buffer, which is divided among the servers.
 
     Attributes:
         members: the parameters.
         group: the indices of their optimizer and of their parameter group there.
         places: by the parameter's name, its slice of the buffer.
-
-    Args:
-        members: the parameters, of one dtype and device.
-        num_servers: the number of servers.
-        config: the settings.
+        residual: of the error feedback, one for each value of the buffer; None without it.
     """
 
     def __init__(self, members: Sequence[NamedParameter], num_servers: int, config: ParameterServerConfig) -> None:
@@ -48,11 +43,6 @@ class SharedBucket:
         if config.uses_error_feedback:
             flat = self._gradients.flat
             self.residual = torch.zeros_like(flat, dtype=accumulation_dtype(flat.dtype))
-
-    @property
-    def numel(self) -> int:
-        """The number of values of the buffer."""
-        return self.packed.numel()
 
     @property
     def packed(self) -> Tensor:
@@ -74,7 +64,7 @@ class SharedBucket:
 
     def encoded(self, server: int) -> Tensor:
         """Returns a server's shard of the packed gradients, encoded: 1-D, uint8."""
-        shard = shard_of(self._gradients.flat, server, self._num_servers)
+        shard = shard_of(self.packed, server, self._num_servers)
         wire = torch.empty(self._codec.wire_bytes(shard.numel(), shard.dtype), dtype=torch.uint8, device=shard.device)
         residual = None if self.residual is None else shard_of(self.residual, server, self._num_servers)
         encode_with_feedback(self._codec, shard, wire, residual)
@@ -94,8 +84,8 @@ class SharedBucket:
         self._values.unpack(self._tensors)
 
     def unpack_from(self, flat: Tensor) -> None:
-        """Copies values of such a buffer into the parameters; what was received stays."""
-        self._gradients.flat.copy_(flat)
+        """Copies values of such a buffer into the parameters, and not what was received."""
+        self.packed.copy_(flat)
         self._gradients.unpack(self._tensors)
 
     @torch.no_grad()
@@ -105,7 +95,7 @@ class SharedBucket:
 
     def shard(self, server: int) -> slice:
         """Returns the slice of the buffer that a server has."""
-        return shard_slice(self.numel, server, self._num_servers)
+        return shard_slice(self.packed.numel(), server, self._num_servers)
 
     def slices(self, server: int) -> dict[str, slice]:
         """Returns the slices of the parameters, by name, that a server has."""
@@ -113,25 +103,20 @@ class SharedBucket:
 
 
 class ServedShard:
-    """A server's shard of a bucket, with the user's optimizer for it.
+    """A server's shard of a bucket, with a copy of the user's ``optimizer`` for it.
 
-    Args:
-        bucket: the bucket.
-        server: the number of the server.
-        optimizer: the user's own; it keeps its state.
-        config: the settings.
+    A shard that is the whole bucket keeps the shapes of the parameters, for optimizers that are not element-wise.
     """
 
     def __init__(
         self, bucket: SharedBucket, server: int, optimizer: Optimizer, config: ParameterServerConfig, num_servers: int
     ) -> None:
-        self.bucket, self._server, self._codec = bucket, server, get_codec(config.compression)
+        self.bucket, self._codec = bucket, get_codec(config.compression)
         tensors = [member.tensor for member in bucket.members]
         if num_servers == 1:
-            self._whole = Bucket(tensors)
-            self.values, gradient = self._whole.flat, Bucket(tensors)
-            self._gradient = gradient.flat
-            rows = zip(bucket.members, self._whole.views, gradient.views, strict=True)
+            whole, gradient = Bucket(tensors), Bucket(tensors)
+            self.values, self._gradient = whole.flat, gradient.flat
+            rows = zip(bucket.members, whole.views, gradient.views, strict=True)
             pieces = [Piece(i, m.name, m.tensor, view, grad, None) for i, (m, view, grad) in enumerate(rows)]
         else:
             shard, slices = bucket.shard(server), bucket.slices(server)
@@ -145,11 +130,11 @@ class ServedShard:
                     values, grad = self.values[place], self._gradient[place]
                     pieces.append(Piece.in_shard(i, member.name, member.tensor, values, grad, part))
         self._pieces = pieces
-        whole = (self.values, self._gradient) if config.is_elementwise(optimizer) else (None, None)
-        self.update = BucketUpdate(optimizer, bucket.group[1], pieces, *whole)
+        flat = (self.values, self._gradient) if config.is_elementwise(optimizer) else (None, None)
+        self.update = BucketUpdate(optimizer, bucket.group[1], pieces, *flat)
         dtype = accumulation_dtype(self.values.dtype)
         self._total = self._gradient if dtype == self.values.dtype else torch.empty_like(self._gradient, dtype=dtype)
-        self._one = torch.empty_like(self._total)
+        self._decoded = torch.empty_like(self._total)
         self._dc_lambda = config.dc_lambda
         self._present: Sequence[bool] | None = None  # in the last update
         self.read_weights()
@@ -159,8 +144,8 @@ class ServedShard:
         """Copies the weights of the user's own parameters."""
         self._present = None
         for piece in self._pieces:
-            own = piece.parameter.detach()
-            piece.values.copy_(own if piece.place is None else flattened(own, own)[piece.place])
+            whole = piece.parameter.detach()
+            piece.values.copy_(whole if piece.place is None else flattened(whole, whole)[piece.place])
 
     @torch.no_grad()
     def squared_distance(self, others: Tensor) -> Tensor:
@@ -174,19 +159,21 @@ class ServedShard:
 
         Args:
             wires: the encoded gradients.
-            weights: of each; they add up to their number, so that the mean of equal gradients is that gradient.
-            computed_at: the weights at which each was computed, if it is to be compensated that these are others now.
+            weights: of each; they add up to the number of gradients.
+            computed_at: the weights at which each was computed, for DC-ASGD; None without it.
         """
         if not self.values.numel():
             return self._gradient
         for i, (wire, weight) in enumerate(zip(wires, weights, strict=True)):
             wire = wire.to(self._total.device)
             if weight != 1 or computed_at is not None:
-                self._codec.decode(wire, self._one, self.values.dtype)
+                self._codec.decode(wire, self._decoded, self.values.dtype)
                 if computed_at is not None:
-                    compensate(self._one, self.values, computed_at[i], self._dc_lambda)
+                    # DC-ASGD Eq. 10: the Hessian is approximated by lambda times the diagonal of g g^T.
+                    moved = (self.values - computed_at[i]).to(self._decoded.dtype)
+                    self._decoded.addcmul_(self._decoded * self._decoded, moved, value=self._dc_lambda)
                 self._total.zero_() if i == 0 else None
-                self._total.add_(self._one, alpha=weight)
+                self._total.add_(self._decoded, alpha=weight)
             elif i == 0:
                 self._codec.decode(wire, self._total, self.values.dtype)
             else:
@@ -199,12 +186,7 @@ class ServedShard:
 
     @torch.no_grad()
     def pull(self, wire: Tensor, force: float) -> Tensor:
-        """Lets a replica pull at the weights; returns what these pull it by (EASGD, Algorithm 1).
-
-        Args:
-            wire: the encoded replica.
-            force: alpha.
-        """
+        """Moves the weights towards an encoded replica; returns what to subtract from it (EASGD, Algorithm 1)."""
         replica = torch.empty_like(self.values)
         self._codec.decode(wire.to(self.values.device), replica, self.values.dtype)
         moved = replica.sub_(self.values).mul_(force)
@@ -213,24 +195,16 @@ class ServedShard:
 
     @torch.no_grad()
     def step(self, present: Sequence[bool], hyperparameters: Mapping[str, Any]) -> None:
-        """Updates the weights by the mean gradient.
-
-        Args:
-            present: for each parameter of the bucket whether some learner has a gradient of it.
-            hyperparameters: of the parameter group.
-        """
+        """Updates the weights by the mean gradient; ``present``: which parameters of the bucket have one."""
         self.update.set_hyperparameters(hyperparameters)
         self.update.apply(present)
         self._present = present
 
     @torch.no_grad()
     def ahead(self, updates: float) -> Tensor:
-        """Returns a copy of the weights, as they will be after more updates if these have gradients of zero.
+        """Returns a copy of the weights, as they will be after so many more updates if these have gradients of zero.
 
         That is where momentum alone takes them (SpecTrain, Chen et al.). Parts of an update are interpolated.
-
-        Args:
-            updates: the number of updates, 0 or more.
         """
         if not updates or self._present is None:
             return self.values.clone()

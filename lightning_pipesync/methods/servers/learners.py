@@ -1,0 +1,372 @@
+"""The kinds of learners: what a rank pushes, and what it does with the weights that it fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipesync.core.parameters import NamedParameter, hook_gradient, modules_with_parameters
+from lightning_pipesync.core.torch_private import mark_stepped
+from lightning_pipesync.methods.gradients.hyperparameters import current
+from lightning_pipesync.methods.gradients.module_hook import ModuleHook
+from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.coordinator import COORDINATOR
+from lightning_pipesync.methods.servers.messages import Accrued, Fetch, Gradient, Push, Request, UpdateSettings
+from lightning_pipesync.methods.servers.router import MessageRouter
+from lightning_pipesync.methods.servers.shards import SharedBucket
+from lightning_pipesync.methods.user_steps import UserSteps
+
+T = TypeVar("T")
+
+
+class Learner:
+    """Pushes the gradient of each step, and continues from the weights that the servers send then.
+
+    Other kinds of learners override what they do in another way.
+
+    Attributes:
+        moves_weights: whether it updates its copy itself, so that its weights are not those that it has fetched.
+        keeps_replica: whether its copy is a replica with an optimizer of its own (EASGD).
+        version: of the weights that it has fetched.
+        ahead: by how many updates they were predicted from that version.
+        steps: the number of steps that it has taken.
+        num_cancelled: the number of its passes that an update has cancelled.
+        clipping: by optimizer, how the servers clip the mean gradient of the next update, see :class:`UpdateSettings`.
+
+    Args:
+        router: of this rank.
+        rank: this rank.
+        buckets: the parameters.
+        optimizers: the user's.
+        user_steps: runs their steps.
+        config: the settings.
+    """
+
+    moves_weights: ClassVar[bool] = False
+    keeps_replica: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        router: MessageRouter,
+        rank: int,
+        buckets: Sequence[SharedBucket],
+        optimizers: Sequence[Optimizer],
+        user_steps: UserSteps,
+        config: ParameterServerConfig,
+    ) -> None:
+        self.version = self.steps = self.num_cancelled = 0
+        self.ahead = 0.0
+        self.clipping: dict[int, dict[str, float]] = {}
+        self._router, self._rank, self._buckets, self._optimizers = router, rank, buckets, optimizers
+        self._user_steps, self._config = user_steps, config
+
+    def step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Takes a step of an optimizer, see :meth:`SyncMethod.step`."""
+        stepped, result = self._user_steps.update_by_method(index, update, evaluate=self._evaluate)
+        if stepped:
+            self.steps += 1
+            self._push_and_fetch(Gradient(self._rank, self.steps, self.version, index, self.ahead))
+        self.clipping.pop(index, None)
+        mark_stepped(self._optimizers[index])
+        return result
+
+    def retire(self) -> None:
+        """Waits until all gradients are applied, and fetches the weights that all ranks get."""
+        self._fetch(Request.RETIRE)
+
+    def retire_to_reload(self) -> None:
+        """Waits until all gradients are applied, and keeps the weights, which were loaded on all ranks."""
+        self._router.request(Request.RELOAD)
+        self._router.await_weights("all ranks to load weights or an optimizer's state, as this one has")
+
+    def begin_from_flushed(self) -> None:
+        """Begins a step after a flush that was not undone."""
+
+    def keep_replica(self) -> None:
+        """Keeps the replica, if there is one, before the parameters become the servers' weights."""
+
+    def restore_replica(self) -> None:
+        """Undoes :meth:`keep_replica`."""
+
+    def begin_from_loaded(self) -> None:
+        """Continues from loaded weights, after :meth:`retire_to_reload` and :meth:`retire`."""
+
+    def hook(
+        self, module: nn.Module, parameters: Sequence[NamedParameter], is_synced: Callable[[], bool]
+    ) -> list[RemovableHandle]:
+        """Registers the hooks at which a pass can be cancelled; returns their handles."""
+        return []
+
+    def cancel_if_late(self, *_: object) -> None:
+        """Cancels the pass under way if its gradient would not be used, and it can be repeated."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the counters and residuals, and the replica while it is kept."""
+        residuals = [bucket.residual for bucket in self._buckets if bucket.residual is not None]
+        return {"version": self.version, "steps": self.steps, "residuals": residuals}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned."""
+        self.version, self.steps = state["version"], state["steps"]
+        for bucket, residual in zip(self._buckets, state["residuals"], strict=False):
+            if bucket.residual is not None:
+                bucket.residual.copy_(residual)
+
+    def _evaluate(self, closure: Callable[[], T]) -> T:
+        return closure()
+
+    def _push_and_fetch(self, gradient: Gradient) -> None:
+        self._push(gradient, [bucket.pack() for bucket in self._buckets_of(gradient.optimizer)])
+        self._await_weights()
+
+    def _fetch(self, request: Request) -> None:
+        """Requests weights, and copies them into the parameters."""
+        self._router.request(request)
+        self._await_weights()
+
+    def _await_weights(self) -> None:
+        """Waits for the requested weights, and copies them into the parameters."""
+        if self._receive() or self.moves_weights:
+            for bucket in self._buckets:
+                bucket.unpack()
+
+    def _receive(self) -> bool:
+        """Waits for the requested weights, and copies them into the buckets; returns whether there are new ones."""
+        messages = self._router.await_weights()
+        for server, message in messages.items():
+            self.version, self.ahead = message.version, message.ahead
+            for bucket, shard in zip(self._buckets, message.values or (), strict=False):
+                if message.are_differences:
+                    bucket.receive_difference(server, shard)
+                else:
+                    bucket.receive(server, shard)
+        self._router.newest = max(self._router.newest, self.version)
+        return any(message.values is not None for message in messages.values())
+
+    def _push(self, gradient: Gradient, present: list[list[bool]]) -> None:
+        """Pushes what the buckets have packed; ``present``: for each, which parameters have a gradient."""
+        index = gradient.optimizer
+        settings = UpdateSettings(current(self._optimizers[index]), **self.clipping.get(index, {}))
+        for server in range(self._router.num_servers):
+            wires = [bucket.encoded(server) for bucket in self._buckets_of(index)]
+            push = Push(gradient, settings if server == COORDINATOR else None, wires, present)
+            self._router.send(server, push)
+
+    def _buckets_of(self, index: int) -> list[SharedBucket]:
+        return [bucket for bucket in self._buckets if bucket.group[0] == index]
+
+
+class CancellingLearner(Learner):
+    """Cancels its pass at the next layer when there are newer weights, and repeats it if it is in a closure."""
+
+    _may_cancel = _accumulates = False
+
+    def hook(
+        self, module: nn.Module, parameters: Sequence[NamedParameter], is_synced: Callable[[], bool]
+    ) -> list[RemovableHandle]:
+        self._is_synced = is_synced
+        check = ModuleHook(self.cancel_if_late)
+        hooks = [child.register_forward_pre_hook(check) for child in modules_with_parameters(module)]
+        return hooks + [hook_gradient(p.tensor, self._after_gradient) for p in parameters if p.group]
+
+    def step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        result = super().step(index, update)
+        self._accumulates = False
+        return result
+
+    def cancel_if_late(self, *_: object) -> None:
+        if self._may_cancel and self._is_late:
+            raise PassCancelled
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a gradient at this rank's weights would not be used."""
+        return self._router.newest > self.version
+
+    def _evaluate(self, closure: Callable[[], T]) -> T:
+        while True:
+            self._may_cancel = not self._accumulates
+            try:
+                return closure()
+            except PassCancelled:
+                self.num_cancelled += 1
+                for bucket in self._buckets:
+                    bucket.clear_gradients()
+                self._fetch(Request.FETCH)
+            finally:
+                self._may_cancel = False
+
+    def _push_and_fetch(self, gradient: Gradient) -> None:
+        if self._is_late:
+            self.num_cancelled += 1
+            self._fetch(Request.FETCH)
+        else:
+            super()._push_and_fetch(gradient)
+
+    def _after_gradient(self, _: Tensor) -> None:
+        self._accumulates |= not self._is_synced()  # what an earlier pass has added could not be repeated
+        self.cancel_if_late()
+
+
+class PassCancelled(BaseException):
+    """Ends a pass whose gradient would not be used. A BaseException, so that users' handlers of errors let it pass."""
+
+
+class DownpourLearner(Learner):
+    """Takes local steps of plain SGD, and pushes accrued gradients and fetches weights under computation.
+
+    Weights that it requests at the end of a step are taken at the end of the next one, before that step's local update
+    (Dean et al., NIPS 2012, Algorithm 7.1; lecture, "Downpour - Pseudocode").
+    """
+
+    moves_weights = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._accrued = [torch.zeros_like(bucket.packed) for bucket in self._buckets]
+        self._fetches: list[Fetch] = []  # since the last push
+        self._has_requested = False
+        self._forget_accrued()
+
+    def step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        stepped, result = self._user_steps.update_by_method(index, update)
+        if stepped:
+            self._step()
+        mark_stepped(self._optimizers[index])
+        return result
+
+    def retire(self) -> None:
+        if self._has_requested:
+            self._await_weights()
+            self._has_requested = False
+        if self._first_step <= self.steps:
+            self._push_accrued()
+        super().retire()
+        self._fetches = [Fetch(self.steps + 1, self.version, before_pass=True)]
+
+    def retire_to_reload(self) -> None:
+        if self._has_requested:
+            self._router.await_weights()
+            self._has_requested = False
+        self._forget_accrued()
+        super().retire_to_reload()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.steps += 1
+        for i, bucket in enumerate(self._buckets):
+            present = bucket.pack()
+            self._present[i] = [had or has for had, has in zip(self._present[i], present, strict=True)]
+            self._accrued[i].add_(bucket.packed)
+        if self._has_requested:
+            self._await_weights()
+            self._has_requested = False
+            self._fetches.append(Fetch(self.steps, self.version, before_pass=False))
+        for bucket in self._buckets:
+            group = self._optimizers[0].param_groups[bucket.group[1]]
+            alpha = group["lr"] if group.get("maximize") else -group["lr"]
+            for parameter in (member.tensor for member in bucket.members):
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=alpha)
+        if self.steps % self._config.n_push == 0:
+            self._push_accrued()
+        if self.steps % self._config.n_fetch == 0:
+            self._router.request(Request.FETCH)
+            self._has_requested = True
+
+    def _push_accrued(self) -> None:
+        for bucket, total in zip(self._buckets, self._accrued, strict=True):
+            bucket.packed.copy_(total)
+        accrued = Accrued(self._first_step, tuple(self._fetches))
+        self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued), self._present)
+        self._forget_accrued()
+
+    def _forget_accrued(self) -> None:
+        for total in self._accrued:
+            total.zero_()
+        self._present = [[False] * len(bucket.members) for bucket in self._buckets]
+        self._first_step, self._fetches = self.steps + 1, []
+
+
+class EASGDLearner(Learner):
+    """Trains a replica with its own optimizer; every ``period`` steps the replica and the center pull at each other.
+
+    The center is the servers' weights (asynchronous EASGD, Zhang et al., NIPS 2015, Algorithm 1).
+    """
+
+    moves_weights = keeps_replica = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._first_step, self._fetches = 1, list[Fetch]()
+        self._kept: list[Tensor] = []  # the replica, while the parameters are the center
+        self._resumes = False  # with the replica of a checkpoint
+
+    def step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        result = self._user_steps.update_own(index, update)
+        self.steps += 1
+        if self.steps % self._config.period == 0:
+            for bucket in self._buckets:
+                bucket.pack_values()
+            accrued = Accrued(self._first_step, tuple(self._fetches))
+            everything = [[True] * len(bucket.members) for bucket in self._buckets]
+            self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued), everything)
+            self._receive()
+            for bucket in self._buckets:
+                bucket.subtract()
+            self._first_step, self._fetches = self.steps + 1, []
+        return result
+
+    def begin_from_flushed(self) -> None:
+        """Makes the center, which the parameters are, the replica."""
+        self._kept = []
+        self._fetches.append(Fetch(self.steps + 1, self.version, before_pass=True))
+
+    def keep_replica(self) -> None:
+        for bucket in self._buckets:
+            bucket.pack_values()
+        self._kept = [bucket.packed.clone() for bucket in self._buckets]
+
+    def restore_replica(self) -> None:
+        for bucket, kept in zip(self._buckets, self._kept, strict=bool(self._kept)):
+            bucket.unpack_from(kept)
+        self._kept = []
+
+    def begin_from_loaded(self) -> None:
+        if self._resumes:
+            self.restore_replica()
+        else:
+            self.begin_from_flushed()
+        self._resumes = False
+
+    def state_dict(self) -> dict[str, Any]:
+        own = [flat.to("cpu", copy=True) for flat in self._kept]
+        replica = {"own": own, "first_step": self._first_step, "optimizer": self._optimizers[0].state_dict()}
+        return {**super().state_dict(), "replica": replica}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        replica = state["replica"]
+        pairs = zip(self._buckets, replica["own"], strict=True)
+        self._kept = [own.to(bucket.packed.device, copy=True) for bucket, own in pairs]
+        self._first_step, self._resumes = replica["first_step"], True
+        self._optimizers[0].load_state_dict(replica["optimizer"])
+
+
+#: The kinds of learners of policies with one of their own.
+_KINDS: dict[str, type[Learner]] = {
+    "k_sync": CancellingLearner,
+    "k_batch_sync": CancellingLearner,
+    "downpour": DownpourLearner,
+    "easgd": EASGDLearner,
+}
+
+
+def learner_type(config: ParameterServerConfig) -> type[Learner]:
+    """Returns the kind of learner that trains with a policy."""
+    return _KINDS.get(config.policy, Learner)
