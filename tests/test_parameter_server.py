@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.servers.messages import Update
-from tests.harness import launch
+from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 
@@ -215,6 +215,45 @@ def test_loaded_weights_are_those_to_go_on_from(settings: dict[str, Any]) -> Non
     for weights in launch(load_in_midst, 3, settings):
         for name, value in expected.items():
             assert torch.equal(weights[name], value), name
+
+
+def load_on_some(settings: dict[str, Any]) -> tuple[str, str] | None:
+    """Loads weights on rank 1 alone, in the midst of a training; returns what a rank raises."""
+    rank = dist.get_rank()
+    model = seeded_mlp()
+    optimizer = OPTIMIZERS["sgd"](model)
+    sync = ParameterServer(model, optimizer, timeout_s=600, **settings)
+
+    def steps() -> None:
+        for i in range(0 if sync.only_serves else 6):
+            if rank == 1 and i == 3:
+                model.load_state_dict(seeded_mlp(1).state_dict())
+            optimizer.zero_grad()
+            loss(model, i, rank).backward()
+            sync.step()
+        sync.flush()
+
+    outcome = raised(steps)
+    sync.detach(timeout_s=3.0)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "sync"},
+        {"policy": "async"},
+        {"policy": "downpour", "n_push": 2},
+        {"policy": "async", "servers": 1, "dedicated_servers": True, "on_lost_rank": "raise"},
+    ],
+    ids=str,
+)
+def test_weights_that_some_ranks_load_are_refused_on_all(settings: dict[str, Any]) -> None:
+    """Rank 1 waits in its next step until the others come to theirs, or to a flush: not for the timeout."""
+    for outcome in launch(load_on_some, 3, settings):
+        assert outcome is not None
+        assert outcome[0] == "RuntimeError"
+        assert "were loaded on rank 1 and not on rank 0, 2: load them on all ranks" in outcome[1]
 
 
 def check_log(policy: str, log: list[Update], world_size: int) -> None:

@@ -36,20 +36,12 @@ COORDINATOR = 0
 
 
 class Coordinator:
-    """Calls the sequencer with what arrives from learners, and sends its decisions in their order.
+    """Calls the sequencer with what arrives from ``learners``, and sends its decisions to ``followers`` in their order.
 
-    The threads of the mail call its methods.
+    Threads of the mail call its methods. ``num_telling`` other servers tell what arrives, see [Note: half a gradient].
 
     Attributes:
-        log: all updates so far, if they are kept.
-
-    Args:
-        sequencer: takes the decisions.
-        send: sends a message to a rank.
-        learners: the ranks that batches are handed out to.
-        followers: the ranks that get the decisions.
-        keep_log: whether to keep the log.
-        num_telling: the number of other servers that tell what arrives, see [Note: half a gradient].
+        log: all updates so far, with ``keep_log``.
     """
 
     def __init__(
@@ -90,7 +82,7 @@ class Coordinator:
             if gradient.rank in self._lost:
                 self._decide([Decision(dropped=gradient)])
                 return
-            self._arrivals.add_part(gradient)
+            self._arrivals.parts[gradient] += 1
             self._take(gradient.rank)
 
     def request(self, rank: int, request: Request) -> None:
@@ -198,20 +190,12 @@ class Coordinator:
 
 
 class _Arrivals:
-    """Puts what the learners send in order, see [Note: half a gradient].
-
-    Args:
-        num_parts: the number of servers that tell when they have a gradient.
-    """
+    """Puts what the learners send in order, see [Note: half a gradient]."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
         self._sent: defaultdict[int, deque[Gradient | Request]] = defaultdict(deque)  # by learner
-        self._parts: Counter[Gradient] = Counter()
-
-    def add_part(self, gradient: Gradient) -> None:
-        """Another server has a gradient."""
-        self._parts[gradient] += 1
+        self.parts: Counter[Gradient] = Counter()  # the number of other servers that have it
 
     def in_order(self, rank: int, messages: Iterable[Gradient | Request]) -> Iterator[Gradient | Request]:
         """Adds what a learner sends; yields what it has sent, up to a gradient that some server does not have yet."""
@@ -220,15 +204,15 @@ class _Arrivals:
         while sent:
             message = sent[0]
             if isinstance(message, Gradient):
-                if self._parts[message] < self._num_parts:
+                if self.parts[message] < self._num_parts:
                     return
-                del self._parts[message]
+                del self.parts[message]
             yield sent.popleft()
 
     def forget_rank(self, rank: int) -> list[Gradient]:
         """Forgets a learner that is lost; returns its gradients that only some servers have."""
         halves = {message for message in self._sent.pop(rank, ()) if isinstance(message, Gradient)}
-        halves |= {gradient for gradient in self._parts if gradient.rank == rank}
+        halves |= {gradient for gradient in self.parts if gradient.rank == rank}
         for gradient in halves:
-            self._parts.pop(gradient, None)
+            self.parts.pop(gradient, None)
         return sorted(halves, key=lambda gradient: gradient.step)

@@ -13,15 +13,11 @@ from lightning_pipesync.methods.servers.messages import Decision, Gradient, Weig
 
 
 class LearnerCopies:
-    """What each learner has of a server's shards of the weights, so that nothing is sent twice.
+    """What each learner has of a server's shards of the weights: ``values`` at first.
 
-    With a lossy codec the learners get encoded differences. Both sides add what is decoded, so that the error of a
-    difference is part of the next one, and weights that do not change any more are approached.
-
-    Args:
-        values: of the server's shards, which all learners have at first.
-        codec: of the differences.
-        keeps_fetched: whether to keep what a learner computes a gradient at (DC-ASGD, Algorithm 2, w_bak).
+    Nothing is sent twice. With a lossy ``codec`` the learners get encoded differences. Both sides add what is decoded,
+    so that the error of a difference is part of the next one, and weights that do not change any more are approached.
+    ``keeps_fetched`` keeps the weights that gradients are computed at (DC-ASGD, Algorithm 2, w_bak).
     """
 
     def __init__(self, values: Sequence[Tensor], codec: Codec, keeps_fetched: bool) -> None:
@@ -34,14 +30,7 @@ class LearnerCopies:
     def message_for(
         self, rank: int, version: int, decision: Decision, predict: Callable[[], list[Tensor]]
     ) -> WeightsMessage:
-        """Returns what a released learner is sent, and notes that it has that.
-
-        Args:
-            rank: the learner.
-            version: of the weights.
-            decision: releases it.
-            predict: returns the weights, which must not change afterwards.
-        """
+        """Returns what a released learner is sent; ``predict`` returns weights, which must not change afterwards."""
         last = self._last.get(rank)
         # Weights that were predicted from the same version serve as well as if they were predicted anew.
         is_current = last is not None and (last.version, bool(last.ahead)) == (version, bool(decision.ahead))

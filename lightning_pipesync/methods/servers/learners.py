@@ -37,14 +37,6 @@ class Learner:
         steps: the number of steps that it has taken.
         num_cancelled: the number of its passes that an update has cancelled.
         clipping: by optimizer, how the servers clip the mean gradient of the next update, see :class:`UpdateSettings`.
-
-    Args:
-        router: of this rank.
-        rank: this rank.
-        buckets: the parameters.
-        optimizers: the user's.
-        user_steps: runs their steps.
-        config: the settings.
     """
 
     moves_weights: ClassVar[bool] = False

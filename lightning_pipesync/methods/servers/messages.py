@@ -13,13 +13,7 @@ from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters
 
 @dataclass(frozen=True)
 class Fetch:
-    """A fetch of weights by a learner that takes local steps.
-
-    Attributes:
-        step: the step in which it took them.
-        version: of the weights.
-        before_pass: whether before the step's gradient is computed, or after that and before the local update.
-    """
+    """A learner that takes local steps has taken weights: before the pass of a step, or before its local update."""
 
     step: int
     version: int
@@ -84,12 +78,9 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What a learner sends with a gradient, for the update that uses it.
+    """What a learner wants of the update that uses its gradient: hyper-parameters, by group, and how to clip the mean.
 
-    Attributes:
-        hyperparameters: of the optimizer's parameter groups.
-        max_norm: the L2 norm to which the mean gradient is clipped; None: no clipping.
-        max_value: the absolute value to which its values are clipped; None: no clipping.
+    ``max_norm`` is an L2 norm, ``max_value`` an absolute value; None: no clipping.
     """
 
     hyperparameters: Hyperparameters
@@ -132,13 +123,9 @@ class Request(Enum):
 
 @dataclass(frozen=True)
 class Push:
-    """A learner's gradient, for one server; the coordinator's has the settings for the update, too.
+    """A learner's gradient, for one server: for each of its shards the encoded values, and which parameters have one.
 
-    Attributes:
-        gradient: which one.
-        settings: None: the server is not the coordinator.
-        wires: the encoded values for each of the server's shards that the optimizer has.
-        present: for each of these shards, which parameters have a gradient.
+    Only the coordinator's has the settings for the update.
     """
 
     gradient: Gradient
@@ -178,10 +165,7 @@ class PartialSums:
 
 @dataclass(frozen=True)
 class Ask:
-    """A learner asks for a loader's next batch of an epoch with ``num_batches``; ``to_each`` rank at least one.
-
-    ``num_resumed``: how many times it has resumed from a saved state. It is answered once the coordinator has, too.
-    """
+    """A learner asks for a loader's next batch; ``num_resumed`` is how many times it has resumed from a saved state."""
 
     loader: int
     epoch: int
@@ -199,7 +183,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LearnerBuffers:
-    """The buffers of a learner that retires next."""
+    """The buffers of a learner that retires next; the coordinator sends all ranks those of the first learner."""
 
     values: list[Tensor]
 

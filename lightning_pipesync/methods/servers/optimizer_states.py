@@ -16,16 +16,10 @@ from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 
 
 class ServedOptimizers:
-    """The states of the users' optimizers, which run on the servers.
+    """The states of the users' optimizers that run on the servers.
 
-    Args:
-        optimizers: the users'; none with EASGD, whose optimizers run on the learners.
-        buckets: the parameters.
-        shards: this rank's shards of them; none if it is no server.
-        num_servers: the number of servers.
-        transport: carries communication.
-        ask_servers: returns what each server has kept of an optimizer's state, by server, and calls nothing
-            collective; None: no loss of a rank is survived, and collective calls may be made.
+    ``ask_servers`` returns what each server has kept of an optimizer's state, by server, without a collective call. It
+    is None where no loss of a rank is survived, and collective calls may be made.
     """
 
     def __init__(

@@ -35,16 +35,12 @@ LOSSES = 3
 
 
 class MessageRouter:
-    """Carries what learners, servers and the coordinator tell each other.
+    """Carries what learners, servers and the coordinator tell each other. A wait raises RuntimeError if a rank is lost.
 
     Attributes:
         num_servers: the number of servers, which are the first ranks.
         newest: the newest version of the weights that this rank knows of.
         num_resumed: how many times this rank has resumed from a saved state.
-
-    Args:
-        transport: carries communication.
-        config: the settings.
     """
 
     def __init__(self, transport: Transport, config: ParameterServerConfig) -> None:
@@ -62,13 +58,7 @@ class MessageRouter:
         self.send = self._mail.send
 
     def start(self, coordinator: Coordinator, server: Server | None, part: Callable[[int], dict[str, Any]]) -> None:
-        """Starts to send and to receive.
-
-        Args:
-            coordinator: decides, on rank 0.
-            server: this rank's, if it is one.
-            part: returns this server's part of the state of an optimizer, given its index.
-        """
+        """Starts to send and to receive; ``part`` returns this server's part of the state of an optimizer, by index."""
         self._coordinator, self._server, self._part = coordinator, server, part
         self._mail.start(self._deliver, self._lose, self._end)
 
@@ -84,11 +74,7 @@ class MessageRouter:
         self.send(COORDINATOR, request)
 
     def await_weights(self, what: str = "the weights of the parameter servers") -> dict[int, WeightsMessage]:
-        """Waits for the weights that this rank has requested, ``what`` in words; returns them by server.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Waits for the weights that this rank has requested, ``what`` in words; returns them by server."""
         return dict(self._await(WeightsMessage, what, self.num_servers))
 
     def next_batch(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
@@ -99,31 +85,19 @@ class MessageRouter:
         return number
 
     def skips(self, finite: bool) -> bool:
-        """Returns whether all learners skip a step that they take together: if one has a gradient that is not finite.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Returns whether all learners skip a step that they take together, as the gradient of one is not finite."""
         self.request(Request.STEP if finite else Request.SKIP)
         [(_, decision)] = self._await(Decision, "the gradients of all ranks")
         return bool(decision.skip)
 
     def agreed_buffers(self) -> list[Any]:
-        """Waits for the buffers that all get when all learners have retired, and returns them.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Waits for the buffers that all get when all learners have retired, and returns them."""
         [(_, buffers)] = self._await(AgreedBuffers, "the buffers of the first learner")
         values: list[Any] = buffers.values
         return values
 
     def states_of(self, optimizer: int) -> list[dict[str, Any]]:
-        """Returns by server its part of an optimizer's state, by the name of a parameter; not a collective call.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Returns by server its part of an optimizer's state, by the name of a parameter; not a collective call."""
         for server in range(self.num_servers):
             self.send(server, StatesWanted(optimizer))
         parts = dict(self._await(States, "the states of the parameter servers' optimizers", self.num_servers))

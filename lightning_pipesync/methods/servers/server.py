@@ -33,7 +33,7 @@ Key = tuple[int, int]
 
 
 class Server:
-    """Follows the coordinator's decisions, one after the other, on its own thread.
+    """Follows the coordinator's decisions, one after the other, on a thread.
 
     Attributes:
         version: of the weights.
@@ -44,7 +44,7 @@ class Server:
         config: the settings.
         send: sends a message to a rank.
         fail: called with an error, after which the server does nothing more.
-        before_flush: called when all are to get the same weights, before they do.
+        before_flush: called before all get the same weights.
     """
 
     def __init__(
@@ -175,7 +175,9 @@ class Server:
         The distance is that of all parameters of the optimizer, on all servers (Dutta et al., AISTATS 2018, Eq. 13).
         """
         parts = [
-            sum((shard.squared_distance(at) for shard, at in zip(shards, of_shards, strict=True)), _zero())
+            sum(
+                (s.squared_distance(at) for s, at in zip(shards, of_shards, strict=True)), torch.zeros((), dtype=DOUBLE)
+            )
             for of_shards in zip(*computed_at, strict=True)
         ]
         total = self._summed(PartialSums(update.version, "distances", torch.stack(parts)))
@@ -216,12 +218,7 @@ class Server:
 
 
 class CenterServer(Server):
-    """A server of EASGD: has the center variable, which replicas pull at, and which pulls at them.
-
-    Args:
-        force: alpha.
-        args: as those of :class:`Server`.
-    """
+    """A server of EASGD: has the center variable, which replicas pull at, and which pulls at them by ``force``, alpha."""
 
     def __init__(self, force: float, *args: Any) -> None:
         super().__init__(*args)
@@ -238,7 +235,3 @@ class CenterServer(Server):
             return super()._weights_for(rank, decision)
         self._copies.forget_last(rank)
         return WeightsMessage(self.version, 0.0, values=self._pulls.pop(rank))
-
-
-def _zero() -> Tensor:
-    return torch.zeros((), dtype=DOUBLE)
