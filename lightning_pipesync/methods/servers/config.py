@@ -34,7 +34,7 @@ _POLICIES_WITH = {
     "elastic_force": ("easgd",),
 }
 
-#: The policies in which a learner that is slow, or lost, keeps no other one from going on.
+#: The policies in which no learner waits for one that is slow or lost.
 _ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", "easgd")
 
 #: The least values of settings that are whole numbers.
@@ -100,10 +100,10 @@ class ParameterServerConfig(Settings):
     """C / eta_max of that rule: the squared distance from which on the rate falls."""
 
     delay_compensation: DelayCompensation = "none"
-    """How it is compensated that gradients are stale. ``momentum``: learners get the weights that they are expected to
-    update: where momentum alone takes them, in as many updates as gradients have been stale on average (SpecTrain).
-    ``dc_asgd``: the servers add to each gradient what a Taylor expansion has for the distance that the weights have
-    moved since; they keep the weights of each learner for that."""
+    """How stale gradients are compensated. ``momentum``: learners get predicted weights, to which momentum alone leads
+    in as many updates as gradients have been stale on average (SpecTrain). ``dc_asgd``: the servers add to each
+    gradient the Taylor expansion for the distance that the weights have moved since; they keep the weights of each
+    learner for that."""
 
     dc_lambda: float = 0.04
     """lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian."""
@@ -119,7 +119,7 @@ class ParameterServerConfig(Settings):
 
     fetch_compression: Compression = "none"
     """Codec of the weights that learners fetch, as differences to those that they have; the servers keep these for each
-    learner. After a flush all ranks have the same weights nevertheless."""
+    learner. A flush sends the weights as they are."""
 
     keep_log: bool = False
     """Whether rank 0 keeps the log of all updates, from which the run can be replayed."""
@@ -130,51 +130,42 @@ class ParameterServerConfig(Settings):
     part of it. Except in a Trainer, with ``prepare_train_loader``."""
 
     on_lost_rank: OnLostRank = "auto"
-    """What a rank that is lost means for the others: ``raise``: they raise an error that names it. ``continue``: they
-    go on without it, unless it serves weights; in plain loops, where not all ranks serve. ``auto``: they go on where
-    they can, if the policy is asynchronous: not with ``sync``, ``k_sync``, ``k_batch_sync`` and ``ssp``."""
+    """What the others do when a rank is lost. ``raise``: they raise an error that names it. ``continue``: they train
+    without it, unless it serves weights; in plain loops, where not all ranks serve. ``auto``: they continue where they
+    can, if the policy is asynchronous: not with ``sync``, ``k_sync``, ``k_batch_sync`` and ``ssp``."""
 
     timeout_s: Seconds = 1800.0
     """Seconds after which a rank that is not heard of counts as lost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dedicated_servers and self.servers is None:
-            raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
-        if self.delay_compensation != "none" and self.policy in ("downpour", "easgd"):
-            raise ValueError(
-                f"delay_compensation={self.delay_compensation!r} is for gradients at weights of the servers, and with "
-                f"policy={self.policy!r} learners compute them at their own: set delay_compensation='none'."
-            )
-        if self.staleness_lr == "distance" and self.policy in ("downpour", "easgd"):
-            raise ValueError(
-                f"staleness_lr='distance' is for gradients at weights of the servers, and with policy={self.policy!r} "
-                "learners compute them at their own: set another staleness_lr."
-            )
-        if not get_codec(self.fetch_compression, "fetch_compression").lossless and self.policy in ("downpour", "easgd"):
-            raise ValueError(
-                f"fetch_compression={self.fetch_compression!r} is for weights that learners keep until the next ones, "
-                f"and with policy={self.policy!r} theirs move away: set fetch_compression='none'."
-            )
-        if not 0 < self.distance_bound < math.inf:
-            raise ValueError(f"distance_bound must be a positive number, got {self.distance_bound!r}.")
-        if self.policy == "easgd" and not get_codec(self.compression).lossless:
-            raise ValueError(
-                f"compression={self.compression!r} is for gradients, and with policy='easgd' learners push weights: "
-                "set compression='none'."
-            )
-        force = self.elastic_force
-        if force != "auto" and not 0 < force < 1:
-            raise ValueError(f"elastic_force must be 'auto' or more than 0 and less than 1, got {force!r}.")
-        if not 0 <= self.dc_lambda < math.inf:
-            raise ValueError(f"dc_lambda must be at least 0, got {self.dc_lambda!r}.")
+        codec, fetch_codec = get_codec(self.compression), get_codec(self.fetch_compression, "fetch_compression")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
-        get_codec(self.compression)
+        for name in ("distance_bound", "timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}.")
+        if self.elastic_force != "auto" and not 0 < self.elastic_force < 1:
+            raise ValueError(f"elastic_force must be 'auto' or in (0, 1), got {self.elastic_force!r}.")
+        if not 0 <= self.dc_lambda < math.inf:
+            raise ValueError(f"dc_lambda must be at least 0, got {self.dc_lambda!r}.")
+        if self.dedicated_servers and self.servers is None:
+            raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
+        moves = self.policy in ("downpour", "easgd")
+        learners = f"and with policy={self.policy!r} learners"
+        at_servers = f"is for gradients at weights of the servers, {learners} compute them at their own"
+        fetched = f"is for weights that learners keep until the next fetch, {learners} change theirs"
+        pushed = f"is for gradients, {learners} push weights"
+        for name, is_refused, why in (
+            ("delay_compensation", moves and self.delay_compensation != "none", at_servers),
+            ("staleness_lr", moves and self.staleness_lr == "distance", at_servers),
+            ("fetch_compression", moves and not fetch_codec.lossless, fetched),
+            ("compression", self.policy == "easgd" and not codec.lossless, pushed),
+        ):
+            if is_refused:
+                raise ValueError(f"{name}={getattr(self, name)!r} {why}: set {name}='none'.")
 
     def for_framework(self) -> ParameterServerConfig:
         """Returns the settings as a Trainer, Fabric or Accelerate follows them, see :class:`Settings`."""
@@ -193,17 +184,16 @@ class ParameterServerConfig(Settings):
         return replace(self, on_lost_rank="raise")
 
     def survives_loss(self, world_size: int) -> bool:
-        """Returns whether the others go on without a rank that is lost, if it does not serve weights.
+        """Returns whether the others train without a rank that is lost, if it does not serve weights.
 
         Raises:
-            ValueError: they are to go on, and all ranks serve; or as :meth:`num_servers`.
+            ValueError: ``on_lost_rank="continue"``, and all ranks serve; or as :meth:`num_servers`.
         """
         all_serve = self.num_servers(world_size) == world_size
         if self.on_lost_rank == "continue" and all_serve:
             raise ValueError(
-                f"on_lost_rank='continue' goes on without ranks that serve no weights, and with servers="
-                f"{self.servers!r} all of the {world_size} ranks serve: set servers=1, so that rank 0 serves all, or "
-                "on_lost_rank='raise'."
+                f"on_lost_rank='continue' is for ranks that serve no weights, and with servers={self.servers!r} all of "
+                f"the {world_size} ranks serve: set servers=1, so that rank 0 serves all, or on_lost_rank='raise'."
             )
         return self.on_lost_rank == "continue" or (
             self.on_lost_rank == "auto" and not all_serve and self.policy in _ASYNCHRONOUS
@@ -290,11 +280,11 @@ class ParameterServerConfig(Settings):
         return self.uses_error_feedback
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect, by name, and why."""
+        """See :meth:`Settings.without_effect`."""
         ignored = {
-            name: f"with policy={self.policy!r}: set {' or '.join(map(repr, policies))}"
-            for name, policies in _POLICIES_WITH.items()
-            if self.policy not in policies
+            name: f"with policy={self.policy!r}: set {' or '.join(map(repr, names))}"
+            for name, names in _POLICIES_WITH.items()
+            if self.policy not in names
         }
         if self.policy in ("sync", "k_sync", "k_batch_sync"):
             for name in ("staleness_lr", "delay_compensation"):

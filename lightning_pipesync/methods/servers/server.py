@@ -26,8 +26,6 @@ from lightning_pipesync.methods.servers.messages import (
 from lightning_pipesync.methods.servers.policies import weights_and_factor
 from lightning_pipesync.methods.servers.shards import ServedShard
 
-DOUBLE = torch.float64
-
 #: A learner and the number of its step.
 Key = tuple[int, int]
 
@@ -174,10 +172,9 @@ class Server:
 
         The distance is that of all parameters of the optimizer, on all servers (Dutta et al., AISTATS 2018, Eq. 13).
         """
+        zero = torch.zeros((), dtype=torch.float64)
         parts = [
-            sum(
-                (s.squared_distance(at) for s, at in zip(shards, of_shards, strict=True)), torch.zeros((), dtype=DOUBLE)
-            )
+            sum((shard.squared_distance(at) for shard, at in zip(shards, of_shards, strict=True)), zero)
             for of_shards in zip(*computed_at, strict=True)
         ]
         total = self._summed(PartialSums(update.version, "distances", torch.stack(parts)))
@@ -218,7 +215,7 @@ class Server:
 
 
 class CenterServer(Server):
-    """A server of EASGD: has the center variable, which replicas pull at, and which pulls at them by ``force``, alpha."""
+    """A server of EASGD: has the center, which replicas pull at and which pulls at them, by alpha."""
 
     def __init__(self, force: float, *args: Any) -> None:
         super().__init__(*args)
