@@ -8,7 +8,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.lab.bench.tasks.classification import classification
 from lightning_pipesync.lab.bench.tasks.task import Task
 
 
@@ -24,7 +23,7 @@ def digits() -> Task:
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images / 16, labels, test_size=600, stratify=labels, random_state=0)
     train_images, test_images, train_labels, test_labels = map(torch.from_numpy, parts)
-    return classification(
+    return Task.classification(
         name="digits",
         build_module=_network,
         train_set=TensorDataset(train_images.float().view(-1, 1, 8, 8), train_labels),

@@ -8,7 +8,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.lab.bench.tasks.classification import classification
 from lightning_pipesync.lab.bench.tasks.task import Task
 from lightning_pipesync.lab.papers import layered
 
@@ -46,7 +45,7 @@ def mnist1d() -> Task:
     signals = (signals - signals.mean()) / signals.std()
     order = generator.permutation(len(labels))
     x, y = torch.from_numpy(signals[order]).float(), torch.from_numpy(labels[order])
-    return classification(
+    return Task.classification(
         name="mnist1d",
         build_module=lambda: layered.mlp(_SIZE),
         train_set=TensorDataset(x[:_NUM_TRAIN], y[:_NUM_TRAIN]),

@@ -8,7 +8,6 @@ from torch.optim import Adam
 from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.lab.bench.tasks.classification import classification
 from lightning_pipesync.lab.bench.tasks.task import Task
 
 _NUM_CLASSES, _NUM_KNOTS, _LENGTH = 10, 12, 40
@@ -20,7 +19,7 @@ def signals() -> Task:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(_NUM_TRAINED + _NUM_TESTED) % _NUM_CLASSES
     inputs = _draw(labels, _templates(generator), generator)
-    return classification(
+    return Task.classification(
         name="signals",
         build_module=_network,
         train_set=TensorDataset(inputs[:_NUM_TRAINED], labels[:_NUM_TRAINED]),

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 #: The part of the training data that is held out for validation.
 VALIDATION_SHARE = 0.1
@@ -18,45 +19,46 @@ VALIDATION_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """A training without the communication of its ranks.
-
-    Attributes:
-        name: the name for :func:`build_task`.
-        build_module: builds the model; its weights come from torch's global generator.
-        train_set: the training set, which a sampler divides among the ranks.
-        test_set: the set that the quality is measured on.
-        batch_size: samples of each rank in a step.
-        epochs: the number of passes of a rank over its share of ``train_set``.
-        loss: computes the loss (0-dim) from a module, or a wrapper of it, and a batch.
-        score: returns the sum of the scores of a module on a batch, and their number.
-        quality: computes the quality, which is compared with the target, from the mean score.
-        metric: the name of the quality.
-        higher_is_better: whether a higher quality is better.
-        target: the default of the quality to reach.
-        optimizer: returns the optimizer of a module.
-        scheduler: returns the scheduler of an optimizer for a number of steps, stepped after every step.
-        max_norm: the norm to which the gradient is clipped; None: no clipping.
-        labels: the labels of the samples of ``train_set``; None: there are none.
-        labels_per_worker: the number of labels that each rank holds; None: a sampler gives each rank an equal share.
-    """
+    """A training without the communication of its ranks."""
 
     name: str
+    #: Builds the model; its weights come from torch's global generator.
     build_module: Callable[[], nn.Module]
+    #: Divided among the ranks.
     train_set: Dataset[Any]
+    #: The quality is measured on it.
     test_set: Dataset[Any]
+    #: Samples of each rank in a step.
     batch_size: int
+    #: The number of passes of a rank over its share of ``train_set``.
     epochs: int
+    #: Returns the loss (0-dim) of a module, or a wrapper of it, on a batch.
     loss: Callable[[nn.Module, Any], Tensor]
+    #: Returns the sum of the scores of a module on a batch, and their number.
     score: Callable[[nn.Module, Any], tuple[Tensor, int]]
+    #: Returns the quality from the mean score.
     quality: Callable[[float], float]
+    #: The name of the quality.
     metric: str
     higher_is_better: bool
+    #: The default of the quality to reach.
     target: float
     optimizer: Callable[[nn.Module], Optimizer]
+    #: Returns the scheduler of an optimizer for a number of steps, stepped after every step.
     scheduler: Callable[[Optimizer, int], LRScheduler]
+    #: The norm to which the gradient is clipped; None: no clipping.
     max_norm: float | None = None
+    #: The labels of the samples of ``train_set``; None: there are none.
     labels: Tensor | None = None
+    #: The number of labels that each rank holds; None: a sampler gives each rank an equal share.
     labels_per_worker: int | None = None
+
+    @classmethod
+    def classification(cls, *, train_set: TensorDataset, **rest: Any) -> Task:
+        """Returns a task whose quality is the accuracy in %, on inputs and labels."""
+        shown: dict[str, Any] = {"quality": lambda share: 100 * share, "metric": "accuracy %", "higher_is_better": True}
+        labels = train_set.tensors[1]
+        return cls(train_set=train_set, labels=labels, loss=_cross_entropy, score=_num_correct, **shown, **rest)
 
     def divided(self, share: float) -> tuple[Tensor, Tensor]:
         """Splits the indices of ``train_set`` into a part of this share and the rest, with a fixed seed."""
@@ -96,3 +98,12 @@ class Task:
 def evaluations(num_steps: int, number: int) -> set[int]:
     """Returns the ``number`` steps after which the quality is measured; the last one is the end of the training."""
     return {round((i + 1) * num_steps / number) for i in range(number)}
+
+
+def _cross_entropy(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return cross_entropy(module(batch[0]), batch[1])
+
+
+def _num_correct(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    inputs, labels = batch
+    return (module(inputs).argmax(dim=1) == labels).sum(), len(labels)

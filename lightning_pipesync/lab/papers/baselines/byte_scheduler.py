@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
+from lightning_pipesync.core.comm.comm_queue import Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.parameters import hook_gradient, modules_with_parameters
 from lightning_pipesync.lab.bench.candidate import sgd
@@ -37,7 +37,6 @@ class ByteScheduler(OverTransport):
 
     def __init__(self, model: BenchModel, partition_mb: float) -> None:
         super().__init__(f"ByteScheduler, {partition_mb:g} MiB", model, "eager")
-        self._queue = CommQueue("pipesync-baseline", self.transport.device, self.transport.traffic)
         self._tensors = [parameter.tensor for parameter in self.in_ready_order[::-1]]  # by priority
         self._index = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._gradients = [torch.zeros_like(tensor).flatten() for tensor in self._tensors]
@@ -56,8 +55,8 @@ class ByteScheduler(OverTransport):
         self._submitted: deque[Queued[Tensor]] = deque()
         self._started: deque[int] = deque()  # the pieces, in the order in which they end
         self._announced: list[Handle[None]] = []
-        self._hooks = [hook_gradient(tensor, self._gradient_is_ready) for tensor in self._tensors]
-        self._hooks += [
+        self.hooks = [hook_gradient(tensor, self._gradient_is_ready) for tensor in self._tensors]
+        self.hooks += [
             child.register_forward_pre_hook(self._updating([self._index[id(p)] for p in child.parameters(False)]))
             for child in modules_with_parameters(model.module)
         ]
@@ -68,8 +67,8 @@ class ByteScheduler(OverTransport):
         self._outdated = set(range(len(self._tensors)))
         self._left = [len(pieces) for pieces in self._pieces_of]
         for _ in self._pieces:
-            self._submitted.append(self._queue.submit("all_reduce", self._start_next))
-        self._queue.flush()
+            self._submitted.append(self.queue.submit("all_reduce", self._start_next))
+        self.queue.flush()
         loss.backward()
 
     def drain(self) -> None:
@@ -78,12 +77,6 @@ class ByteScheduler(OverTransport):
         for handle in self._announced:
             handle.wait()
         self._announced.clear()
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._queue.close(10.0)
-        super().close()
 
     def _gradient_is_ready(self, parameter: Tensor) -> None:
         index = self._index[id(parameter)]

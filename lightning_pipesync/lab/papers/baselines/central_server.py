@@ -1,64 +1,88 @@
-"""A synchronous parameter server on one of the ranks (Pipe-SGD, poster, Experiments)."""
+"""Synchronous parameter servers on some of the ranks, and one on rank 0 (Pipe-SGD, poster, Experiments)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
+import torch
 from torch import Tensor
 
-from lightning_pipesync.core.buckets import Bucket
+from lightning_pipesync.core.buckets import Bucket, shard_slice
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
-from lightning_pipesync.lab.papers.baselines.push_pull import PushPull
 
 
-class CentralServer:
-    """Every rank pushes its gradients to the server, which updates the weights by the average, and pulls them.
+class PushPull:
+    """Pushes to and pulls from servers on the first ranks, each of which holds a shard of the values.
 
-    The server is rank 0, which trains, too. The gradients and weights of all ranks pass its link, without overlap.
+    All messages of a push, and of a pull, are under way at once. Every rank calls both, one after the other.
 
     Args:
-        transport: the way to the other ranks.
-        parameters: all of them have gradients.
+        transport: carries the messages.
+        numel: number of values, at least that of the servers.
+        servers: number of servers: 1 is a central one, the number of ranks spreads the load evenly.
     """
 
-    def __init__(self, transport: Transport, parameters: Sequence[Tensor]) -> None:
-        self._transport, self._parameters = transport, list(parameters)
-        self._gradient, self._weights = Bucket(self._parameters), Bucket(self._parameters)
-        self._exchange = PushPull(transport, self._gradient.flat.numel(), servers=1)
+    def __init__(self, transport: Transport, numel: int, servers: int) -> None:
+        self._transport = transport
+        shards = [shard_slice(numel, server, servers) for server in range(servers)]
+        self._served = shards[transport.rank] if transport.rank < servers else slice(0, 0)
+        # As in an all-to-all: not all ranks begin with the same peer.
+        peers = [(transport.rank + step) % transport.world_size for step in range(1, transport.world_size)]
+        self._remote = {server: shards[server] for server in peers if server < servers}
+        self._workers = sorted(peers) if transport.rank < servers else []
+        self._pushed = [torch.empty(self._served.stop - self._served.start) for _ in self._workers]
 
-    def step(self, update: Callable[[], object]) -> None:
-        """Takes a step; a collective call.
+    def push(self, gradient: Tensor) -> None:
+        """Adds all ranks' gradients, in the order of the ranks, to the shard of ``gradient`` that this rank serves.
 
         Args:
-            update: updates the weights by the gradients; called on rank 0.
+            gradient: fp32, shape ``[numel]``.
         """
-        self._gradient.pack_gradients(self._parameters)
-        self._exchange.push(self._gradient.flat)
-        if self._transport.rank == 0:
-            self._gradient.flat.div_(self._transport.world_size)
-            self._gradient.unpack([parameter.grad for parameter in self._parameters if parameter.grad is not None])
-            update()
-            self._weights.pack(self._parameters)
-        self._exchange.pull(self._weights.flat)
-        if self._transport.rank != 0:
-            self._weights.unpack(self._parameters)
+        arriving = [
+            self._transport.recv(pushed, rank) for pushed, rank in zip(self._pushed, self._workers, strict=True)
+        ]
+        sending = [self._transport.send(gradient[shard], server) for server, shard in self._remote.items()]
+        for handle, pushed in zip(arriving, self._pushed, strict=True):
+            handle.wait()
+            gradient[self._served].add_(pushed)
+        for sent in sending:
+            sent.wait()
+
+    def pull(self, weights: Tensor) -> None:
+        """Fills ``weights`` with the shards of all servers.
+
+        Args:
+            weights: fp32, shape ``[numel]``.
+        """
+        arriving = [self._transport.recv(weights[shard], server) for server, shard in self._remote.items()]
+        sending = [self._transport.send(weights[self._served], rank) for rank in self._workers]
+        for handle in [*arriving, *sending]:
+            handle.wait()
 
 
 class ParameterServerBaseline(OverTransport):
-    """Synchronous training with a central parameter server.
+    """Every rank pushes its gradients to the server, which updates the weights by the average, and pulls them.
 
-    Args:
-        model: the model that it trains.
+    The server is rank 0, which trains, too. The gradients and weights of all ranks pass its link, without overlap.
     """
 
     def __init__(self, model: BenchModel) -> None:
         super().__init__("parameter server", model, "serial")
         self.compression = 1 / self.transport.world_size  # the server's link carries what is of all ranks
-        self._server = CentralServer(self.transport, [parameter.tensor for parameter in self.in_ready_order])
+        self._parameters = [parameter.tensor for parameter in self.in_ready_order]
+        self._gradient, self._weights = Bucket(self._parameters), Bucket(self._parameters)
+        self._exchange = PushPull(self.transport, self._gradient.flat.numel(), servers=1)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.backward()
-        self._server.step(self.optimizer.step)
+        self._gradient.pack_gradients(self._parameters)
+        self._exchange.push(self._gradient.flat)
+        if self.transport.rank == 0:
+            self._gradient.flat.div_(self.transport.world_size)
+            self._gradient.unpack([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+            self.optimizer.step()
+            self._weights.pack(self._parameters)
+        self._exchange.pull(self._weights.flat)
+        if self.transport.rank != 0:
+            self._weights.unpack(self._parameters)

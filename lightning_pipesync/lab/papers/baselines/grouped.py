@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_pipesync.core.buckets import Fusion, plan_buckets
-from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
+from lightning_pipesync.core.comm.comm_queue import Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
 from lightning_pipesync.methods.gradients.backpipe import BackPipe
@@ -36,11 +38,10 @@ class GroupedAllReduce(OverTransport):
         self, name: str, model: BenchModel, limit: str, bucket_mb: float | None, *, hidden: bool = True
     ) -> None:
         super().__init__(name, model, limit)
-        self._queue = CommQueue("pipesync-baseline", self.transport.device, self.transport.traffic)
         self._ready_order = [parameter.tensor for parameter in self.in_ready_order]
         self.index_of: dict[int, int] = {}
         self.buckets: list[GradientBucket] = []
-        self._backpipe = BackPipe(self, self._queue, self._may_start)
+        self._backpipe = BackPipe(self, self.queue, self._may_start)
         layout = plan_buckets(self.in_ready_order, Fusion(bucket_mb=bucket_mb))
         self._set_groups([[parameter.tensor for parameter in group] for group in layout])
         if hidden:
@@ -50,7 +51,7 @@ class GroupedAllReduce(OverTransport):
         self.optimizer.zero_grad()
         self.backward()
         self._backpipe.start_rest()
-        self._queue.wait_all()
+        self.queue.wait_all()
         for bucket in self.buckets:
             bucket.unpack()
         self._backpipe.end_step()
@@ -58,7 +59,6 @@ class GroupedAllReduce(OverTransport):
 
     def close(self) -> None:
         self._backpipe.remove_hooks()
-        self._queue.close(10.0)
         super().close()
 
     def _set_groups(self, groups: Sequence[list[Tensor]]) -> None:
@@ -112,6 +112,37 @@ class ReduceScatterOnly(GroupedAllReduce):
     def __init__(self, model: BenchModel, bucket_mb: float) -> None:
         name = f"reduce-scatter only, {bucket_mb:g} MiB"
         super().__init__(name, model, "reduce_scatter_only", bucket_mb)
+
+
+class AllGatherOnly(OverTransport):
+    """DeAR without its reduce-scatters (DeAR, Fig. 8): it shows what of them is hidden, and does not train."""
+
+    def __init__(self, model: BenchModel, bucket_mb: float) -> None:
+        super().__init__(f"all-gather only, {bucket_mb:g} MiB", model, "all_gather_only")
+        plan = plan_buckets(self.in_ready_order[::-1], Fusion(bucket_mb=bucket_mb))
+        self._buckets = [Bucket([parameter.tensor for parameter in group]) for group in plan]
+        index_of = {id(parameter.tensor): index for index, group in enumerate(plan) for parameter in group}
+        self._gathers: list[Queued[Tensor]] = []
+        self.hooks = [
+            child.register_forward_pre_hook(self._waiting_for({index_of[id(p)] for p in child.parameters(False)}))
+            for child in modules_with_parameters(model.module)
+        ]
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self._gathers = [
+            self.queue.submit("all_gather", partial(self.transport.all_gather, bucket.flat)) for bucket in self._buckets
+        ]
+        self.queue.flush()
+        self.backward()
+        self.optimizer.step()
+
+    def _waiting_for(self, buckets: set[int]) -> Callable[[nn.Module, Any], None]:
+        def wait(module: nn.Module, args: Any) -> None:
+            for index in sorted(buckets):
+                self._gathers[index].wait()
+
+        return wait
 
 
 def merged(ready: Sequence[float], num_bytes: Sequence[int], link: LinkCost, world_size: int) -> list[int]:

@@ -38,7 +38,7 @@ class Horovod(OverTransport):
         self._index = {id(parameter.tensor): index for index, parameter in enumerate(self.in_ready_order)}
         self._ready = [False] * len(self._index)
         self._buffers: dict[tuple[int, ...], Bucket] = {}  # kept, as its one buffer is
-        self._hooks = [hook_gradient(parameter.tensor, self._gradient_is_ready) for parameter in self.in_ready_order]
+        self.hooks = [hook_gradient(parameter.tensor, self._gradient_is_ready) for parameter in self.in_ready_order]
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -50,8 +50,6 @@ class Horovod(OverTransport):
         self.optimizer.step()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
         self._worker.close(10.0)
         super().close()
 
