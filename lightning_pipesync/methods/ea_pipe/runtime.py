@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +20,11 @@ from lightning_pipesync.core.consistency import check_consistency, check_same, r
 from lightning_pipesync.core.layers import numbers_of_parameters
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
-from lightning_pipesync.methods.ea_pipe import split
 from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
+from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
 from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
 from lightning_pipesync.methods.method import PIECE_MB
 from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, PipelineMethod, Source
@@ -66,8 +65,6 @@ class EAPipe(PipelineMethod):
         config: the settings.
         num_stages: N.
         transport: the transport to the other ranks; None for virtual stages.
-        cuts: the indices of the first layers of all stages but the first; empty before the first batch. A traced model
-            has one layer per stage.
         flushed: whether the pipeline is empty and the weights are the master's.
 
     Raises:
@@ -99,7 +96,6 @@ class EAPipe(PipelineMethod):
         self._others = list(others)
         self._device = device_of(layers) if device is None else torch.device(device)
         self._to_resume: dict[str, Any] | None = None
-        self.cuts: list[int] = []
         self._stages: list[ModelStage] = []
         self.flushed, self._checked, self._gathered = True, False, False
         self.transport: Transport | None = None
@@ -182,17 +178,24 @@ class EAPipe(PipelineMethod):
         for stage in range(self.num_stages):
             broadcast = partial(self._broadcast, src=rank_of(stage, self.num_stages))
             # Through .data, so that autograd's version counters do not count this as a write to the master.
-            exchange_fused([tensor.data for tensor in _tensors_of(*self._layers_of(stage))], PIECE_MB, broadcast)
+            exchange_fused([tensor.data for tensor in self._split.tensors_of(stage)], PIECE_MB, broadcast)
         exchange_fused([tensor.data for tensor in self._others], PIECE_MB, self._broadcast)  # rank 0's, as the loss
 
+    @property
+    def cuts(self) -> list[int]:
+        """The indices of the first layers of all stages but the first; empty before the first batch.
+
+        A traced model has one layer per stage.
+        """
+        return self._split.cuts
+
     def describe(self) -> str:
-        if not self._stages:
-            return ""
         lines = []
-        for stage, (start, end) in enumerate(pairwise(self._bounds)):
-            values = sum(numbers_of_parameters(self._layers_of(stage)))
+        for stage in range(self.num_stages if self._stages else 0):
+            first, *_, last = self._split.named_layers_of(stage) * 2
+            names = " to ".join(dict.fromkeys([first[0], last[0]]))
+            values = sum(numbers_of_parameters(self._split.layers_of(stage)))
             place = "" if self.transport is None else f" on rank {rank_of(stage, self.num_stages)}"
-            names = " to ".join(dict.fromkeys([self._split.layers[start][0], self._split.layers[end - 1][0]]))
             lines.append(f"stage {stage + 1} of {self.num_stages}{place}: layers {names}, {values:,.0f} parameters")
         return "\n".join(lines)
 
@@ -260,16 +263,16 @@ class EAPipe(PipelineMethod):
     def _prepare(self) -> None:
         """Checks that all ranks train the same model, and broadcasts rank 0's weights."""
 
-        def check() -> tuple[split.SequentialSplit | split.TracedSplit, list[NamedParameter]]:
+        def check() -> tuple[ModelSplit, list[NamedParameter]]:
             self._check_backend()
-            chosen = split.split_of(self._model, self.config, self.num_stages, self._device)
+            split = split_of(self._model, self.config, self.num_stages, self._device)
             check_values(self._model)
-            return chosen, collect_parameters(self._model, [])
+            return split, collect_parameters(self._model, [])
 
         self._split, parameters = self._on_all_ranks(check)
         if self.transport is not None:
             check_consistency(self.transport, self.config, parameters, self._model)
-            exchange_fused(_tensors_of(self._model), PIECE_MB, self._broadcast)
+            exchange_fused([*self._model.parameters(), *self._model.buffers()], PIECE_MB, self._broadcast)
             exchange_fused(self._others, PIECE_MB, self._broadcast)
 
     def _check_backend(self) -> None:
@@ -285,9 +288,9 @@ class EAPipe(PipelineMethod):
         """Raises a RuntimeError if the loss depends on another stage's layer directly: its gradient would be lost."""
         assert self.transport is not None
         self._checked = True
-        start, end = self._bounds[rank_of(self.transport.rank, self.num_stages) :][:2]
-        for name, layer in self._split.layers[:start] + self._split.layers[end:]:
-            if any(parameter.grad is not None for parameter in layer.parameters()):
+        held = {id(tensor) for tensor in self._split.tensors_of(rank_of(self.transport.rank, self.num_stages))}
+        for name, layer in self._split.layers:
+            if any(parameter.grad is not None and id(parameter) not in held for parameter in layer.parameters()):
                 raise RuntimeError(
                     f"The loss depends on the parameters of layer {name} itself, which is on another stage: compute it "
                     "from the output of the layers, and leave a penalty on weights to the optimizer's weight_decay."
@@ -314,19 +317,19 @@ class EAPipe(PipelineMethod):
         inspected = self._on_all_ranks(inspect)
         if self.transport is not None:
             inspected = self.transport.gather_objects(inspected)[first]
-        self._make_stages(lambda: self._split.cuts(inspected))
+        self._make_stages(lambda: self._split.choose(inspected))
         if self._to_resume is not None:
             self.load_state_dict(self._to_resume)
 
     def _make_stages(self, choose_cuts: Callable[[], list[int]]) -> None:
-        self.cuts = self._on_all_ranks(lambda: split.checked_cuts(choose_cuts(), self._split.layers, self.num_stages))
+        self._on_all_ranks(lambda: self._split.cut(choose_cuts()))
         if self.transport is not None:
-            stage_of = {id(t): n for n in range(self.num_stages) for t in _tensors_of(*self._layers_of(n))}
+            stage_of = {id(t): stage for stage in range(self.num_stages) for t in self._split.tensors_of(stage)}
             named = [*self._model.named_parameters(), *self._model.named_buffers()]
             check_same(self.transport, [(f"the stage of {name}", str(stage_of[id(t)] + 1)) for name, t in named])
         channels = make_channels(self.transport, self.num_stages, self.config)
         with torch.inference_mode(False):  # the first batch may belong to a validation
-            self._stages = self._on_all_ranks(lambda: [self._make_stage(*one) for one in channels])
+            self._stages = self._on_all_ranks(lambda: [self._make_stage(*stage) for stage in channels])
 
     def _make_stage(self, index: int, channels: Channels) -> ModelStage:
         others = self._others if index == self.num_stages - 1 else []
@@ -334,17 +337,8 @@ class EAPipe(PipelineMethod):
         kind: Callable[..., ModelStage] = ModelStage
         if self.transport is not None and self.config.algorithm in SYNCHRONOUS:
             kind = partial(MicroBatchedStage, transport=self.transport)
-        layers = self._layers_of(index)
+        layers = self._split.layers_of(index)
         return kind(layers, others, self._optimizer_factory, schedule, self.config, channels, self._device)
-
-    @property
-    def _bounds(self) -> list[int]:
-        """The index of each stage's first layer, and the number of layers."""
-        return [0, *self.cuts, len(self._split.layers)]
-
-    def _layers_of(self, stage: int) -> list[nn.Module]:
-        start, end = self._bounds[stage : stage + 2]
-        return [layer for _, layer in self._split.layers[start:end]]
 
     @contextmanager
     def _receiving(self, what: str) -> Iterator[None]:
@@ -367,9 +361,3 @@ class EAPipe(PipelineMethod):
             raise
         raise_on_all_ranks(self.transport, None)
         return result
-
-
-def _tensors_of(*layers: nn.Module) -> list[Tensor]:
-    """Returns the parameters and then the buffers, each once."""
-    module = nn.ModuleList(layers)
-    return [*module.parameters(), *module.buffers()]

@@ -1,12 +1,13 @@
-"""The split of a model among stages: of an ``nn.Sequential`` by the cost of its layers, of other models by tracing."""
+"""The split of a model among stages: of an ``nn.Sequential`` by its layers, of other models by tracing."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipesync.core.layers import balanced, check_number, flattened, measure, numbers_of_parameters, partition
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
@@ -14,27 +15,80 @@ from lightning_pipesync.methods.ea_pipe.layout import Layout, input_of
 from lightning_pipesync.methods.ea_pipe.traced import Tracer
 
 
-class SequentialSplit:
-    """The split of the layers of an ``nn.Sequential``.
+class ModelSplit(ABC):
+    """The layers of a model, and where stages begin.
 
     Attributes:
-        layers: the layers by name, in order.
+        layers: the layers by name, in order; of a traced model none before :meth:`choose`.
+        cuts: the indices of the first layers of all stages but the first; none before :meth:`cut`.
     """
 
+    layers: list[tuple[str, nn.Module]]
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self.cuts: list[int] = []
+
+    @abstractmethod
+    def inspect(self, source: Callable[[], Any]) -> Any:
+        """Returns what the first stage tells all others of the model's first input, the result of ``source``."""
+
+    @abstractmethod
+    def choose(self, inspected: Any) -> list[int]:
+        """Returns the cuts for the result of :meth:`inspect`."""
+
+    def cut(self, cuts: Sequence[int]) -> None:
+        """Sets :attr:`cuts`.
+
+        Raises:
+            ValueError: they do not split the layers into all stages, or two stages would share a parameter.
+        """
+        if len(cuts) != self._num_stages - 1 or any(cut >= len(self.layers) for cut in cuts):
+            raise ValueError(
+                f"split={tuple(cuts)!r} must name the first layers of the second to the last of {self._num_stages} "
+                f"stages: {self._num_stages - 1} indices below {len(self.layers)}."
+            )
+        owners: dict[int, tuple[int, str]] = {}
+        for i, (name, layer) in enumerate(self.layers):
+            stage = sum(cut <= i for cut in cuts)
+            for tensor in [*layer.parameters(), *layer.buffers()]:
+                owner, other = owners.setdefault(id(tensor), (stage, name))
+                if owner != stage:
+                    raise ValueError(
+                        f"Layers {other} and {name} share a parameter or buffer, and are on stages {owner} and "
+                        f"{stage}: set split= so that they are on one stage, or give each its own parameters."
+                    )
+        self.cuts = list(cuts)
+
+    def named_layers_of(self, stage: int) -> list[tuple[str, nn.Module]]:
+        start, end = [0, *self.cuts, len(self.layers)][stage : stage + 2]
+        return self.layers[start:end]
+
+    def layers_of(self, stage: int) -> list[nn.Module]:
+        return [layer for _, layer in self.named_layers_of(stage)]
+
+    def tensors_of(self, stage: int) -> list[Tensor]:
+        """Returns the parameters of a stage and then its buffers, each once."""
+        layers = nn.ModuleList(self.layers_of(stage))
+        return [*layers.parameters(), *layers.buffers()]
+
+
+class SequentialSplit(ModelSplit):
+    """The split of the layers of an ``nn.Sequential``."""
+
     def __init__(self, model: nn.Sequential, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
+        super().__init__(num_stages)
         self.layers = flattened(model)
         self._modules = [layer for _, layer in self.layers]
-        self._split, self._num_stages, self._device = config.split, num_stages, device
+        self._split, self._device = config.split, device
         check_number(self.layers, num_stages)
 
     def inspect(self, source: Callable[[], Any]) -> list[int] | None:
-        """Returns what the first stage tells the others about the model's first input: the cuts, if measured."""
         if self._split != "balanced":
             return None
         return balanced(*measure(self._modules, source(), self._device), self._num_stages)
 
-    def cuts(self, inspected: list[int] | None) -> list[int]:
-        """Returns the indices of the first layers of all stages but the first."""
+    def choose(self, inspected: list[int] | None) -> list[int]:
         if inspected is not None:
             return inspected
         if self._split == "parameters":
@@ -42,14 +96,11 @@ class SequentialSplit:
         return [int(index) for index in self._split]
 
 
-class TracedSplit:
-    """The split of any other model, with one layer per stage, made by tracing.
-
-    Attributes:
-        layers: the layers by name, in order; none before :meth:`cuts`.
-    """
+class TracedSplit(ModelSplit):
+    """The split of any other model, with one layer per stage, made by tracing."""
 
     def __init__(self, model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> None:
+        super().__init__(num_stages)
         name, names = type(model).__name__, config.split_names or ()
         if config.algorithm in SYNCHRONOUS:
             raise ValueError(
@@ -66,22 +117,18 @@ class TracedSplit:
                 f"split={names!r} must have as many names as there are stages after the first, {num_stages - 1} of "
                 "them: of the submodules with which they begin."
             )
-        self.layers: list[tuple[str, nn.Module]] = []
+        self.layers = []
         self._tracer = Tracer(model, names, device, config.seed)
 
     def inspect(self, source: Callable[[], Any]) -> Layout:
-        """Returns what the first stage tells the others about the model's first input: its layout."""
         return input_of(source())[0]
 
-    def cuts(self, inspected: Layout) -> list[int]:
-        """Traces the layers, and returns the indices of those of all stages but the first."""
+    def choose(self, inspected: Layout) -> list[int]:
         self.layers = self._tracer.stages(inspected)
         return list(range(1, len(self.layers)))
 
 
-def split_of(
-    model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device
-) -> SequentialSplit | TracedSplit:
+def split_of(model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> ModelSplit:
     """Returns the split that the settings choose.
 
     Raises:
@@ -90,27 +137,3 @@ def split_of(
     if isinstance(model, nn.Sequential) and config.split_names is None:
         return SequentialSplit(model, config, num_stages, device)
     return TracedSplit(model, config, num_stages, device)
-
-
-def checked_cuts(cuts: Sequence[int], layers: Sequence[tuple[str, nn.Module]], num_stages: int) -> list[int]:
-    """Returns ``cuts`` after checking them.
-
-    Raises:
-        ValueError: they do not split the layers into ``num_stages`` stages, or two stages would share a parameter.
-    """
-    if len(cuts) != num_stages - 1 or any(cut >= len(layers) for cut in cuts):
-        raise ValueError(
-            f"split={tuple(cuts)!r} must name the first layers of the second to the last of {num_stages} stages: "
-            f"{num_stages - 1} indices below {len(layers)}."
-        )
-    owners: dict[int, tuple[int, str]] = {}
-    for i, (name, layer) in enumerate(layers):
-        stage = sum(cut <= i for cut in cuts)
-        for tensor in [*layer.parameters(), *layer.buffers()]:
-            owner, other = owners.setdefault(id(tensor), (stage, name))
-            if owner != stage:
-                raise ValueError(
-                    f"Layers {other} and {name} share a parameter or buffer, and are on stages {owner} and {stage}: "
-                    "set split= so that they are on one stage, or give each its own parameters."
-                )
-    return list(cuts)
