@@ -183,10 +183,7 @@ class EAPipe(PipelineMethod):
 
     @property
     def cuts(self) -> list[int]:
-        """The indices of the first layers of all stages but the first; empty before the first batch.
-
-        A traced model has one layer per stage.
-        """
+        """The indices of the first layers of all stages but the first; empty before the first batch."""
         return self._split.cuts
 
     def describe(self) -> str:
@@ -220,13 +217,10 @@ class EAPipe(PipelineMethod):
         return self._stages[0].weights.optimizer_state() if self._stages else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from the result of :meth:`state_dict` on this rank, with its cuts.
-
-        The stages of a traced model are made at the first mini-batch, and load the state then.
+        """Resumes from the result of :meth:`state_dict` on this rank, with its cuts; traced stages at the first batch.
 
         Raises:
-            ValueError: the state has another number of stages, other cuts than the existing stages, another algorithm
-                or another number of replicas.
+            ValueError: the state is of other stages, another algorithm or another number of replicas.
         """
         self._gathered, self._to_resume = False, None
         if not state["stages"]:  # it was saved before the first mini-batch

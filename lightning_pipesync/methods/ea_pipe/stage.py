@@ -89,8 +89,8 @@ class ModelStage:
     ) -> None:
         self._layers, self._schedule, self._config = nn.Sequential(*layers).to(device), schedule, config
         self._channels, self._device = channels, device
-        self._parameters = [*self._layers.parameters(), *(one for one in others if isinstance(one, nn.Parameter))]
-        self._buffers = [*self._layers.buffers(), *(one for one in others if not isinstance(one, nn.Parameter))]
+        self._parameters = [*self._layers.parameters(), *(t for t in others if isinstance(t, nn.Parameter))]
+        self._buffers = [*self._layers.buffers(), *(t for t in others if not isinstance(t, nn.Parameter))]
         self._optimizer = _optimizer_for(self._parameters, optimizer_factory)
         self.weights = WEIGHTS[config.algorithm](self._parameters, self._buffers, self._optimizer, schedule, config)
         self.step = self._num_passes = 0
@@ -306,7 +306,7 @@ class ModelStage:
         if norm is not None:
             assert self._config.clip_norm is not None
             nn.utils.clip_grads_with_norm_(self._parameters, self._config.clip_norm, norm)
-        later = [one.hyperparameters for queue in (self._waiting, self._passes) for one in queue]
+        later = [waiting.hyperparameters for waiting in self._waiting] + [made.hyperparameters for made in self._passes]
         with in_use(self._optimizer, oldest.hyperparameters, later):
             self.weights.update(oldest.step, oldest.optimizer_step)
         self._set_gradients(None)

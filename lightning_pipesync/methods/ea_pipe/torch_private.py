@@ -36,10 +36,10 @@ def written_by(node: Node) -> list[Node]:
     """Returns the values that an operation in a graph, or a region of operations, writes to in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # a region without gradients or under autocast is a graph among the arguments
-        nodes = [argument for argument in node.args if isinstance(argument, Node) and argument.op == "get_attr"]
-        found = [attrgetter(str(one.target))(node.graph.owning_module) for one in nodes]
-        regions = [one.graph for one in found if isinstance(one, GraphModule)]
-        return [written for region in regions for inner in region.nodes for written in written_by(inner)]
+        names = [str(arg.target) for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+        regions = [attrgetter(name)(node.graph.owning_module) for name in names]
+        nodes = [inner for region in regions if isinstance(region, GraphModule) for inner in region.graph.nodes]
+        return [written for inner in nodes for written in written_by(inner)]
     pairs = zip(schema.arguments, node.args, strict=False)  # an omitted argument has its default, and is not written to
     named = [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
     written = [value for argument, value in [*pairs, *named] if argument.alias_info and argument.alias_info.is_write]

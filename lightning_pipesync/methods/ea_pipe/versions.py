@@ -22,7 +22,7 @@ class Versions:
     """Versions of tensors on one device, one of which is loaded; each is in one flat buffer per dtype.
 
     Loading swaps the tensors' data instead of copying: the backward pass of a graph needs the version of its forward
-    pass. All versions start with the tensors' current values.
+    pass. All versions start with the tensors' current values. The last one is the master.
     """
 
     def __init__(self, tensors: Sequence[Tensor], count: int) -> None:
@@ -50,23 +50,26 @@ class Versions:
         """Loads version ``index`` into the tensors."""
         for tensor, view in zip(self._tensors, self._views[index], strict=True):
             tensor.data = view
-        self._loaded = index
 
-    def watch(self, tensors: Sequence[Tensor]) -> None:
-        """Starts watching some of the tensors for writes."""
-        self._watched = [(tensor, version(tensor), tensor.data_ptr()) for tensor in tensors]
+    def load_master(self, watched: Sequence[Tensor]) -> None:
+        """Loads the master, and watches some of the tensors for writes."""
+        self.load(len(self._flats) - 1)
+        self._watched = [(tensor, version(tensor), tensor.data_ptr()) for tensor in watched]
 
     def written(self) -> bool:
-        """Returns whether a watched tensor has been written to, or its data replaced, since :meth:`watch`."""
+        """Returns whether a watched tensor has been written to, or its data replaced, since :meth:`load_master`."""
         return any((version(tensor), tensor.data_ptr()) != (mark, place) for tensor, mark, place in self._watched)
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Copies the tensors' current values into the loaded version."""
-        for tensor, view in zip(self._tensors, self._views[self._loaded], strict=True):
+    def reset(self) -> None:
+        """Sets all versions to the current values of the tensors, which have the master loaded."""
+        master = len(self._flats) - 1
+        for tensor, view in zip(self._tensors, self._views[master], strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
-        self.load(self._loaded)
+        self.load(master)
+        for index in range(master):
+            self.copy(master, index)
 
     def floating(self, index: int) -> list[Tensor]:
         """Returns the floating-point flat buffers of version ``index``, 1-D."""

@@ -69,23 +69,17 @@ class StageWeights(ABC):
 
     def load_master(self) -> None:
         """Loads the master, which others may read and write until :meth:`leave_master`."""
-        self._versions.load(self._master)
-        self._versions.watch(self._parameters)
+        self._versions.load_master(self._parameters)
 
     def leave_master(self) -> None:
         """Resets every replica to the master, if it has been written to since :meth:`load_master`."""
         if self._versions.written():
-            self._reset_to_master()
+            self._versions.reset()
 
     def reset(self) -> None:
         """Resets all versions and states to those of the parameters and the optimizer."""
-        self._reset_to_master()
+        self._versions.reset()
         self._states.reset()
-
-    def _reset_to_master(self) -> None:
-        self._versions.keep()
-        for index in range(self.num_copies):
-            self._versions.copy(self._master, index)
 
     def computing(self) -> AbstractContextManager[None]:
         """Context in which the layers may write to replicated buffers, hidden from autograd."""
