@@ -19,10 +19,10 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench import step_report, timeline
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.collectives import Collectives, add_predictions, tables_of
-from lightning_pipesync.lab.bench.profile import Profile
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.papers.baselines import PushPull

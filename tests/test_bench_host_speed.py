@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench import passes
 from lightning_pipesync.lab.bench.converge import config_of, parse_method
-from lightning_pipesync.lab.bench.own_pace import AtOwnPace
 from lightning_pipesync.lab.bench.passes import Passes
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.lab.papers import host_speed_report
@@ -179,19 +178,19 @@ def an_epoch_at_own_pace(method: str) -> tuple[list[int], list[float], dict[str,
     torch.manual_seed(0)
     task = build_task("digits")
     training = parse_method(method)(task)
-    assert isinstance(training, AtOwnPace)
-    training.passes = Passes(HostSpeeds.parse("4ms", ["1:50%"], None).seconds_of(dist.get_rank(), 0))
+    assert training.own_pace
+    training.candidate.passes = Passes(HostSpeeds.parse("4ms", ["1:50%"], None).seconds_of(dist.get_rank(), 0))
     rates, sizes, step = [], [], training.step
 
     def recorded(batch: Any) -> None:
-        rates.append(training.optimizer.param_groups[0]["lr"])
+        rates.append(training.candidate.optimizer.param_groups[0]["lr"])
         sizes.append(len(batch[1]))
         step(batch)
 
     training.step = recorded  # type: ignore[method-assign]
-    parts = training.train(seed=0, num_steps=training.steps_per_epoch, evaluations=3)
+    parts = training.at_own_pace(seed=0, num_steps=training.steps_per_epoch, evaluations=3)
     weights = [float(module.state_dict()["0.weight"].sum()) for _, module in parts]
-    metrics = training.method.metrics()
+    metrics = training.candidate.sync.metrics()
     training.close()
     return sizes, rates, {**metrics, "last": weights[-1], "first": weights[0]}
 
@@ -223,7 +222,7 @@ def is_at_own_pace(method: str) -> list[bool]:
     trainings = [parse_method(method)(task) for task in tasks]
     for training in trainings:
         training.close()
-    return [isinstance(training, AtOwnPace) for training in trainings]
+    return [training.own_pace for training in trainings]
 
 
 def test_ranks_with_data_of_their_own_take_as_many_steps_each() -> None:

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipesync import DeARStrategy, PlanCallback, StepReport
 from lightning_pipesync.lab.bench.candidates import in_ddp
 from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.predictions import Prediction
-from lightning_pipesync.lab.plan.proof import run_in_turns
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import read_plan
+from lightning_pipesync.lab.plan.trials import run_in_turns
+from lightning_pipesync.methods.laboratory import Prediction
 from tests.harness import launch, raised
 from tests.lightning_models import Classifier, train_loader, trainer
 
@@ -81,7 +81,7 @@ def test_a_run_makes_its_own_plan_and_goes_on(tmp_path: Path) -> None:
     assert cluster.world_size == 2
     network = Classifier()
     assert sum(tensor.num_bytes for tensor in work.profile.tensors) == 4 * sum(p.numel() for p in network.parameters())
-    assert work.prediction > 0
+    assert work.measured["pipe_sgd"].seconds > 0
     assert (tmp_path / "plan.md").read_text() == as_markdown(work, cluster, result)
     assert (tmp_path / "plan.png").exists()
 

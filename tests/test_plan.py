@@ -14,30 +14,28 @@ import torch
 from torch import nn
 
 from lightning_pipesync.cli import main
+from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.models import BenchModel, stand_in
-from lightning_pipesync.lab.bench.profile import Profile, StepRecorder
+from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.step import predict_ddp
-from lightning_pipesync.lab.plan import proof
-from lightning_pipesync.lab.plan.candidates import candidate_of
-from lightning_pipesync.lab.plan.cluster import Cluster
-from lightning_pipesync.lab.plan.layers import LayerWork, measure_layers
+from lightning_pipesync.lab.plan import trials
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import (
-    Prediction,
-    bucket_sizes,
     enough_accumulation,
     enough_bandwidth,
     predict,
 )
-from lightning_pipesync.lab.plan.proof import run_in_turns, to_prove
 from lightning_pipesync.lab.plan.report import as_markdown
-from lightning_pipesync.lab.plan.rules import with_refusals
 from lightning_pipesync.lab.plan.saved import of_result, read_plan
+from lightning_pipesync.lab.plan.stand_ins import with_refusals
+from lightning_pipesync.lab.plan.trials import candidate_of, run_in_turns, to_prove
 from lightning_pipesync.lab.plan.verdict import verdict_of
-from lightning_pipesync.lab.plan.work import Work
+from lightning_pipesync.lab.plan.work import measure_work
+from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
 from tests.harness import launch
 
@@ -56,7 +54,8 @@ def cluster(bandwidth: float, world_size: int = 4, **errors: float) -> Cluster:
     link = LinkCost(1e-4, 1 / bandwidth, **errors)
     int8 = LinkCost(1e-4, 0.25 / bandwidth + 1e-10)
     by_codec = {"none": link, "int8": int8}
-    return Cluster(world_size, bandwidth, link, link, by_codec, by_codec, link)
+    exchanges = {"averages": by_codec, "push and pull": {"none": link}}
+    return Cluster(world_size, bandwidth, link, link, by_codec, exchanges)
 
 
 def by_method(found: Any) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def test_predictions_are_those_of_the_cost_models() -> None:
     assert found["dear"].exact
     assert found["pipe_sgd"].seconds == pytest.approx(0.1)  # int8 hides under a step
     assert found["selsync"].seconds == pytest.approx(0.1 + 0.1 * all_reduce)
-    works = at.averages["int8"].all_reduce(16 * MIB, 4) - at.seconds_on_wire(16 * MIB, "int8")
+    works = at.exchanges["averages"]["int8"].all_reduce(16 * MIB, 4) - at.seconds_on_wire(16 * MIB, "int8")
     assert found["local_sgd"].seconds == pytest.approx(0.1 + works / 4)  # four averages, each under four steps
 
 
@@ -90,7 +89,7 @@ def test_predictions_are_those_of_the_cost_models() -> None:
 )
 def test_bucket_sizes_give_from_many_buckets_to_one(mib: float, sizes: list[float]) -> None:
     profile = replace(PROFILE, tensors=[LayerTimes(0.0, 0.0, round(mib * MIB / 16))] * 16)
-    assert bucket_sizes(Work(profile)) == sizes
+    assert Work(profile).bucket_sizes() == sizes
 
 
 def test_settings_that_train_better_go_first() -> None:
@@ -109,7 +108,8 @@ def test_settings_that_train_better_go_first() -> None:
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_pipeline_is_as_fast_as_its_slowest_stage(num_stages: int) -> None:
     """Of 8 layers with an eighth of the passes each, and 1 MB between two."""
-    work = replace(WORK, layers=[LayerWork(0.01, MIB, 10**6) for _ in range(8)])
+    layers = [LayerWork(0.01, MIB, 10**6) for _ in range(8)]
+    work = replace(WORK, measured={"ea_pipe": MethodWork(layers=layers)})
 
     def seconds(bandwidth: float) -> float:
         return by_method(predict(work, cluster(bandwidth, num_stages)))["ea_pipe"].seconds
@@ -118,32 +118,40 @@ def test_a_pipeline_is_as_fast_as_its_slowest_stage(num_stages: int) -> None:
     both_ways = 1 if num_stages == 2 else 2  # a stage between two others sends activations on and gradients back
     assert seconds(1e6) == pytest.approx(num_stages * both_ways)
     assert "ea_pipe" not in by_method(predict(work, cluster(1e9, 9)))
-    own = replace(work, own={"ea_pipe": 0.02})
-    assert by_method(predict(own, cluster(1e9, num_stages)))["ea_pipe"].seconds == pytest.approx(work.seconds + 0.02)
+    longer = replace(work, added={"ea_pipe": 0.02})
+    assert by_method(predict(longer, cluster(1e9, num_stages)))["ea_pipe"].seconds == pytest.approx(work.seconds + 0.02)
 
 
 def test_what_a_method_adds_delays_its_gradients() -> None:
-    own = replace(WORK, own={"ddp": 0.016, "pipe_sgd": 0.01}, prediction=0.005)
-    assert own.profile_with("dear") == PROFILE
-    delayed = own.profile_with("ddp")
+    longer = replace(WORK, added={"ddp": 0.016, "pipe_sgd": 0.01}, measured={"pipe_sgd": MethodWork(0.005)})
+    assert longer.profile_with("dear") == PROFILE
+    delayed = longer.profile_with("ddp")
     assert delayed.backward == pytest.approx(0.076)
     assert [b.ready - a.ready for a, b in zip(PROFILE.tensors, delayed.tensors, strict=True)] == pytest.approx(
         [0.001 * i for i in range(1, 17)]
     )
-    found = by_method(predict(own, cluster(1e11)))
+    found = by_method(predict(longer, cluster(1e11)))
     assert found["ddp"].seconds == pytest.approx(0.116, rel=0.01)
     assert found["pipe_sgd"].seconds == pytest.approx(0.115)
     assert found["local_sgd"].seconds == pytest.approx(0.1, rel=0.01)
 
 
-def test_layers_of_a_sequential_are_measured() -> None:
+def measured_layers() -> list[Any]:
     module = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 2)))
     batch = (torch.randn(16, 4), torch.randn(16, 2))
     model = BenchModel("own", module, [], lambda rank: batch, lambda module, b: (module(b[0]) - b[1]).square().mean())
-    layers = measure_layers(model, batch)
+    models = (model, replace(model, module=nn.Linear(4, 2)))
+    return [measure_work(one) for one in models]
+
+
+def test_what_methods_measure_of_the_model() -> None:
+    """Pipelines the layers of a Sequential, Pipe-SGD its prediction of weights."""
+    ((work, of_linear),) = launch(measured_layers, 1)
+    layers = work.measured["ea_pipe"].layers
     assert [(one.parameter_bytes, one.output_bytes) for one in layers] == [(160, 512), (0, 512), (72, 128)]
     assert all(one.seconds > 0 for one in layers)
-    assert measure_layers(replace(model, module=nn.Linear(4, 2)), batch) == []
+    assert set(of_linear.measured) == {"pipe_sgd"}
+    assert work.measured["pipe_sgd"].seconds > 0
 
 
 def test_a_fast_network_leaves_nothing_to_gain() -> None:
@@ -247,12 +255,12 @@ class Failing(Candidate):
 
 def prove() -> dict[str, dict[str, Any]]:
     chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"}), Prediction("pipe_sgd")]
-    make = proof.candidate_of
+    make = trials.candidate_of
 
     def candidate(one: Prediction, model: BenchModel) -> Candidate:
         return Failing("", model) if one is chosen[1] else make(one, model)
 
-    with patch.object(proof, "candidate_of", candidate):
+    with patch.object(trials, "candidate_of", candidate):
         return run_in_turns(chosen, PlanSettings("tests.test_plan:small_model", 1.0, 1.0, 2, 1), lambda _: None)
 
 
@@ -290,7 +298,7 @@ def test_the_next_best_is_run_where_one_cannot() -> None:
 def refused_by(num_layers: int) -> tuple[dict[str, str], list[str]]:
     """What methods refuse for a model of so many layers; and what is predicted and cannot be attached."""
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
-    at = replace(cluster(1e7, 2), averages={codec: LinkCost(1e-3, 1e-7) for codec in ("none", "int8", "int4")})
+    at = replace(cluster(1e7, 2), exchanges={"averages": dict.fromkeys(("none", "int8", "int4"), LinkCost(1e-3, 1e-7))})
     work = with_refusals(WORK, at, module)
     failed = []
     for one in predict(work, at):

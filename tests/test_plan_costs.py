@@ -13,17 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pipesync.core.cluster import Cluster, MeasuredCost
 from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.work import LayerWork, MethodWork, Work
 from lightning_pipesync.lab.bench.models import BenchModel, build_model, stand_in
-from lightning_pipesync.lab.plan import measured_cost, own_work
-from lightning_pipesync.lab.plan.candidates import WithShareOfLocalSteps, candidate_of
-from lightning_pipesync.lab.plan.cluster import Cluster
-from lightning_pipesync.lab.plan.measured_cost import MeasuredCost, measure_in_a_row, sizes_for
-from lightning_pipesync.lab.plan.method_cost import measure_averages, measure_servers
-from lightning_pipesync.lab.plan.own_work import measure_own_work
-from lightning_pipesync.lab.plan.predictions import OUTER, Prediction
+from lightning_pipesync.lab.plan import costs, stand_ins
+from lightning_pipesync.lab.plan.costs import measure_exchange, measure_in_a_row, sizes_for
+from lightning_pipesync.lab.plan.stand_ins import measure_added
+from lightning_pipesync.lab.plan.trials import candidate_of
 from lightning_pipesync.lab.plan.work import activation_bytes
+from lightning_pipesync.methods.laboratory import Prediction, StandIn
+from lightning_pipesync.methods.local_sgd.lab import OUTER
+from lightning_pipesync.methods.selsync.lab import WithShareOfLocalSteps
+from lightning_pipesync.training.registry import METHODS
 from tests.harness import launch
+from tests.test_plan import PROFILE
 
 MIB = 2**20
 
@@ -54,9 +58,9 @@ def test_half_an_all_reduce() -> None:
 
 def test_sizes_are_those_of_the_gradients_and_take_little_time() -> None:
     assert sizes_for(2**24, 1e9) == [2**18, 2**20, 2**22, 2**24]
-    assert sizes_for(2**30, 1e9)[-1] == measured_cost.MOST_BYTES
-    assert sizes_for(2**30, 1e7)[-1] == measured_cost.LARGEST_S * 1e7
-    assert sizes_for(8, 1e9)[-1] == measured_cost.LEAST_BYTES
+    assert sizes_for(2**30, 1e9)[-1] == costs.MOST_BYTES
+    assert sizes_for(2**30, 1e7)[-1] == costs.LARGEST_S * 1e7
+    assert sizes_for(8, 1e9)[-1] == costs.LEAST_BYTES
 
 
 class Sleeping:
@@ -81,17 +85,25 @@ def test_operations_in_a_row_are_measured() -> None:
             assert cost.all_gather(size, 2) >= 0.9 * size * 1e-7  # a busy machine sleeps for longer
 
 
-def method_costs() -> tuple[MeasuredCost, ...]:
+def costs_of_exchanges() -> dict[str, dict[str, MeasuredCost]]:
     sizes, cpu = [2**12, 2**14, 2**16], torch.device("cpu")
-    return measure_servers(sizes, cpu), measure_averages("none", sizes, cpu), measure_averages("int8", sizes, cpu)
+    return {
+        exchange.name: measure_exchange(method, exchange, sizes, cpu)
+        for method in METHODS.values()
+        for exchange in method.lab(method).exchanges
+    }
 
 
-def test_servers_and_averages_are_measured() -> None:
-    for costs in launch(method_costs, 2):
-        assert all(0 < cost.all_reduce(2**16, 2) < 10 for cost in costs)
+def test_what_methods_exchange_is_measured() -> None:
+    for measured in launch(costs_of_exchanges, 2):
+        assert {name: list(by_codec) for name, by_codec in measured.items()} == {
+            "averages": ["none", "int8", "int4"],
+            "push and pull": ["none"],
+        }
+        assert all(0 < cost.all_reduce(2**16, 2) < 10 for by_codec in measured.values() for cost in by_codec.values())
 
 
-# --- the methods' own work --------------------------------------------------------------------------------------------
+# --- what methods add to a step ---------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -115,17 +127,23 @@ def test_a_stand_in_has_as_many_layers_and_tensors(scale: float, values: int) ->
     assert all(parameter.grad is not None for parameter in parameters)
 
 
-def own_work_of(num_layers: int) -> dict[str, float]:
+LAYERED = Work(PROFILE, {"ea_pipe": MethodWork(layers=[LayerWork(0.01, 1, 1)] * 3)})
+
+
+def free_cluster(world_size: int = 2, bandwidth: float = 1e9) -> Cluster:
     link = LinkCost(0.0, 0.0)
-    free = Cluster(dist.get_world_size(), 1e9, link, link, {"none": link}, {"none": link}, link)
+    return Cluster(world_size, bandwidth, link, link, {"none": link})
+
+
+def added_to(num_layers: int) -> dict[str, float]:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
-    with patch.object(own_work, "STEPS", 2), patch.object(own_work, "ROUNDS", 1):
-        return measure_own_work(module, free, pipelines=True)
+    with patch.object(stand_ins, "STEPS", 2), patch.object(stand_ins, "ROUNDS", 1):
+        return measure_added(module, LAYERED, free_cluster(dist.get_world_size()))
 
 
 @pytest.mark.parametrize(("num_layers", "pipelines"), [(1, False), (3, True)])
-def test_own_work_is_the_same_on_all_ranks(num_layers: int, pipelines: bool) -> None:
-    first, second = launch(own_work_of, 2, num_layers)
+def test_what_methods_add_is_the_same_on_all_ranks(num_layers: int, pipelines: bool) -> None:
+    first, second = launch(added_to, 2, num_layers)
     assert first == second
     assert {"ddp", "dear", "pipe_sgd", "selsync", "local_sgd"} <= set(first)
     assert ("ea_pipe" in first) == pipelines
@@ -133,28 +151,28 @@ def test_own_work_is_the_same_on_all_ranks(num_layers: int, pipelines: bool) -> 
     assert any(seconds > 0 for seconds in first.values())
 
 
-def test_own_work_of_pipelines_is_measured_where_they_are_planned() -> None:
-    with patch.object(own_work, "_measure", lambda module, scale, methods: {one.method: [1.0] for one in methods}):
-        link = LinkCost(0.0, 0.0)
-        free = Cluster(2, 1e9, link, link, {"none": link}, {"none": link}, link)
-        assert "ea_pipe" not in measure_own_work(nn.Linear(2, 2), free, pipelines=False)
-        assert measure_own_work(nn.Linear(2, 2), free, pipelines=True)["ea_pipe"] == 1.0
+def test_what_pipelines_add_is_measured_where_they_are_planned() -> None:
+    def measure(module: nn.Module, scale: float, declared: dict[str, StandIn]) -> dict[str, list[float]]:
+        return {name: [1.0] for name in declared}
+
+    with patch.object(stand_ins, "_measure", measure):
+        assert "ea_pipe" not in measure_added(nn.Linear(2, 2), Work(PROFILE), free_cluster())
+        assert measure_added(nn.Linear(2, 2), LAYERED, free_cluster())["ea_pipe"] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("large", "own"), [([0.002, 0.003, 0.01], 0.002), ([0.004, 0.006, 0.008], 0.002 + 0.004 * 100)]
+    ("large", "added"), [([0.002, 0.003, 0.01], 0.002), ([0.004, 0.006, 0.008], 0.002 + 0.004 * 100)]
 )
-def test_noise_is_not_multiplied(large: list[float], own: float) -> None:
+def test_noise_is_not_multiplied(large: list[float], added: float) -> None:
     """Of a stand-in with a hundredth of the values: what it takes longer counts if it is more than rounds differ by."""
-    module, link = nn.Linear(2**14, 100), LinkCost(0.0, 0.0)
-    free = Cluster(2, 1e5, link, link, {"none": link}, {"none": link}, link)
-    values = 2**14 * 100 + 100
+    module, values = nn.Linear(2**14, 100), 2**14 * 100 + 100
 
-    def measure(module: nn.Module, scale: float, methods: Any) -> dict[str, list[float]]:
-        return {one.method: [0.001, 0.002, 0.003] if scale == 0 else large for one in methods}
+    def measure(module: nn.Module, scale: float, declared: dict[str, StandIn]) -> dict[str, list[float]]:
+        return {name: [0.001, 0.002, 0.003] if scale == 0 else large for name in declared}
 
-    with patch.multiple(own_work, _measure=measure, MOST_BYTES=4 * values // 100, MOST_SECONDS=1e9):
-        assert measure_own_work(module, free, pipelines=False)["local_sgd"] == pytest.approx(own, rel=1e-3)
+    with patch.multiple(stand_ins, _measure=measure, MOST_BYTES=4 * values // 100, MOST_SECONDS=1e9):
+        found = measure_added(module, Work(PROFILE), free_cluster(bandwidth=1e5))
+    assert found["local_sgd"] == pytest.approx(added, rel=1e-3)
 
 
 def test_activations_are_what_is_kept_for_the_backward_pass() -> None:
@@ -203,7 +221,7 @@ def test_all_methods_that_are_planned_train() -> None:
 
 def decisions(lssr: float, steps: int) -> list[bool]:
     candidate: Any = candidate_of(Prediction("selsync", {"lssr": lssr}), small())
-    assert isinstance(candidate, WithShareOfLocalSteps)
+    assert isinstance(candidate.declared, WithShareOfLocalSteps)
     candidate.step()  # the change of the first gradient is not defined
     taken = []
     for _ in range(steps):

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes
+from lightning_pipesync.core.work import MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.models.table import ModelTable
-from lightning_pipesync.lab.bench.profile import Profile
 from lightning_pipesync.lab.papers.networks import bert_base, bert_large, inceptionv4, resnet50
 from lightning_pipesync.lab.plan.changes import changes_since
-from lightning_pipesync.lab.plan.cluster import Cluster
-from lightning_pipesync.lab.plan.predictions import bucket_sizes, fastest
-from lightning_pipesync.lab.plan.schedules import dear_step
-from lightning_pipesync.lab.plan.work import Work, slow_ranks, slowest
+from lightning_pipesync.lab.plan.predictions import fastest
+from lightning_pipesync.lab.plan.work import slow_ranks, slowest
+from lightning_pipesync.methods.dear.lab import step_seconds
 from tests.test_plan import MIB, PROFILE, WORK, cluster
 
 # --- DeAR, Table II ---------------------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def test_64_hosts_gain_what_the_paper_has_measured(table: Any, largest: float, m
     network = table()
     seconds = computation(network, largest)
     by_codec = {"none": LINK}
-    profile, at = profile_of(network, seconds), Cluster(WORLD_SIZE, BANDWIDTH, LINK, LINK, by_codec, by_codec, LINK)
-    step = min(dear_step(profile, at, size, eager=False) for size in bucket_sizes(Work(profile)))
+    profile, at = profile_of(network, seconds), Cluster(WORLD_SIZE, BANDWIDTH, LINK, LINK, by_codec)
+    step = min(step_seconds(profile, at, size, eager=False) for size in Work(profile).bucket_sizes())
     speedup = WORLD_SIZE * seconds / step
     assert speedup == pytest.approx(measured, rel=0.15)
     assert speedup <= largest * 1.001
@@ -72,17 +72,18 @@ def test_a_torus_saves_latency() -> None:
     at = replace(cluster(1e9, world_size=1024), halves=LinkCost(1e-3, 1e-9))
     assert at.halves.torus_half(MIB, 32, 32) == pytest.approx(62e-3 + MIB * 1023 / 1024 * 1e-9)
     assert at.halves.reduce_scatter(MIB, 1024) == pytest.approx(1023e-3 + MIB * 1023 / 1024 * 1e-9)
-    assert fastest(WORK, at)["dear"] < 0.5 * min(dear_step(PROFILE, at, size) for size in bucket_sizes(WORK))
+    assert fastest(WORK, at)["dear"] < 0.5 * min(step_seconds(PROFILE, at, size) for size in WORK.bucket_sizes())
 
 
 def test_servers_gain_where_a_host_is_slow() -> None:
     """With one of 4 ranks at half speed, as many steps take 4 / 3.5 times as long, not twice."""
     half = Profile(0.06, 0.12, 0.02, PROFILE.tensors)
-    everyones = [Work(PROFILE, 0.001), Work(PROFILE), Work(half), Work(PROFILE)]
+    measured = [{"pipe_sgd": MethodWork(seconds)} for seconds in (0.001, 0.0002)]
+    everyones = [Work(PROFILE, measured[0]), Work(PROFILE), Work(half, measured[1]), Work(PROFILE)]
     work = slowest(everyones)
     assert work.profile is half
-    assert work.prediction == 0.001
-    assert work.own_pace == pytest.approx(4 / 3.5 / 2)
+    assert work.measured == measured[0]
+    assert work.pace == pytest.approx(4 / 3.5 / 2)
     (named,) = slow_ranks(everyones, list("abcd"), 0.25)
     assert named.startswith("c: its computation takes 200 ms, and that of most 100 ms")
     seconds = fastest(work, cluster(1e11))

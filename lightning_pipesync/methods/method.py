@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.failure import is_normal_end
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
+from lightning_pipesync.methods.laboratory import LabEntry
 from lightning_pipesync.methods.settings import Settings
 
 #: MiB in one message when weights and buffers are broadcast.
@@ -28,6 +29,7 @@ class Method(ABC):
         makes_passes: whether it makes the forward and backward passes itself, as a pipeline does.
         shown_metrics: names of the metrics that a progress bar shows.
         shards_optimizer_state: whether a rank may have only a part of an optimizer's state.
+        lab: what benchmarks and plans know of it.
         transport: communicates with the other ranks; None if there are none.
         flushed: whether the weights are the consolidated ones, since :meth:`flush`.
     """
@@ -37,6 +39,7 @@ class Method(ABC):
     makes_passes: ClassVar[bool] = False
     shown_metrics: ClassVar[tuple[str, ...]] = ("mib_sent",)
     shards_optimizer_state: ClassVar[bool] = False
+    lab: ClassVar[type[LabEntry]] = LabEntry
 
     transport: Transport | None
     flushed: bool

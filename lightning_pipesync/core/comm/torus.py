@@ -41,6 +41,14 @@ class Torus:
             )
         self.columns, self.rows = columns, world_size // columns
 
+    @classmethod
+    def of(cls, world_size: int) -> Torus | None:
+        """Returns the torus of so many ranks, as square as possible; None: they have no divisor."""
+        try:
+            return cls(world_size, columns=None)
+        except ValueError:
+            return None
+
     def row_of(self, rank: int) -> list[int]:
         """Returns the ranks in the row of ``rank``."""
         first = rank - rank % self.columns

@@ -1,18 +1,20 @@
-"""A candidate of the benchmark of a training step."""
+"""A candidate of the benchmarks: a way to train a model, which is timed, or trains a task."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.passes import Passes
 
-#: Every candidate trains with SGD, learning rate and momentum.
+#: Every candidate trains with SGD, learning rate and momentum, unless its model has an optimizer.
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 
 
@@ -39,7 +41,7 @@ class Candidate(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Takes one training step."""
+        """Takes one training step on the model's batch."""
 
     def prepare(self) -> dict[str, Any] | None:
         """Runs before all measurements; returns the result of a search, if there is one."""
@@ -54,6 +56,63 @@ class Candidate(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Ends threads and process groups."""
+
+
+class Trainable(Candidate):
+    """A candidate that trains tasks, too: on given batches, and on emulated hosts.
+
+    Args:
+        name: the name in tables.
+        model: the model that it trains.
+        module: computes the loss: that of the model, or a wrapper of it.
+
+    Attributes:
+        optimizer: of its parameters.
+        max_norm: the norm to which gradients are clipped; None: no clipping.
+        passes: emulates how long forward and backward pass take on this rank; None: as long as they do.
+    """
+
+    max_norm: float | None = None
+    passes: Passes | None = None
+
+    def __init__(self, name: str, model: BenchModel, module: nn.Module) -> None:
+        super().__init__(name, model)
+        self.module = module
+        self.optimizer = model.optimizer(model.module) if model.optimizer else sgd(module.parameters())
+
+    def step(self, batch: Any = None) -> None:
+        """Takes one training step on a batch, or on the model's."""
+        self.compute_gradient(batch)
+        self.update()
+
+    def compute_gradient(self, batch: Any = None, check: Callable[[], object] = lambda: None) -> Any:
+        """Runs forward and backward pass, and returns the loss; ``check``: see :class:`Passes`."""
+        self.optimizer.zero_grad()
+        batch = self.batch if batch is None else batch
+        if self.passes is not None:
+            return self.passes.run(lambda: self.model.loss(self.module, batch), check)
+        loss = self.model.loss(self.module, batch)
+        loss.backward()
+        return loss
+
+    @abstractmethod
+    def update(self) -> None:
+        """Clips the gradient and updates the weights."""
+
+    @contextmanager
+    def consolidated(self) -> Iterator[nn.Module]:
+        """Yields the module with the consolidated weights; a collective call."""
+        yield self.model.module
+
+    @property
+    @abstractmethod
+    def mib_sent(self) -> float:
+        """MiB that this rank has sent so far."""
+
+    @property
+    @abstractmethod
+    def lssr(self) -> float | None:
+        """The share of local steps (SelSync, Eq. 4); None if it is not defined."""
 
 
 def sgd(parameters: Iterable[Tensor]) -> Optimizer:

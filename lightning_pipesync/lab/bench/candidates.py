@@ -1,4 +1,4 @@
-"""The candidates of the benchmark of a training step: the methods of this package, and their alternatives."""
+"""The candidates of the benchmark of a training step: registered methods, and their alternatives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Candidate, sgd
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Trainable
+from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, method_candidates
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.with_method import MakeCandidate, with_method
 from lightning_pipesync.lab.papers.baselines import (
     AllGatherOnly,
     ByteScheduler,
@@ -28,17 +29,48 @@ from lightning_pipesync.lab.papers.baselines import (
 )
 
 
-class Wrapped(Candidate):
-    """A wrapped module that communicates in backward, and an optimizer: DDP, FSDP2, ZeRO, or no communication."""
+class Wrapped(Trainable):
+    """A wrapped module that communicates in backward, and an optimizer: DDP, FSDP2, ZeRO, or no communication.
 
-    def __init__(self, name: str, model: BenchModel, module: nn.Module, optimizer: Optimizer, limit: str) -> None:
-        super().__init__(name, model)
-        self.module, self.optimizer, self.limit = module, optimizer, limit
+    Args:
+        name: the name in tables.
+        model: the model that it trains.
+        module: the wrapped module.
+        limit: see :class:`Candidate`.
+        optimizer: of the parameters of the wrapped module; None: that of all candidates.
+        lssr: the share of local steps.
+    """
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model.loss(self.module, self.batch).backward()
+    def __init__(
+        self,
+        name: str,
+        model: BenchModel,
+        module: nn.Module,
+        limit: str,
+        optimizer: Optimizer | None = None,
+        lssr: float = 0.0,
+    ) -> None:
+        super().__init__(name, model, module)
+        self.limit, self._lssr = limit, lssr
+        self.optimizer = optimizer or self.optimizer
+        self._num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        self._num_steps = 0
+
+    def update(self) -> None:
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
         self.optimizer.step()
+        self._num_steps += 1
+
+    @property
+    def mib_sent(self) -> float:
+        """The least MiB of an all-reduce, those of a ring, of every gradient: DDP does not count."""
+        share = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+        return (1 - self._lssr) * share * self._num_bytes * self._num_steps / MIB
+
+    @property
+    def lssr(self) -> float:
+        return self._lssr
 
 
 def ddp_name(bucket_mb: float) -> str:
@@ -46,14 +78,13 @@ def ddp_name(bucket_mb: float) -> str:
 
 
 def without_communication(model: BenchModel) -> Wrapped:
-    """Each rank trains by itself: the time of computation alone."""
-    return Wrapped("no communication", model, model.module, sgd(model.module.parameters()), "compute")
+    """Each rank trains by itself: the time of computation alone, the limit of all methods."""
+    return Wrapped("no communication", model, model.module, "compute", lssr=1.0)
 
 
 def ddp(model: BenchModel, bucket_mb: float) -> Wrapped:
     """``DistributedDataParallel``, which hides the all-reduce under backward."""
-    module = in_ddp(model.module, bucket_mb)
-    return Wrapped(ddp_name(bucket_mb), model, module, sgd(module.parameters()), "baseline")
+    return Wrapped(ddp_name(bucket_mb), model, in_ddp(model.module, bucket_mb), "baseline")
 
 
 def fsdp2(model: BenchModel) -> Wrapped:
@@ -62,14 +93,14 @@ def fsdp2(model: BenchModel) -> Wrapped:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
-    return Wrapped("FSDP2", model, model.module, sgd(model.module.parameters()), "dear")
+    return Wrapped("FSDP2", model, model.module, "dear")
 
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
     """DDP with ``ZeroRedundancyOptimizer``: each rank updates its part, and broadcasts it."""
     module = in_ddp(model.module, bucket_mb)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
-    return Wrapped("DDP + ZeRO-1", model, module, optimizer, "baseline")
+    return Wrapped("DDP + ZeRO-1", model, module, "baseline", optimizer)
 
 
 def serial(model: BenchModel, bucket_mb: float) -> GroupedAllReduce:
@@ -103,7 +134,7 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[MakeCandi
     """Returns factories of candidates, each for a model; calling one is collective.
 
     Args:
-        methods: some of :data:`ALTERNATIVES`, and methods of this package, see :func:`with_method`.
+        methods: some of :data:`ALTERNATIVES`, and registered methods, see :func:`method_candidates`.
         bucket_mb: bucket sizes in MiB, of which there is a candidate each.
 
     Raises:
@@ -113,8 +144,10 @@ def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[MakeCandi
         raise ValueError("methods must name something to compare.")
     makers: list[MakeCandidate] = []
     for method in methods:
-        own = method.partition(":")[0] not in ALTERNATIVES
-        makers += with_method(method, bucket_mb, known=ALTERNATIVES) if own else ALTERNATIVES[method](bucket_mb)
+        if method in ALTERNATIVES:
+            makers += ALTERNATIVES[method](bucket_mb)
+        else:
+            makers += method_candidates(method, bucket_mb, known=ALTERNATIVES)
     return makers
 
 

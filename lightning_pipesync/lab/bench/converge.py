@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, cast
 
@@ -19,35 +18,11 @@ from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.job import launched
 from lightning_pipesync.lab.bench.named_settings import parse_named
-from lightning_pipesync.lab.bench.own_pace import AtOwnPace, ServedConfig, with_servers
 from lightning_pipesync.lab.bench.passes import Passes
 from lightning_pipesync.lab.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
-from lightning_pipesync.lab.bench.trainings import (
-    Alone,
-    AloneConfig,
-    DDPConfig,
-    Training,
-    WithDDP,
-    WithMethod,
-    WithReplicas,
-)
+from lightning_pipesync.lab.bench.training import Training, config_types
 from lightning_pipesync.lab.papers import host_speed_report
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
-from lightning_pipesync.methods.dear import DeAR, DeARConfig
-from lightning_pipesync.methods.local_sgd import LocalSGD, LocalSGDConfig
-from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
-from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-
-#: The training and the settings of each method, by name.
-METHODS: dict[str, tuple[Callable[[Task, Any], Training], type[Any]]] = {
-    "alone": (Alone, AloneConfig),
-    "ddp": (WithDDP, DDPConfig),
-    "dear": (partial(WithMethod, method=DeAR), DeARConfig),
-    "local_sgd": (partial(WithReplicas, method=LocalSGD), LocalSGDConfig),
-    "parameter_server": (with_servers, ServedConfig),
-    "pipe_sgd": (partial(WithMethod, method=PipeSGD), PipeSGDConfig),
-    "selsync": (partial(WithReplicas, method=SelSync), SelSyncConfig),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +141,8 @@ def parse_method(text: str) -> Callable[[Task], Training]:
     Raises:
         ValueError: the method or a setting is unknown, or a value out of its range.
     """
-    config = config_of(text)
-    begin, _ = METHODS[text.partition(":")[0]]
-    return lambda task: begin(task, config)
+    name, config = text.partition(":")[0], config_of(text)
+    return lambda task: Training(task, name, config)
 
 
 def config_of(text: str) -> Any:
@@ -177,7 +151,7 @@ def config_of(text: str) -> Any:
     Raises:
         ValueError: the method or a setting is unknown, or a value out of its range.
     """
-    return parse_named(text, {name: config_type for name, (_, config_type) in METHODS.items()})
+    return parse_named(text, config_types())
 
 
 def train(task: Task, method: str, seed: int, settings: Converge, progress: Callable[[str], object]) -> dict[str, Any]:
@@ -191,7 +165,7 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     """
     torch.manual_seed(seed)  # the same weights for every method
     training = parse_method(method)(task)
-    training.passes = Passes(settings.host_speeds.seconds_of(dist.get_rank(), seed))
+    training.candidate.passes = Passes(settings.host_speeds.seconds_of(dist.get_rank(), seed))
     torch.manual_seed(1000 * seed + dist.get_rank())
     # The same number of steps for every method: with data injection a step uses fewer of the rank's own samples.
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch
@@ -200,9 +174,8 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     for point in _points_of(training, seed, num_steps, settings.evaluations):
         points.append(point)
         progress(f"{method}, seed {seed}: {point['quality']:.2f}")
-    result = {"method": method, "seed": seed, "lssr": training.lssr, "points": points}
-    if isinstance(training, AtOwnPace) and dist.get_rank() == 0:
-        counts = training.staleness
+    result = {"method": method, "seed": seed, "lssr": training.candidate.lssr, "points": points}
+    if counts := training.staleness:
         mean = sum(staleness * count for staleness, count in enumerate(counts)) / sum(counts)
         result |= {"staleness": mean, "staleness_counts": counts}
     training.close()
@@ -211,10 +184,10 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
 
 def _points_of(training: Training, seed: int, num_steps: int, number: int) -> Iterator[dict[str, Any]]:
     """Trains, and yields as many evaluations as ``number``; a collective call."""
-    if not isinstance(training, AtOwnPace):
+    if not training.own_pace:
         yield from _train_together(training, seed, num_steps, evaluations(num_steps, number))
         return
-    for point, module in training.train(seed, num_steps, number):
+    for point, module in training.at_own_pace(seed, num_steps, number):
         without = {"spread": None, "consolidation_seconds": 0.0, "consolidation_mib": 0.0}
         yield {**point, "quality": evaluate(training.task, module), **without}
 
@@ -222,7 +195,7 @@ def _points_of(training: Training, seed: int, num_steps: int, number: int) -> It
 def _train_together(training: Training, seed: int, num_steps: int, evaluated: set[int]) -> Iterator[dict[str, Any]]:
     """Trains with as many steps on each rank, and yields an evaluation after some of them; a collective call."""
     batches = islice(chain.from_iterable(repeat(training.loader(seed))), num_steps)
-    scheduler = training.task.scheduler(training.optimizer, num_steps)
+    scheduler = training.task.scheduler(training.candidate.optimizer, num_steps)
     seconds, mib_not_of_steps = 0.0, training.mib_sent  # the first weights, and consolidations
     dist.barrier()
     start = time.perf_counter()

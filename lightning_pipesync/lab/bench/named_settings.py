@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -17,11 +17,24 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
     Raises:
         ValueError: the name or a setting is unknown, or a value out of its range.
     """
-    name, _, rest = text.partition(":")
+    name = text.partition(":")[0]
     if name not in config_types:
         raise ValueError(f"methods: {name!r} is not known; there are {', '.join(config_types)}.")
     fixed = fixed or {}
-    known = {key: field for key, field in config_types[name].__dataclass_fields__.items() if key not in fixed}
+    settings = parse_settings(text, config_types[name], fixed)
+    try:
+        return config_types[name](**settings, **fixed)
+    except TypeError as error:
+        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+
+
+def parse_settings(text: str, config_type: type[Any], fixed: Iterable[str] = ()) -> dict[str, Any]:
+    """Parses ``NAME`` or ``NAME:SETTING=VALUE,...`` into the values of settings, whose ranges are not checked.
+
+    Arguments and errors as above.
+    """
+    name, _, rest = text.partition(":")
+    known = {key: field for key, field in config_type.__dataclass_fields__.items() if key not in fixed}
     settings = {}
     for assignment in filter(None, rest.split(",")):
         key, equals, value = assignment.partition("=")
@@ -29,10 +42,7 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
             raise ValueError(f"methods: {assignment!r} in {text!r} is no setting=value; {name} has {', '.join(known)}.")
         # "none" is None for a setting that may be None, else a word, such as a codec.
         settings[key] = None if value.lower() == "none" and "None" in str(known[key].type) else _value(value)
-    try:
-        return config_types[name](**settings, **fixed)
-    except TypeError as error:
-        raise ValueError(f"methods: a value in {text!r} is of the wrong type ({error}).") from error
+    return settings
 
 
 def readable(method: str) -> str:

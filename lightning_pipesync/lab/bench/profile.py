@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -14,24 +13,8 @@ from torch import nn
 from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.parameters import device_of
+from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench.candidates import Wrapped
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One rank's step without communication.
-
-    Attributes:
-        forward: seconds.
-        backward: seconds until the last gradient is ready.
-        update: seconds.
-        tensors: in the order in which their gradients become ready.
-    """
-
-    forward: float
-    backward: float
-    update: float
-    tensors: Sequence[LayerTimes]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
 from lightning_pipesync.core.layer_limits import LayerLimits
 from lightning_pipesync.core.pipe_cost import PipeCost
+from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
@@ -26,7 +27,7 @@ from lightning_pipesync.lab.bench.models import (
     build_model,
     computation_seconds,
 )
-from lightning_pipesync.lab.bench.profile import Profile, profile_step
+from lightning_pipesync.lab.bench.profile import profile_step
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
 
 #: Sizes in MiB of the all-reduces from which alpha and beta are fitted.

@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning_pipesync.lab.bench.converge_report import by_method, curves_of, rows_of, title_of
 from lightning_pipesync.lab.bench.named_settings import readable
-from lightning_pipesync.lab.bench.own_pace import ServedConfig
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import number, table_of
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.lab.papers.throughput import Throughput
 from lightning_pipesync.methods.dear import DeARConfig
+from lightning_pipesync.methods.servers.lab import ServedConfig
 from lightning_pipesync.methods.servers.policies import Policy
 
 #: Panels in a row of the picture of the staleness.

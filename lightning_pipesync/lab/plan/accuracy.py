@@ -13,8 +13,8 @@ from lightning_pipesync.lab.bench.models import EMULATED, TABLES
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import considered, predict
-from lightning_pipesync.lab.plan.proof import run_in_turns, to_prove
 from lightning_pipesync.lab.plan.saved import of_result
+from lightning_pipesync.lab.plan.trials import run_in_turns, to_prove
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
 

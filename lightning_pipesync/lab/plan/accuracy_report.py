@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.pictures import colour_of, picture
 from lightning_pipesync.lab.bench.tables import table
-from lightning_pipesync.lab.plan.cluster import Cluster
 from lightning_pipesync.lab.plan.predictions import considered
-from lightning_pipesync.lab.plan.work import Work
 
 #: The shares of a step that the picture shades.
 SHADED = (0.04, 0.12)

@@ -51,9 +51,9 @@ def plan(
     from lightning_pipesync.lab.plan.measure import measure_plan
     from lightning_pipesync.lab.plan.model import PlanSettings
     from lightning_pipesync.lab.plan.picture import draw
-    from lightning_pipesync.lab.plan.proof import PROVEN
     from lightning_pipesync.lab.plan.report import as_markdown
     from lightning_pipesync.lab.plan.saved import of_result, read_plan
+    from lightning_pipesync.lab.plan.trials import PROVEN
 
     if from_file is not None:
         work, cluster, result = read_plan(from_file, hosts, rate)

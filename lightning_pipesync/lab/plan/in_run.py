@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipesync.core.private_names import ChecksOverrides
+from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.tables import write_results
@@ -19,7 +20,7 @@ from lightning_pipesync.lab.plan.changes import changes_since
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result
-from lightning_pipesync.lab.plan.work import Work, seconds_of_prediction
+from lightning_pipesync.lab.plan.work import measured_by_methods
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -91,7 +92,7 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
         if recorder.num_steps > self._num_steps:
             self._recorder = None
             recorder.close()
-            work = Work(recorder.profile(), seconds_of_prediction(pl_module, trainer.optimizers[0]))
+            work = Work(recorder.profile(), measured_by_methods(pl_module, trainer.optimizers[0], None))
             result = plan_for(work, pl_module, {"model": type(pl_module).__name__}, lambda _: None)
             if trainer.is_global_zero:
                 self._write(result, Path(self._output or Path(trainer.default_root_dir, "plan")))

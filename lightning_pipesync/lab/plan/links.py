@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -13,7 +13,9 @@ import torch.distributed as dist
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.job_sockets import JobSockets
+from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.plan.units import rate
+from lightning_pipesync.training.registry import METHODS
 
 #: A link is slow with less than this share of the usual bandwidth.
 SLOW = 0.7
@@ -114,8 +116,7 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
         listed = "; ".join(", ".join(map(str, rack)) for rack in rest)
         found.append(
             f"The ranks are in {len(rest)} racks ({listed}): {rate(value)} between them, {rate(best)} within. Made for "
-            f"that, and not run here: LocalSGDStrategy(ranks_per_replica={len(rest[0])}), "
-            "DeARStrategy(topology='torus2d')."
+            f"that, and not run here: {', '.join(_made_for_racks(len(rest[0])))}."
         )
     pairs = sorted((a, b) for a, b in slow if a < b and any(a in rack and b in rack for rack in rest))
     found += [f"{names[a]} and {names[b]}: {rate(speed[a, b])}, where others have {rate(best)}." for a, b in pairs]
@@ -135,6 +136,13 @@ def several_connections(bandwidth: float) -> list[str]:
         f"One TCP connection carries {rate(bandwidth)}, {CONNECTIONS} carry {rate(several)}: let Gloo open several, "
         "as docs/launching.md says, GLOO_SOCKET_IFNAME=eth0,eth0 with your interface."
     ]
+
+
+def _made_for_racks(ranks_per_rack: int) -> Iterator[str]:
+    """Yields the strategies that were made for racks with thin uplinks."""
+    for name, method in METHODS.items():
+        if settings := lab_of(name).settings_for_racks(ranks_per_rack):
+            yield f"{method.__name__}Strategy({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
 
 
 def _components(pairs: Sequence[tuple[int, int]], number: int) -> list[list[int]]:

@@ -16,34 +16,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync.core.clock import Clock
+from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
 from lightning_pipesync.core.parameters import device_of
+from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
+from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.bench.preflight import findings, own_facts
-from lightning_pipesync.lab.plan.cluster import Cluster
-from lightning_pipesync.lab.plan.links import measure_links, outliers, several_connections
-from lightning_pipesync.lab.plan.measured_cost import (
+from lightning_pipesync.lab.plan.costs import (
     Waitable,
     measure_backend,
+    measure_exchange,
     measure_in_a_row,
     measure_one_by_one,
     sizes_for,
 )
-from lightning_pipesync.lab.plan.method_cost import measure_averages, measure_servers
+from lightning_pipesync.lab.plan.links import measure_links, outliers, several_connections
 from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.own_work import measure_own_work
-from lightning_pipesync.lab.plan.predictions import predict, tori
-from lightning_pipesync.lab.plan.proof import run_best
-from lightning_pipesync.lab.plan.ranks import gathered
-from lightning_pipesync.lab.plan.rules import with_refusals
+from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.saved import of_result
-from lightning_pipesync.lab.plan.work import Work, measure_work, slow_ranks, slowest
+from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
+from lightning_pipesync.lab.plan.trials import gathered, run_best
+from lightning_pipesync.lab.plan.work import measure_work, slow_ranks, slowest
+from lightning_pipesync.training.registry import METHODS
 
 T = TypeVar("T")
 
-#: The codecs whose all-reduce is measured, and whose averages are, except bf16, which local SGD is not planned with.
+#: The codecs whose all-reduce is measured.
 CODECS = ("none", "bf16", "int8", "int4")
 
 #: Bytes of a buffer that codecs encode and decode, and how often.
@@ -99,10 +101,10 @@ def plan_for(
     """
     facts, everyones = gathered(own_facts(dist.get_rank())), gathered(work)
     names, device = [one.name for one in facts], device_of(module)
-    cluster = measure_cluster(device, max(sum(tensor.num_bytes for tensor in one.profile.tensors) for one in everyones))
+    cluster = measure_cluster(device, max(one.num_bytes for one in everyones))
     progress("the network")
     links, work = measure_links(cluster.bandwidth), slowest(everyones)
-    work = replace(work, own=measure_own_work(module, cluster, pipelines=len(work.layers) >= len(names)))
+    work = replace(work, added=measure_added(module, work, cluster))
     work = with_refusals(work, cluster, module)
     predictions = predict(work, cluster)
     ddp = next(one for one in predictions if one.method == "ddp")
@@ -141,13 +143,16 @@ def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
     with closing(Transport(device)) as transport:
         halves = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
         all_reduces = {codec: measure_one_by_one(_all_reduce(transport, codec), sizes, device) for codec in CODECS}
-    if tori(dist.get_world_size()):
+    if Torus.of(dist.get_world_size()) is not None:
         with closing(Transport(device, topology="torus2d")) as transport:
             torus = measure_in_a_row(_halves_in_turns(transport), sizes, device, halves=1)
-    averages = {codec: measure_averages(codec, sizes, device) for codec in CODECS if codec != "bf16"}
-    servers = measure_servers(sizes, device)
-    own = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, averages, servers, torus)
-    return gathered(own)[0]  # the same predictions on all ranks
+    exchanges = {
+        exchange.name: measure_exchange(METHODS[name], exchange, sizes, device)
+        for name in METHODS
+        for exchange in lab_of(name).exchanges
+    }
+    measured = Cluster(dist.get_world_size(), bandwidth, backend, halves, all_reduces, exchanges, torus)
+    return gathered(measured)[0]  # the same predictions on all ranks
 
 
 def _idle_gpu(device: torch.device | str) -> list[str]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_of, picture
-from lightning_pipesync.lab.plan.cluster import Cluster
-from lightning_pipesync.lab.plan.predictions import Prediction, enough_bandwidth, fastest, predict
+from lightning_pipesync.lab.plan.predictions import enough_bandwidth, fastest, predict
 from lightning_pipesync.lab.plan.units import rate, round_rate
 from lightning_pipesync.lab.plan.verdict import rounds_of
-from lightning_pipesync.lab.plan.work import Work
+from lightning_pipesync.methods.laboratory import Prediction
 
 #: Bandwidths in bytes per second, from so many times the cluster's to so many.
 BANDWIDTHS = tuple(10 ** (exponent / 6) for exponent in range(-9, 13))

@@ -7,18 +7,18 @@ from statistics import median
 from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
-from lightning_pipesync.lab.plan.cluster import Cluster
+from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.work import Work
+from lightning_pipesync.lab.plan.costs import GLOO_RING_UP_TO
 from lightning_pipesync.lab.plan.lines import INDENT, Row, code, paragraph, table
-from lightning_pipesync.lab.plan.measured_cost import GLOO_RING_UP_TO
 from lightning_pipesync.lab.plan.predictions import (
-    Prediction,
     enough_accumulation,
     enough_bandwidth,
     predict,
 )
 from lightning_pipesync.lab.plan.units import milliseconds, number_of_ms, rate, round_rate
 from lightning_pipesync.lab.plan.verdict import Verdict, ddp_of, rounds_of, verdict_of
-from lightning_pipesync.lab.plan.work import Work
+from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
 
 #: The two lists.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.netlab.units import bits_per_second
-from lightning_pipesync.lab.plan.cluster import Cluster
-from lightning_pipesync.lab.plan.work import Work
 
 
 def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Work, Cluster, dict[str, Any]]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lightning_pipesync.lab.plan.predictions import LITTLE, Prediction
+from lightning_pipesync.lab.plan.predictions import LITTLE
 from lightning_pipesync.lab.plan.units import milliseconds
+from lightning_pipesync.methods.laboratory import Prediction
 
 #: A method that gains less than this share of a step over DDP is not worth a change.
 WORTH = 0.02

@@ -18,6 +18,7 @@ from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
+from lightning_pipesync.methods.dear.lab import DeARLab
 from lightning_pipesync.methods.dear.search import Trial
 from lightning_pipesync.methods.dear.tuner import FusionTuner
 from lightning_pipesync.methods.dear.tuning_file import TuningFile
@@ -62,6 +63,7 @@ class DeAR(SyncMethod):
 
     name = "dear"
     config_type = DeARConfig
+    lab = DeARLab
     applies_grad = False
     reduces_together = True
     same_weights = True

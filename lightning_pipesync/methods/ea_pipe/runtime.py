@@ -22,6 +22,7 @@ from lightning_pipesync.core.parameters import NamedParameter, check_values, col
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
 from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
@@ -74,6 +75,7 @@ class EAPipe(PipelineMethod):
 
     name = "ea_pipe"
     config_type = EAPipeConfig
+    lab = EAPipeLab
     config: EAPipeConfig
 
     def __init__(

@@ -20,6 +20,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.local_sgd.clock import number_of_participants
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
+from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
 from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
 from lightning_pipesync.methods.replicas.handover import Handover
@@ -63,6 +64,7 @@ class LocalSGD(ReplicaMethod):
 
     name = "local_sgd"
     config_type = LocalSGDConfig
+    lab = LocalSGDLab
     shown_metrics = ("rounds", "mib_sent")
 
     config: LocalSGDConfig

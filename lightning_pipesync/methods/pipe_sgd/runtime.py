@@ -13,6 +13,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
+from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
 from lightning_pipesync.methods.sync_method import SyncMethod
@@ -47,6 +48,7 @@ class PipeSGD(SyncMethod):
 
     name = "pipe_sgd"
     config_type = PipeSGDConfig
+    lab = PipeSGDLab
     same_weights = True
 
     config: PipeSGDConfig

@@ -11,6 +11,7 @@ from lightning_pipesync.methods.replicas.gradient_change import SyncDecision
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
+from lightning_pipesync.methods.selsync.lab import SelSyncLab
 from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class SelSync(ReplicaMethod):
 
     name = "selsync"
     config_type = SelSyncConfig
+    lab = SelSyncLab
     shown_metrics = ("lssr", "relative_gradient_change", "mib_sent")
 
     config: SelSyncConfig
@@ -70,7 +72,7 @@ class SelSync(ReplicaMethod):
         self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
         self._stepped = self._optimizer_syncs[0]
         self._attach_replicas(parameters)
-        self.last = SyncDecision(delta=self._optimizer_syncs[0].trigger.algorithm.threshold.delta)
+        self.last = SyncDecision(delta=self.delta)
         self.num_local_steps = 0
         self.num_synchronized_steps = 0
 
@@ -79,6 +81,18 @@ class SelSync(ReplicaMethod):
         """Local-to-synchronous step ratio (Eq. 4): the share of local steps."""
         steps = self.num_local_steps + self.num_synchronized_steps
         return self.num_local_steps / steps if steps else 0.0
+
+    @property
+    def delta(self) -> float:
+        """The threshold on the relative gradient change; set it on all ranks alike, between two steps."""
+        return self._stepped.trigger.algorithm.threshold.delta
+
+    @delta.setter
+    def delta(self, delta: float) -> None:
+        if not delta >= 0:
+            raise ValueError(f"delta must be at least 0, got {delta!r}.")
+        for sync in self._optimizer_syncs:
+            sync.trigger.algorithm.threshold.delta = delta
 
     @property
     def _units(self) -> list[OptimizerSync]:
@@ -148,7 +162,7 @@ class SelSync(ReplicaMethod):
         return {
             "lssr": self.lssr,
             "relative_gradient_change": self.last.relative_change,
-            "delta": self._stepped.trigger.algorithm.threshold.delta,
+            "delta": self.delta,
             **super().metrics(),
         }
 

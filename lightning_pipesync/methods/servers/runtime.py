@@ -18,6 +18,7 @@ from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import group_members, parameters_of
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
+from lightning_pipesync.methods.servers.lab import ParameterServerLab
 from lightning_pipesync.methods.servers.learners import Learner, learner_type
 from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
@@ -63,6 +64,7 @@ class ParameterServer(SyncMethod):
     applies_grad = False  # the servers clip the mean
     name = "parameter_server"
     config_type = ParameterServerConfig
+    lab = ParameterServerLab
     shown_metrics = ("updates", "staleness", "mib_sent")
     shards_optimizer_state = True
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.torch_private import map_tensors
 
@@ -22,6 +23,7 @@ class BenchModel:
         layers: the parts of ``module`` for ``fully_shard`` of FSDP2, in the order of execution.
         make_batch: returns the batch of a rank: the same in every call, different for every rank.
         loss: computes the loss (0-dim) from ``module``, or a wrapper of it, and a batch.
+        optimizer: returns the optimizer of ``module``; None: that of all candidates.
     """
 
     name: str
@@ -29,6 +31,7 @@ class BenchModel:
     layers: list[nn.Module]
     make_batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[nn.Module], Optimizer] | None = None
 
     def to(self, device: torch.device | str) -> BenchModel:
         """Returns the model with its module, which is moved, and its batches on a device."""

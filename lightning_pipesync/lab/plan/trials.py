@@ -1,4 +1,4 @@
-"""Runs the methods that are predicted to be best, in turns."""
+"""Runs methods as they are predicted, in turns."""
 
 from __future__ import annotations
 
@@ -6,20 +6,40 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.lab.bench.candidate import Candidate
+from lightning_pipesync.lab.bench.candidates import ddp
+from lightning_pipesync.lab.bench.method_candidate import lab_of, make_candidate
+from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
-from lightning_pipesync.lab.plan.candidates import candidate_of
 from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.predictions import Prediction
-from lightning_pipesync.lab.plan.ranks import gathered
+from lightning_pipesync.methods.laboratory import Prediction
+
+T = TypeVar("T")
+
+#: Seconds after which a rank that does not answer counts as lost, so that no trial lasts for ever.
+TIMEOUT_S = 120.0
 
 #: How many exact predictions are run, besides DDP, and how many other methods.
 PROVEN = 2
+
+
+def candidate_of(prediction: Prediction, model: BenchModel) -> Candidate:
+    """Returns a candidate with the settings of a prediction; a collective call.
+
+    Raises:
+        ValueError: the method cannot train this model.
+        RuntimeError: a peer is lost.
+    """
+    if prediction.method == "ddp":
+        return ddp(model, **prediction.settings)
+    declared = lab_of(prediction.method).trial({**prediction.settings, "timeout_s": TIMEOUT_S})
+    return make_candidate(prediction.method, declared)(model)
 
 
 def to_prove(predictions: Sequence[Prediction], runs: Callable[[Prediction], bool]) -> list[Prediction]:
@@ -144,3 +164,10 @@ def _try(one: Prediction, settings: PlanSettings) -> tuple[Candidate | None, str
             candidate.close()  # which tells the others
         return None, f"{type(error).__name__}: {' '.join(str(error).split())}"
     return candidate, None
+
+
+def gathered(value: T) -> list[T]:
+    """Returns what each rank has; a collective call."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, value)
+    return everyones

@@ -1,22 +1,25 @@
-"""What collectives cost, by measurements of several sizes."""
+"""Measures what communication costs: collectives of several sizes, and the exchanges of methods."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
-from statistics import median
-from typing import Protocol
+from statistics import fmean
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipesync.core.clock import Clock
-from lightning_pipesync.core.cost import LinkCost
+from lightning_pipesync.core.cluster import BackendCost, MeasuredCost
+from lightning_pipesync.lab.bench.candidate import sgd
+from lightning_pipesync.lab.plan.trials import TIMEOUT_S, gathered
+from lightning_pipesync.methods.laboratory import Exchange
+from lightning_pipesync.methods.method import Method
 
 #: The largest size that is measured has from so many to so many bytes, which can be sent in so many seconds.
 LEAST_BYTES, MOST_BYTES, LARGEST_S = 2**18, 2**24, 0.25
@@ -30,69 +33,14 @@ LEAST, MOST, ROUNDS = 4, 32, 3
 #: The most ranks of Gloo among which DDP is expected to have a flat ring.
 GLOO_RING_UP_TO = 16
 
+#: Of a method's exchange: steps of a measurement, and how many of the largest sizes.
+STEPS, NUM_SIZES_OF_EXCHANGES = 3, 3
+
 
 class Waitable(Protocol):
     """An operation in flight."""
 
     def wait(self) -> object: ...
-
-
-@dataclass(frozen=True)
-class MeasuredCost(LinkCost):
-    """A cost that was measured at several sizes, between which it may differ from the line of alpha and beta.
-
-    Small messages, rings and exchanges among all have costs of their own. Among as many ranks as were measured it is as
-    measured, in between linear in the logarithm of the size; among others it is the line.
-
-    Attributes:
-        world_size: the number of ranks among which it was measured.
-        ratios: sizes in bytes, ascending, and by what factor more than the line was measured.
-    """
-
-    world_size: int = 0
-    ratios: Sequence[tuple[float, float]] = ()
-
-    @classmethod
-    def measured(
-        cls, num_bytes: Sequence[float], seconds: Sequence[float], world_size: int, halves: int
-    ) -> MeasuredCost:
-        """Returns the cost with the medians of each size; arguments as of :meth:`LinkCost.fit`."""
-        line = LinkCost.fit(num_bytes, seconds, world_size, halves)
-        ratios = []
-        for size in sorted(set(num_bytes)):
-            usual = median(took for one, took in zip(num_bytes, seconds, strict=True) if one == size)
-            ratios.append((size, usual / (halves * line.reduce_scatter(size, world_size))))
-        return cls(**asdict(line), world_size=world_size, ratios=ratios)
-
-    def reduce_scatter(self, num_bytes: float, world_size: int) -> float:
-        """Returns the seconds of half an all-reduce."""
-        seconds = super().reduce_scatter(num_bytes, world_size)
-        if world_size != self.world_size or not self.ratios:
-            return seconds
-        sizes, factors = zip(*self.ratios, strict=True)
-        return seconds * float(np.interp(math.log(max(1.0, num_bytes)), np.log(sizes), factors))
-
-
-@dataclass(frozen=True)
-class BackendCost(MeasuredCost):
-    """The cost of the backend's own all-reduce, which among other numbers of ranks takes its fastest algorithm.
-
-    NCCL chooses between rings and double binary trees. Torch's Gloo always takes a ring (gloo/allreduce.cc).
-    But nobody trains on thousands of hosts in a flat ring, and no method is to gain by a poor all-reduce of DDP: among
-    more than ``ring_up_to`` ranks the all-reduce is expected to be a logarithmic one with Gloo, too.
-
-    Attributes:
-        ring_up_to: the most ranks among which there is a ring only.
-    """
-
-    ring_up_to: int = 0
-
-    def all_reduce(self, num_bytes: float, world_size: int) -> float:
-        """Returns the seconds of an all-reduce: as measured, or of the faster algorithm."""
-        ring = super().all_reduce(num_bytes, world_size)
-        if world_size == self.world_size or world_size <= self.ring_up_to:
-            return ring
-        return min(ring, self.halving_doubling(num_bytes, world_size))
 
 
 def sizes_for(num_bytes: int, bandwidth: float) -> list[int]:
@@ -158,3 +106,62 @@ def measure_one_by_one(
         points += [(size, clock.seconds_between(*pair)) for pair in pairwise(moments[1:])]
     num_bytes, seconds = zip(*points, strict=True)
     return MeasuredCost.measured(num_bytes, seconds, dist.get_world_size(), halves=2)
+
+
+def measure_exchange(
+    method: type[Method], exchange: Exchange, sizes: Sequence[int], device: torch.device
+) -> dict[str, MeasuredCost]:
+    """Measures an exchange of a method, and returns its cost by codec; a collective call.
+
+    Args:
+        method: takes the steps.
+        exchange: what it has declared.
+        sizes: of the weights, in bytes, ascending.
+        device: of the weights.
+    """
+    costs = {codec: _measure_steps(method, of_codec, sizes, device) for codec, of_codec in exchange.settings.items()}
+    if exchange.at_once:
+        messages = dist.get_world_size() - 1
+        costs = {
+            codec: replace(cost, alpha=messages * cost.alpha, alpha_error=messages * cost.alpha_error, ratios=())
+            for codec, cost in costs.items()
+        }
+    return costs
+
+
+def _measure_steps(
+    method: Callable[..., Any], settings: Mapping[str, Any], sizes: Sequence[int], device: torch.device
+) -> MeasuredCost:
+    """Measures steps without those of the optimizer, which count as computation."""
+    points = []
+    for size in sizes[-NUM_SIZES_OF_EXCHANGES:]:
+        weights, alone = (nn.Parameter(torch.zeros(size // 4, device=device)) for _ in range(2))
+        optimizer = sgd([alone])
+        sync = method(nn.ParameterList([weights]), sgd([weights]), timeout_s=TIMEOUT_S, **settings)
+        for _ in range(ROUNDS):
+            update = _seconds(optimizer.step, alone)
+            dist.barrier()
+            took = _seconds(sync.step, weights)
+            points.append((size, max(0.1 * took, fmean(gathered(took - update))) / STEPS))
+        sync.flush()
+        sync.detach()
+    num_bytes, seconds = zip(*points, strict=True)
+    return MeasuredCost.measured(num_bytes, seconds, dist.get_world_size(), halves=2)
+
+
+def _seconds(step: Callable[[], object], weights: nn.Parameter) -> float:
+    """Returns the seconds of some steps, after a first one."""
+    gradient = torch.zeros_like(weights)
+    for taken in range(STEPS + 1):
+        if taken == 1:
+            _finish(weights)
+            begin = time.perf_counter()
+        weights.grad = gradient
+        step()
+    _finish(weights)
+    return time.perf_counter() - begin
+
+
+def _finish(weights: nn.Parameter) -> None:
+    if weights.is_cuda:
+        torch.cuda.synchronize(weights.device)

@@ -1,0 +1,170 @@
+"""What communication costs among hosts that were measured: the data from which steps are predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_pipesync.core.codecs import get_codec
+from lightning_pipesync.core.cost import LinkCost
+
+
+@dataclass(frozen=True)
+class MeasuredCost(LinkCost):
+    """A cost that was measured at several sizes, between which it may differ from the line of alpha and beta.
+
+    Small messages, rings and exchanges among all have costs of their own. Among as many ranks as were measured it is as
+    measured, in between linear in the logarithm of the size; among others it is the line.
+
+    Attributes:
+        world_size: the number of ranks among which it was measured.
+        ratios: sizes in bytes, ascending, and by what factor more than the line was measured.
+    """
+
+    world_size: int = 0
+    ratios: Sequence[tuple[float, float]] = ()
+
+    @classmethod
+    def measured(
+        cls, num_bytes: Sequence[float], seconds: Sequence[float], world_size: int, halves: int
+    ) -> MeasuredCost:
+        """Returns the cost with the medians of each size; arguments as of :meth:`LinkCost.fit`."""
+        line = LinkCost.fit(num_bytes, seconds, world_size, halves)
+        ratios = []
+        for size in sorted(set(num_bytes)):
+            usual = median(took for one, took in zip(num_bytes, seconds, strict=True) if one == size)
+            ratios.append((size, usual / (halves * line.reduce_scatter(size, world_size))))
+        return cls(**asdict(line), world_size=world_size, ratios=ratios)
+
+    def reduce_scatter(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of half an all-reduce."""
+        seconds = super().reduce_scatter(num_bytes, world_size)
+        if world_size != self.world_size or not self.ratios:
+            return seconds
+        sizes, factors = zip(*self.ratios, strict=True)
+        return seconds * float(np.interp(math.log(max(1.0, num_bytes)), np.log(sizes), factors))
+
+
+@dataclass(frozen=True)
+class BackendCost(MeasuredCost):
+    """The cost of the backend's own all-reduce, which among other numbers of ranks takes its fastest algorithm.
+
+    NCCL chooses between rings and double binary trees. Torch's Gloo always takes a ring (gloo/allreduce.cc).
+    But nobody trains on thousands of hosts in a flat ring, and no method is to gain by a poor all-reduce of DDP: among
+    more than ``ring_up_to`` ranks the all-reduce is expected to be a logarithmic one with Gloo, too.
+
+    Attributes:
+        ring_up_to: the most ranks among which there is a ring only.
+    """
+
+    ring_up_to: int = 0
+
+    def all_reduce(self, num_bytes: float, world_size: int) -> float:
+        """Returns the seconds of an all-reduce: as measured, or of the faster algorithm."""
+        ring = super().all_reduce(num_bytes, world_size)
+        if world_size == self.world_size or world_size <= self.ring_up_to:
+            return ring
+        return min(ring, self.halving_doubling(num_bytes, world_size))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The costs of communication among ranks that are alike, one on each host.
+
+    Attributes:
+        world_size: number of ranks.
+        bandwidth: bytes per second that a rank can send while it receives as many, by plain TCP.
+        backend: of the backend's own all-reduce, which DDP uses.
+        halves: of this package's reduce-scatters and all-gathers, several in a row.
+        all_reduces: of this package's all-reduce of fp32, by codec, with encoding and decoding; beta is by bytes before
+            encoding.
+        exchanges: of what methods have asked to be measured, by its name and codec, with beta as above.
+        torus: of the two halves on a torus, among these ranks; None: they are too few, or it is not known.
+    """
+
+    world_size: int
+    bandwidth: float
+    backend: LinkCost
+    halves: LinkCost
+    all_reduces: Mapping[str, LinkCost]
+    exchanges: Mapping[str, Mapping[str, LinkCost]] = field(default_factory=dict)
+    torus: LinkCost | None = None
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Cluster:
+        """Returns what ``dataclasses.asdict`` was made of."""
+
+        def by_codec(links: Mapping[str, Any]) -> dict[str, LinkCost]:
+            return {codec: MeasuredCost(**link) for codec, link in links.items()}
+
+        return cls(
+            saved["world_size"],
+            saved["bandwidth"],
+            BackendCost(**saved["backend"]),
+            MeasuredCost(**saved["halves"]),
+            by_codec(saved["all_reduces"]),
+            {name: by_codec(links) for name, links in saved["exchanges"].items()},
+            None if saved["torus"] is None else MeasuredCost(**saved["torus"]),
+        )
+
+    def seconds_on_wire(self, num_bytes: float, codec: str) -> float:
+        """Returns the least seconds of an all-reduce: what its encoded bytes take at the bandwidth."""
+        return 2 * (self.world_size - 1) / self.world_size * num_bytes / compression_of(codec) / self.bandwidth
+
+    def with_hosts(self, number: int) -> Cluster:
+        """Returns more or fewer such hosts."""
+        return replace(self, world_size=number, torus=self.torus if number == self.world_size else None)
+
+    def with_bandwidth(self, bandwidth: float) -> Cluster:
+        """Returns the same hosts with other links, in bytes per second; what the processors do takes as long."""
+
+        def changed(link: LinkCost, codec: str) -> LinkCost:
+            compression = compression_of(codec)
+            before, after = 1 / (compression * self.bandwidth), 1 / (compression * bandwidth)
+            processing = max(0.0, link.beta - before)
+            return replace(link, beta=processing + min(link.beta, before) / before * after)
+
+        return replace(self._with_links(changed), bandwidth=bandwidth)
+
+    def with_errors(self, sign: int) -> Cluster:
+        """Returns the cluster with all alphas and betas larger, or smaller, by their standard errors."""
+        return self._with_links(
+            lambda link, _: replace(
+                link,
+                alpha=max(0.0, link.alpha + sign * _finite(link.alpha_error)),
+                beta=max(0.0, link.beta + sign * _finite(link.beta_error)),
+            )
+        )
+
+    def _with_links(self, change: Callable[[LinkCost, str], LinkCost]) -> Cluster:
+        """Returns the cluster with other costs; ``change`` is called with each one and its codec."""
+
+        def by_codec(links: Mapping[str, LinkCost]) -> dict[str, LinkCost]:
+            return {codec: change(link, codec) for codec, link in links.items()}
+
+        return replace(
+            self,
+            backend=change(self.backend, "none"),
+            halves=change(self.halves, "none"),
+            all_reduces=by_codec(self.all_reduces),
+            exchanges={name: by_codec(links) for name, links in self.exchanges.items()},
+            torus=None if self.torus is None else change(self.torus, "none"),
+        )
+
+
+@cache
+def compression_of(codec: str) -> float:
+    """Returns the ratio of the size of fp32 values to their size on the wire, of many values."""
+    numel = 2**20
+    return 4 * numel / get_codec(codec).wire_bytes(numel, torch.float32)
+
+
+def _finite(error: float) -> float:
+    return error if error == error else 0.0  # nan: it was not fitted

@@ -1,0 +1,125 @@
+"""What a rank computes in a training step: the data from which steps with other methods are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_pipesync.core.buckets import MIB
+from lightning_pipesync.core.layer_limits import LayerTimes
+
+#: The most buckets of a gradient that are considered, and the default size of DDP's, in MiB, which always is.
+MOST_BUCKETS, DEFAULT_MB = 40, 25.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One rank's step without communication.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds until the last gradient is ready.
+        update: seconds.
+        tensors: in the order in which their gradients become ready.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    tensors: Sequence[LayerTimes]
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """What one layer of a pipeline takes.
+
+    Attributes:
+        seconds: of both passes of a mini-batch.
+        parameter_bytes: of its parameters.
+        output_bytes: of its output for a mini-batch.
+    """
+
+    seconds: float
+    parameter_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True)
+class MethodWork:
+    """What a method has measured of the user's model, on one rank.
+
+    Attributes:
+        seconds: that it adds to a step, besides what it adds to that of a stand-in.
+        layers: among which a pipeline divides the model; empty if it cannot.
+    """
+
+    seconds: float = 0.0
+    layers: Sequence[LayerWork] = ()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes in a step.
+
+    Attributes:
+        profile: its parts.
+        measured: by method, what it has measured of the model.
+        pace: seconds of a step on average where each rank takes steps at its own pace, over those of the slowest rank.
+        added: by method, seconds that it adds to a step, measured with stand-ins of the model.
+        activation_bytes: what a forward pass keeps for the backward pass, but for weights and the batch; 0 if unknown.
+        refused: by name of a prediction why its method, by its own rules, cannot train this model.
+    """
+
+    profile: Profile
+    measured: Mapping[str, MethodWork] = field(default_factory=dict)
+    pace: float = 1.0
+    added: Mapping[str, float] = field(default_factory=dict)
+    activation_bytes: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Work:
+        """Returns what ``dataclasses.asdict`` was made of."""
+        profile = {**saved["profile"], "tensors": [LayerTimes(**tensor) for tensor in saved["profile"]["tensors"]]}
+        measured = {
+            method: MethodWork(one["seconds"], [LayerWork(**layer) for layer in one["layers"]])
+            for method, one in saved["measured"].items()
+        }
+        return cls(**{**saved, "profile": Profile(**profile), "measured": measured})
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step without communication."""
+        return self.profile.forward + self.profile.backward + self.profile.update
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradient."""
+        return sum(tensor.num_bytes for tensor in self.profile.tensors)
+
+    def measured_by(self, method: str) -> MethodWork:
+        """Returns what a method has measured of the model."""
+        return self.measured.get(method, MethodWork())
+
+    def profile_with(self, method: str) -> Profile:
+        """Returns the profile with what a method adds, evenly distributed over the gradients."""
+        added, number = self.added.get(method, 0.0), max(1, len(self.profile.tensors))
+        tensors = [
+            replace(tensor, ready=tensor.ready + added * i / number) for i, tensor in enumerate(self.profile.tensors, 1)
+        ]
+        return replace(self.profile, backward=self.profile.backward + added, tensors=tensors)
+
+    def seconds_with(self, method: str) -> float:
+        """Seconds of a step with what a method adds, without communication."""
+        return self.seconds + self.added.get(method, 0.0) + self.measured_by(method).seconds
+
+    def bucket_sizes(self) -> list[float]:
+        """Returns bucket sizes in MiB, ascending: powers of two, and DDP's default.
+
+        They give from :data:`MOST_BUCKETS` buckets to one.
+        """
+        total = self.num_bytes / MIB
+        largest = total if total <= DEFAULT_MB else 2 * total  # otherwise the default holds all
+        powers = (2.0**exponent for exponent in range(-6, 20))
+        return sorted({DEFAULT_MB, *(size for size in powers if total / MOST_BUCKETS <= size < largest)})

@@ -1,0 +1,184 @@
+"""The training of a task on all ranks with a candidate, in step or at each rank's own pace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_pipesync.data import LabelSkewedSampler
+from lightning_pipesync.data.loaders import with_seed_of_its_own
+from lightning_pipesync.data.train_loader import TrainLoader
+from lightning_pipesync.data.work_queue import WorkQueueBatches
+from lightning_pipesync.lab.bench.candidate import Trainable
+from lightning_pipesync.lab.bench.candidates import ddp, without_communication
+from lightning_pipesync.lab.bench.method_candidate import MethodCandidate, lab_of
+from lightning_pipesync.lab.bench.models import BenchModel
+from lightning_pipesync.lab.bench.tasks import Task
+from lightning_pipesync.training.registry import METHODS
+
+
+@dataclass(frozen=True)
+class AloneConfig:
+    """Settings of training without communication: there are none."""
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """Settings of DDP."""
+
+    bucket_mb: float = 25.0
+    """MiB of a bucket of gradients."""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
+
+
+def config_types() -> dict[str, type[Any]]:
+    """Returns the dataclass of the settings of everything that trains a task, by name."""
+    methods = [name for name, method in METHODS.items() if not method.makes_passes]
+    return {"alone": AloneConfig, "ddp": DDPConfig, **{name: lab_of(name).training_config_type for name in methods}}
+
+
+class Training:
+    """A training of a task, the same on all ranks. Gradients that are in flight at its end are dropped.
+
+    Args:
+        task: the task.
+        name: of :func:`config_types`.
+        config: its settings.
+
+    Attributes:
+        task: as above.
+        candidate: takes the steps.
+        own_pace: whether each rank takes steps at its own pace, on batches from a work queue.
+    """
+
+    def __init__(self, task: Task, name: str, config: Any) -> None:
+        self.task = task
+        model = BenchModel(task.name, task.build_module(), [], lambda rank: None, task.loss, task.optimizer)
+        self.candidate = _candidate(task, model, name, config)
+        self.candidate.max_norm = task.max_norm
+        self.own_pace = isinstance(self.candidate, MethodCandidate) and self.candidate.declared.own_pace
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is trained."""
+        return self.candidate.model.module
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps in which each rank uses its share of the training data once."""
+        return -(-len(self._sampler(0)) // self.task.batch_size)
+
+    def loader(self, seed: int) -> TrainLoader:
+        """Returns this rank's training loader, whose iterations are successive epochs; a collective call."""
+        loader: DataLoader[Any]
+        loader = DataLoader(self.task.train_set, self.task.batch_size, sampler=self._sampler(seed))
+        if isinstance(self.candidate, MethodCandidate):
+            prepared: TrainLoader = self.candidate.sync.prepare_train_loader(loader, seed)
+            return prepared
+        return TrainLoader(with_seed_of_its_own(loader), finish=lambda batch: batch)
+
+    def step(self, batch: Any) -> None:
+        """Takes one training step."""
+        self.candidate.step(batch)
+
+    def consolidated(self) -> AbstractContextManager[nn.Module]:
+        """Within it, the module has the consolidated weights; a collective call."""
+        return self.candidate.consolidated()
+
+    @property
+    def mib_sent(self) -> float:
+        """MiB that this rank has sent so far."""
+        return self.candidate.mib_sent
+
+    @property
+    def staleness(self) -> list[int] | None:
+        """See :meth:`BenchCandidate.staleness`."""
+        candidate = self.candidate
+        return candidate.declared.staleness(candidate.sync) if isinstance(candidate, MethodCandidate) else None
+
+    def at_own_pace(self, seed: int, num_steps: int, evaluations: int) -> Iterator[tuple[dict[str, float], nn.Module]]:
+        """Trains on as many samples as ``num_steps`` steps of all ranks have; a collective call.
+
+        Nobody waits for a measurement: whoever takes the first batch of the next part of the training from the queue,
+        and so has just received weights, copies them. The learning rate follows the batches that were taken.
+
+        Args:
+            seed: of the order of the data.
+            num_steps: the number of steps.
+            evaluations: the number of parts of the same size.
+
+        Yields:
+            After the training, for the end of each part: ``steps``, the seconds since the beginning, the MiB that rank
+            0 has sent, evenly divided; and a module with the weights, the same on all ranks, until the next one.
+        """
+        loader = self.loader(seed)
+        order = cast(WorkQueueBatches, loader.batch_sampler)
+        num_batches = round(num_steps / self.steps_per_epoch * order.num_batches)
+        scheduler = self.task.scheduler(self.candidate.optimizer, num_steps)
+        ends = {1 + i * num_batches // evaluations: i for i in range(1, evaluations)}
+        copies: dict[int, tuple[float, dict[str, Tensor]]] = {}
+        mib_before = self.mib_sent
+        dist.barrier()
+        start = time.perf_counter()
+        for batch in chain.from_iterable(repeat(loader)):
+            if order.num_taken > num_batches:
+                break
+            if order.num_taken in ends:
+                copies[ends[order.num_taken]] = time.perf_counter() - start, _weights_of(self.module)
+            while scheduler.last_epoch < (order.num_taken - 1) * num_steps // num_batches:
+                scheduler.step()
+            self.step(batch)
+        with self.consolidated():
+            if dist.get_rank() == 0:
+                copies[evaluations] = time.perf_counter() - start, _weights_of(self.module)
+        mib = self.mib_sent - mib_before
+        for i, (seconds, module) in enumerate(self._on_all_ranks(copies), start=1):
+            share = i / evaluations
+            yield {"steps": share * num_steps, "seconds": seconds, "mib": share * mib}, module
+
+    def close(self) -> None:
+        """Ends threads and process groups."""
+        self.candidate.close()
+
+    def _sampler(self, seed: int) -> DistributedSampler[Any]:
+        if self.task.labels is None or self.task.labels_per_worker is None:
+            return DistributedSampler(self.task.train_set, seed=seed)
+        return LabelSkewedSampler(self.task.labels, self.task.labels_per_worker, seed=seed)
+
+    def _on_all_ranks(self, copies: dict[int, tuple[float, dict[str, Tensor]]]) -> Iterator[tuple[float, nn.Module]]:
+        """Yields the copies of all ranks, in their order, on all ranks; a collective call."""
+        seconds_of = {i: seconds for i, (seconds, _) in copies.items()}
+        all_seconds: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_seconds, seconds_of)
+        holders = {i: rank for rank, held in enumerate(all_seconds) for i in held}
+        module = self.task.build_module()
+        for i in sorted(holders):
+            if i in copies:
+                module.load_state_dict(copies[i][1])
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, holders[i])
+            yield all_seconds[holders[i]][i], module
+
+
+def _candidate(task: Task, model: BenchModel, name: str, config: Any) -> Trainable:
+    if name == "alone":
+        return without_communication(model)
+    if name == "ddp":
+        return ddp(model, config.bucket_mb)
+    divided_data = task.labels_per_worker is not None
+    return MethodCandidate(model, METHODS[name], lab_of(name).training(config, dist.get_world_size(), divided_data))
+
+
+def _weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}

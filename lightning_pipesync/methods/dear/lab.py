@@ -1,0 +1,108 @@
+"""What the laboratory knows of DeAR."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
+from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.comm.torus import Torus
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.schedule import BucketTimes, simulate_step
+from lightning_pipesync.core.work import Profile, Work
+from lightning_pipesync.methods.dear.config import DeARConfig
+from lightning_pipesync.methods.dear.eager import plan_early_gathers
+from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
+
+#: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was
+#: measured, as on busy processors, fewer are better.
+LARGER = 4
+
+
+class DeARCandidate(BenchCandidate):
+    """DeAR, whose search for bucket sizes and whose plan of early all-gathers end before the measurements."""
+
+    def prepare(self, sync: Any, step: Callable[[], None]) -> dict[str, Any] | None:
+        started, steps = time.perf_counter(), 0
+        while not (sync.tuned and sync.planned):
+            step()
+            steps += 1
+        if not sync.trials:
+            return None
+        took, fusion = time.perf_counter() - started, sync.fusion
+        tried = len({trial.seconds for trial in sync.trials})  # equal buckets are measured once
+        return {"trials": tried, "steps": steps, "seconds": took, "size": fusion.bucket_mb, "edge": fusion.edge_mb}
+
+
+class DeARLab(LabEntry):
+    """Candidates with several bucket sizes, and predictions by a simulation of the schedule."""
+
+    def bench_candidates(
+        self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
+    ) -> list[BenchCandidate]:
+        """Returns a candidate for each bucket size, unless the settings name ``bucket_mb`` or a ``fusion``."""
+        chosen = {"fusion": "buffer", **settings}
+        sized = [(f"{label}, {size:g} MiB", {**chosen, "bucket_mb": size}) for size in bucket_mb]
+        if "fusion" in settings or "bucket_mb" in settings or not sized:
+            sized = [(label, chosen)]
+        configs = [(name, DeARConfig(**of_size)) for name, of_size in sized]
+        return [DeARCandidate(name, config, "eager" if config.gathers_early else "dear") for name, config in configs]
+
+    def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
+        """Yields all bucket sizes, in a ring and on a torus, and again those that are larger than the best."""
+        torus, sizes = Torus.of(cluster.world_size), work.bucket_sizes()
+        found = [self._predict(work, cluster, size, None) for size in sizes]
+        found += [self._predict(work, cluster, size, torus) for size in sizes if torus is not None]
+        yield found
+        best = min(found, key=lambda prediction: prediction.seconds).settings["bucket_mb"]
+        yield [prediction for prediction in found if prediction.settings["bucket_mb"] >= LARGER * best]
+
+    def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn:
+        return StandIn({"fusion": "buffer"}, waits=cluster.halves.all_reduce(num_bytes, cluster.world_size))
+
+    def settings_for_racks(self, ranks_per_rack: int) -> Mapping[str, Any]:
+        return {"topology": "torus2d"}
+
+    def _predict(self, work: Work, cluster: Cluster, bucket_mb: float, torus: Torus | None) -> Prediction:
+        seconds = step_seconds(work.profile_with(self.name), cluster, bucket_mb, torus)
+        settings: dict[str, Any] = {"fusion": "buffer", "bucket_mb": bucket_mb}
+        settings |= {} if torus is None else {"topology": "torus2d"}
+        return Prediction(self.name, settings, seconds, why=waiting_share(work.seconds_with(self.name), seconds))
+
+
+def step_seconds(
+    profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | None = None, eager: bool = True
+) -> float:
+    """Returns the seconds of a step, by simulation of its schedule.
+
+    Args:
+        profile: a step without communication.
+        cluster: the costs of communication.
+        bucket_mb: size of the buckets, in MiB.
+        torus: the ranks in rows and columns; None: in a ring.
+        eager: whether buckets are gathered early, as DeAR would plan it, on a torus as a whole.
+    """
+    # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
+    tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]
+    parameters = [NamedParameter(str(i), tensor, str(i), (0, 0)) for i, tensor in enumerate(tensors)]
+    link, world_size = cluster.halves, cluster.world_size
+
+    def half(num_bytes: float) -> float:
+        if torus is None:
+            return link.reduce_scatter(num_bytes, world_size)
+        if cluster.torus is not None:
+            return cluster.torus.reduce_scatter(num_bytes, world_size)
+        return link.torus_half(num_bytes, torus.columns, torus.rows)
+
+    buckets = []
+    for members in plan_buckets(parameters, Fusion(bucket_mb=bucket_mb)):
+        times = [profile.tensors[int(member.name)] for member in members]
+        size = sum(map(num_bytes, members))
+        ready, needed = max(time.ready for time in times), min(time.needed for time in times)
+        buckets.append(BucketTimes(ready, needed, reduce_scatter=half(size), all_gather=half(size), latency=half(0)))
+    early = plan_early_gathers(buckets, divisible=torus is None) if eager else None
+    return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update

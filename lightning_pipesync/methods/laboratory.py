@@ -1,0 +1,241 @@
+"""What a method tells ``pipesync bench`` and ``pipesync plan`` about itself: its candidates, and its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.cluster import Cluster
+from lightning_pipesync.core.work import MethodWork, Work
+
+if TYPE_CHECKING:
+    from lightning_pipesync.methods.method import Method
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to take.
+
+    Attributes:
+        method: the strategy's name.
+        settings: those that differ from the method's defaults.
+        seconds: of a step, on average.
+        error: half the difference that the standard errors of the measured costs make, in seconds.
+        exact: whether the training is that of DDP, bit for bit but for the order of sums.
+        why: what the time consists of, or what is known of its quality.
+    """
+
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: float = 0.0
+    exact: bool = True
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """Method and settings, as ``pipesync bench`` takes them."""
+        settings = ",".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{self.method}:{settings}" if settings else self.method
+
+    @property
+    def shown_settings(self) -> str:
+        """The settings, for a table."""
+        return ", ".join(
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in self.settings.items()
+        )
+
+
+def waiting_share(compute: float, seconds: float) -> str:
+    """Returns, in words, how much of a step waits for the network."""
+    return f"{1 - compute / seconds:.0%} of a step waits for the network"
+
+
+@dataclass(frozen=True)
+class BenchCandidate:
+    """A method with settings, as benchmarks run it.
+
+    Attributes:
+        name: in tables.
+        config: the settings.
+        limit: the property of :class:`StepCost` that bounds the time of its step from below.
+        compression: the ratio of the size of the gradient to its size on the wire.
+        segments: the number of segments of an all-reduce that runs under the next step; None: there is none.
+        period: the number of steps after which what a step does repeats: whole periods are measured.
+        warmup_steps: the number of steps until the operations in flight are those of the steady state.
+        own_pace: whether each rank trains at its own pace, on batches from a work queue.
+        lr_scale: factor on a task's learning rate.
+    """
+
+    name: str
+    config: Any
+    limit: str = "compute"
+    compression: float = 1.0
+    segments: int | None = None
+    period: int = 1
+    warmup_steps: int = 1
+    own_pace: bool = False
+    lr_scale: float = 1.0
+
+    def prepare(self, sync: Any, step: Callable[[], None]) -> dict[str, Any] | None:
+        """Runs ``step`` before all measurements, as often as needed; returns the result of a search, if there is one.
+
+        Args:
+            sync: the method.
+            step: takes a step.
+        """
+        return None
+
+    def before_step(self, sync: Any) -> None:
+        """Called before each step."""
+
+    def drain(self, sync: Any) -> None:
+        """Waits for the operations in flight after a step."""
+        sync.flush()
+        sync.resume()
+
+    def check_of_pass(self, sync: Any) -> Callable[[], object] | None:
+        """Returns what raises if a pass under way is cancelled; None: none ever is.
+
+        Passes that may be cancelled run in a closure.
+        """
+        return None
+
+    def staleness(self, sync: Any) -> list[int] | None:
+        """Returns the numbers of gradients that were 0, 1, ... updates stale, on rank 0; None: it is not counted."""
+        return None
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """The settings in which a method's hooks and copies are measured, on a stand-in of the model that computes nothing.
+
+    Attributes:
+        settings: those that matter for what the method does besides communication.
+        waits: seconds of a step in which it communicates gradients of one value each. None: most of its steps exchange
+            little, so that larger stand-ins are measured, too, for what depends on the size.
+    """
+
+    settings: Mapping[str, Any]
+    waits: float | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange whose cost is measured: steps of the method, without the optimizer's own.
+
+    Attributes:
+        name: in :attr:`Cluster.exchanges`, shared by the methods that use it.
+        settings: by codec, those of the method.
+        at_once: whether all messages of a half are under way at once, so that alpha counts once.
+    """
+
+    name: str
+    settings: Mapping[str, Mapping[str, Any]]
+    at_once: bool = False
+
+
+class LabEntry:
+    """What the laboratory knows of a method. A method overrides what it has to say, in its folder.
+
+    Nothing here communicates: predictions are functions of what was measured.
+
+    Args:
+        method: the method.
+
+    Attributes:
+        exchanges: whose costs a plan measures for :meth:`predict`.
+    """
+
+    exchanges: Sequence[Exchange] = ()
+
+    def __init__(self, method: type[Method]) -> None:
+        self.method, self.name = method, method.name
+
+    @property
+    def label(self) -> str:
+        """The method's name in tables."""
+        return self.method.__name__
+
+    # --- benchmarks -------------------------------------------------------------------------------------------------
+
+    @property
+    def training_config_type(self) -> type[Any]:
+        """The dataclass of the settings of a training to a quality."""
+        return self.method.config_type
+
+    def bench_candidates(
+        self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
+    ) -> list[BenchCandidate]:
+        """Returns what ``pipesync bench step`` compares.
+
+        Args:
+            label: the method's name in tables, with the settings that the user has chosen.
+            settings: these.
+            bucket_mb: sizes in MiB of buckets to compare, if the method has buckets and the user chooses no size.
+
+        Raises:
+            ValueError: a setting is out of its range.
+        """
+        return [BenchCandidate(label, self.method.config_type(**settings))]
+
+    def training(self, config: Any, world_size: int, divided_data: bool) -> BenchCandidate:
+        """Returns what ``pipesync bench converge`` trains with.
+
+        Args:
+            config: of :attr:`training_config_type`.
+            world_size: the number of ranks.
+            divided_data: whether each rank holds data of its own, so that they cannot be in a queue.
+        """
+        return BenchCandidate(self.label, config)
+
+    # --- plans ------------------------------------------------------------------------------------------------------
+
+    def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
+        """Yields predictions in groups; of each group a plan has one.
+
+        Of exact settings it has the fastest; of others the first that hardly waits, so that those that train best come
+        first.
+
+        Args:
+            work: a step without communication.
+            cluster: the costs of communication.
+        """
+        yield from ()
+
+    def trial(self, settings: Mapping[str, Any]) -> BenchCandidate:
+        """Returns what a plan runs of a prediction with these settings.
+
+        Raises:
+            ValueError: a setting is out of its range.
+        """
+        return self.bench_candidates(self.label, settings, ())[0]
+
+    def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn | None:
+        """Returns how to measure what the method adds to a step's computation; None: it is taken to add nothing.
+
+        Args:
+            work: a step without communication.
+            cluster: the costs of communication.
+            num_bytes: of the gradients of a stand-in with tensors of one value.
+        """
+        return None
+
+    def measure(self, module: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any] | None) -> MethodWork:
+        """Measures what the method does with the model's own tensors, on this rank; its gradients are there.
+
+        Args:
+            module: the model.
+            optimizer: of its parameters.
+            inputs: returns what the module is called with; None: that is not known.
+        """
+        return MethodWork()
+
+    def settings_for_racks(self, ranks_per_rack: int) -> Mapping[str, Any] | None:
+        """Returns settings that were made for racks with thin uplinks; None: there are none."""
+        return None
