@@ -298,7 +298,7 @@ def test_under_a_launcher(tmp_path: Path) -> None:
         ("step", ["--ratio", "0"], ["ratio must be positive"]),
         ("step", ["--methods", "dear"], ["ddp has to be among them"]),
         ("timeline", ["--methods", "zero"], ["cannot be seen"]),
-        ("step", ["--methods", "ddp", "magic"], ["'magic'", "dear, local_sgd"]),
+        ("step", ["--methods", "ddp", "magic"], ["'magic'", "dear, ea_pipe, local_sgd"]),
         ("step", ["--methods", "ddp", "dear:edges=1"], ["'edges=1'", "edge_mb"]),
         ("step", ["--methods", "ddp", "dear:overlap=best"], ["overlap", "'best'"]),
         ("step", ["--hosts", "2", "1"], ["hosts=[2, 1]"]),

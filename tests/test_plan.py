@@ -285,7 +285,7 @@ def test_ddp_and_dear_are_also_proven_with_larger_buckets() -> None:
 
 def test_the_next_best_is_run_where_one_cannot() -> None:
     """Of exact methods and of the others; DDP has no next."""
-    predictions = predict(WORK, cluster(1e7))
+    predictions = [one for one in predict(WORK, cluster(1e7)) if one.method != "averaging"]  # another test's
     first = to_prove(predictions, lambda one: True)
     second = to_prove(predictions, lambda one: one not in (first[2], first[4]))
     assert [one.method for one in second] == ["ddp", "ddp", "dear", "local_sgd", "selsync"]

@@ -1,7 +1,8 @@
-"""One rank of a benchmark: ``python -m lightning_pipesync.lab.bench.worker MEASURE TYPE SETTINGS RESULT``.
+"""One rank of a benchmark: ``python -m lightning_pipesync.lab.bench.worker MEASURE TYPE SETTINGS METHODS RESULT``.
 
-MEASURE and TYPE name a function and the dataclass of its settings, as MODULE:NAME; SETTINGS is JSON. Rank 0 writes its
-result as JSON to the file RESULT, and its progress in lines that start with PROGRESS.
+MEASURE and TYPE name a function and the dataclass of its settings, as MODULE:NAME; SETTINGS is JSON. So is METHODS, the
+names of the classes of the user's methods. Rank 0 writes its result as JSON to the file RESULT, and its progress in
+lines that start with PROGRESS.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pipesync import register_method
 from lightning_pipesync.lab.bench.preflight import exchange_facts
+from lightning_pipesync.training.registry import METHODS
 
 #: The prefix of a line of progress on standard output.
 PROGRESS = "@progress "
@@ -53,12 +56,20 @@ def run_rank(measure: Measure, settings: Any, progress: Callable[[str], object])
 
 
 def words_for(measure: Measure, settings: Any) -> list[str]:
-    """Returns the words MEASURE, TYPE and SETTINGS of the command."""
-    named = (measure, type(settings))
-    return [*(f"{one.__module__}:{one.__qualname__}" for one in named), json.dumps(asdict(settings), default=str)]
+    """Returns the words MEASURE, TYPE, SETTINGS and METHODS of the command."""
+    found = (__name__.partition(".")[0], "__main__")  # here, and in no module
+    of_user = [_name_of(method) for method in METHODS.values() if method.__module__.partition(".")[0] not in found]
+    as_json = json.dumps(asdict(settings), default=str)
+    return [_name_of(measure), _name_of(type(settings)), as_json, json.dumps(of_user)]
 
 
-def main(measure: str, settings_type: str, settings: str, result: str) -> None:
+def _name_of(one: Any) -> str:
+    return f"{one.__module__}:{one.__qualname__}"
+
+
+def main(measure: str, settings_type: str, settings: str, methods: str, result: str) -> None:
+    for name in json.loads(methods):
+        register_method(resolve_name(name))
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()}
     chosen = resolve_name(settings_type)(**values)
     measured = run_rank(resolve_name(measure), chosen, lambda text: print(PROGRESS + text, flush=True))

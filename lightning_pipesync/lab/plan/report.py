@@ -50,7 +50,7 @@ def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
         paragraph(_enough(work, cluster)),
         paragraph(_assumptions(cluster, result)),
         paragraph(_codecs(result["codecs"])),
-        *_to_copy(verdict, bool(measured)),
+        *to_copy(verdict, bool(measured)),
     ]
     return "\n".join(block for block in blocks if block)
 
@@ -156,7 +156,7 @@ def _enough(work: Work, cluster: Cluster) -> str:
     return f"Predicted: DDP is enough {', or '.join(ways)}; it then waits for 5 % of a step at most."
 
 
-def _to_copy(verdict: Verdict, run: bool) -> Iterator[str]:
+def to_copy(verdict: Verdict, run: bool) -> Iterator[str]:
     """Yields lines of Python, and YAML, for what is advised."""
     for one, why in ((verdict.exact, ""), (verdict.other, ", if its quality suffices (docs/results.md)")):
         if one is not None:
