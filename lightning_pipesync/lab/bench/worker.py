@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync import register_method
 from lightning_pipesync.lab.bench.preflight import exchange_facts
 from lightning_pipesync.training.registry import METHODS
 
@@ -69,7 +68,8 @@ def _name_of(one: Any) -> str:
 
 def main(measure: str, settings_type: str, settings: str, methods: str, result: str) -> None:
     for name in json.loads(methods):
-        register_method(resolve_name(name))
+        method = resolve_name(name)
+        METHODS[method.name] = method
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()}
     chosen = resolve_name(settings_type)(**values)
     measured = run_rank(resolve_name(measure), chosen, lambda text: print(PROGRESS + text, flush=True))
