@@ -84,12 +84,15 @@ def facts(rank: int, **changed: Any) -> HostFacts:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"backend_interface": "docker0"}, "Gloo uses the interface docker0, and the way to the other hosts is eth0"),
-        ({"nccl_interfaces": "docker,lo"}, "NCCL_SOCKET_IFNAME=docker,lo leaves out eth0, the way to the other hosts"),
-        ({"nccl_interfaces": "^eth"}, "NCCL_SOCKET_IFNAME=^eth leaves out eth0"),
-        ({"nccl_interfaces": "=eth"}, "NCCL_SOCKET_IFNAME==eth leaves out eth0"),
-        ({"mtu": 9000}, "an MTU of 9000, and most hosts have 1500"),
-        ({"versions": {"torch": "2.9.0"}}, "torch 2.9.0, and most hosts have 2.13.0"),
+        ({"backend_interface": "docker0"}, "Gloo uses the interface docker0, but eth0 leads to the other hosts"),
+        (
+            {"nccl_interfaces": "docker,lo"},
+            "NCCL_SOCKET_IFNAME=docker,lo excludes eth0, which leads to the other",
+        ),
+        ({"nccl_interfaces": "^eth"}, "NCCL_SOCKET_IFNAME=^eth excludes eth0"),
+        ({"nccl_interfaces": "=eth"}, "NCCL_SOCKET_IFNAME==eth excludes eth0"),
+        ({"mtu": 9000}, "an MTU of 9000, but most hosts have 1500"),
+        ({"versions": {"torch": "2.9.0"}}, "torch 2.9.0, but most hosts have 2.13.0"),
         ({"threads": 16}, "1 ranks with 16 threads in all on 8 cores. Set OMP_NUM_THREADS=8"),
     ],
 )

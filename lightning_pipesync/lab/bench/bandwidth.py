@@ -59,8 +59,8 @@ def _time_transfers(following: int, num_bytes: int, rounds: int, connections: in
         for _ in range(rounds + 1):
             dist.barrier()
             start = time.perf_counter()
-            transfers = [pool.submit(one.sendall, payload) for one in outgoing]
-            transfers += [pool.submit(_receive, one, buffer) for one, buffer in zip(incoming, buffers, strict=True)]
+            transfers = [pool.submit(connection.sendall, payload) for connection in outgoing]
+            transfers += [pool.submit(_receive, *to) for to in zip(incoming, buffers, strict=True)]
             for transfer in transfers:
                 transfer.result()
             seconds.append(time.perf_counter() - start)

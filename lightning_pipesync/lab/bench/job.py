@@ -30,19 +30,13 @@ GRACE_S = 150.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a benchmark.
-
-    Attributes:
-        count: the number of hosts, with one rank each.
-        rate: the rate of each host's link in the notation of ``tc`` ("1gbit"); None for processes on this machine, over
-            loopback.
-        racks: the number of racks that the hosts are divided into.
-        uplink: the rate of each rack's link to the others.
-    """
+    """The hosts of a benchmark, with a rank each."""
 
     count: int
+    #: Of each host's link in the notation of ``tc`` ("1gbit"); None for processes on this machine, over loopback.
     rate: str | None = None
     racks: int = 1
+    #: The rate of each rack's link to the others.
     uplink: str | None = None
 
 

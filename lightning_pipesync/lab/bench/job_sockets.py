@@ -32,7 +32,7 @@ class JobSockets:
     """
 
     def __init__(self, backlog: int) -> None:
-        self._server = socket.create_server((own_address(), 0), backlog=backlog)
+        self._server = socket.create_server((address_of_this_host(), 0), backlog=backlog)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         host, port = self._server.getsockname()[:2]
         gathered: list[tuple[str, int, bytes]] = [("", 0, b"")] * dist.get_world_size()
@@ -75,7 +75,7 @@ class JobSockets:
         raise TimeoutError(f"No rank of this job has connected for {TIMEOUT_S:g} s.")
 
 
-def own_address() -> str:
+def address_of_this_host() -> str:
     """Returns the address at which other hosts reach this one: that of the interface towards ``MASTER_ADDR``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.lab.bench.job_sockets import own_address
+from lightning_pipesync.lab.bench.job_sockets import address_of_this_host
 
 #: The request that returns the address of an interface (Linux, netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -28,36 +28,31 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a rank knows of its host.
-
-    Attributes:
-        rank: the rank.
-        host: its name.
-        address: at which other hosts reach it: that of the interface towards rank 0's host.
-        interface: the name of that one.
-        mtu: its largest packet, in bytes; None if unknown.
-        backend_interface: the name of the one that Gloo uses.
-        nccl_interfaces: what ``NCCL_SOCKET_IFNAME`` says, which may be nothing.
-        cores: processors that the process may use.
-        threads: of the process, for computation.
-        versions: of Python and packages.
-    """
+    """What a rank knows of its host."""
 
     rank: int
     host: str
-    address: str
-    interface: str
-    mtu: int | None
-    backend_interface: str
-    nccl_interfaces: str
-    cores: int
-    threads: int
-    versions: dict[str, str]
+    address: str  # at which other hosts reach it: that of ``interface``
+    interface: str  # the network interface towards rank 0's host
+    mtu: int | None  # the largest packet of the interface, in bytes; None if unknown
+    backend_interface: str  # the interface that Gloo uses
+    nccl_interfaces: str  # NCCL_SOCKET_IFNAME, which may be empty
+    cores: int  # processors that the process may use
+    threads: int  # of the process, for computation
+    versions: dict[str, str]  # of Python and packages
 
     @property
     def name(self) -> str:
         """Rank, host and address, for people."""
         return f"rank {self.rank} ({self.host}, {self.address})"
+
+    @property
+    def other_interface(self) -> str:
+        """What to do if Gloo uses another interface."""
+        return (
+            f"{self.name}: Gloo uses the interface {self.backend_interface}, but {self.interface} leads to the other "
+            f"hosts. Set GLOO_SOCKET_IFNAME={self.interface} there."
+        )
 
 
 def exchange_facts(store: dist.Store, rank: int, world_size: int) -> list[HostFacts]:
@@ -68,23 +63,21 @@ def exchange_facts(store: dist.Store, rank: int, world_size: int) -> list[HostFa
         RuntimeError: a rank does not come.
     """
     store.set(f"pipesync/facts/{rank}", json.dumps(asdict(own_facts(rank))))
-    facts = [HostFacts(**json.loads(store.get(f"pipesync/facts/{one}"))) for one in range(world_size)]
-    if len({one.address for one in facts}) > 1:
-        lost = [one for one in facts if one.backend_interface == LOOPBACK]
-        if lost:
-            raise ValueError("\n".join(map(_other_interface, lost)))
+    facts = [HostFacts(**json.loads(store.get(f"pipesync/facts/{other}"))) for other in range(world_size)]
+    lost = [host.other_interface for host in facts if host.backend_interface == LOOPBACK]
+    if lost and len({host.address for host in facts}) > 1:
+        raise ValueError("\n".join(lost))
     return facts
 
 
 def own_facts(rank: int) -> HostFacts:
     """Returns the facts of this process, a rank."""
-    addresses = dict(_addresses())
-    address = own_address()
-    interface = next((name for name, own in addresses.items() if own == address), "unknown")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    addresses, address = dict(_addresses()), address_of_this_host()
+    interface = next((name for name, found in addresses.items() if found == address), "unknown")
     mtu = None
     with suppress(OSError, ValueError):
         mtu = int(Path(f"/sys/class/net/{interface}/mtu").read_text())
+    packages = {"torch": torch.__version__, "lightning-pipesync": version("lightning-pipesync")}
     return HostFacts(
         rank=rank,
         host=socket.gethostname(),
@@ -93,64 +86,50 @@ def own_facts(rank: int) -> HostFacts:
         mtu=mtu,
         backend_interface=_backend_interface(addresses),
         nccl_interfaces=os.environ.get("NCCL_SOCKET_IFNAME", ""),
-        cores=cores,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=int(os.environ.get("OMP_NUM_THREADS", "0") or 0) or torch.get_num_threads(),
-        versions={
-            "Python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning-pipesync": version("lightning-pipesync"),
-        },
+        versions={"Python": platform.python_version(), **packages},
     )
 
 
 def findings(facts: Sequence[HostFacts]) -> list[str]:
     """Returns what is wrong, a sentence each that names the host, the value and the way out."""
-    found = [_other_interface(one) for one in facts if one.backend_interface != one.interface]
+    found = [host.other_interface for host in facts if host.backend_interface != host.interface]
     found += [
-        f"{one.name}: NCCL_SOCKET_IFNAME={one.nccl_interfaces} leaves out {one.interface}, the way to the other hosts. "
-        f"Set NCCL_SOCKET_IFNAME={one.interface} there, unless NCCL has another network."
-        for one in facts
-        if not _nccl_takes(one.nccl_interfaces, one.interface)
+        f"{host.name}: NCCL_SOCKET_IFNAME={host.nccl_interfaces} excludes {host.interface}, which leads to the other "
+        f"hosts. Set NCCL_SOCKET_IFNAME={host.interface} there, unless NCCL has another network."
+        for host in facts
+        if not _nccl_takes(host.nccl_interfaces, host.interface)
     ]
-    found += _unlike(facts, "an MTU of", lambda one: str(one.mtu), "Set the same on all hosts and switches.")
+    found += _unlike(facts, "an MTU of", lambda host: str(host.mtu), "Set the same on all hosts and switches.")
     for package in facts[0].versions:
-        found += _unlike(facts, package, lambda one: one.versions[package], "Install the same everywhere.")  # noqa: B023
-    addresses = Counter(one.address for one in facts)
+        found += _unlike(facts, package, lambda host: host.versions[package], "Install the same everywhere.")  # noqa: B023
+    addresses = Counter(host.address for host in facts)
     if 1 < len(addresses) < len(facts):
         address, ranks = addresses.most_common(1)[0]
         found.append(f"{ranks} ranks have the address {address}, whose link they share: start one on each host.")
-    for host, ranks in Counter(one.host for one in facts).items():
-        of_host = [one for one in facts if one.host == host]
-        threads, cores = sum(one.threads for one in of_host), max(one.cores for one in of_host)
+    for name, ranks in Counter(host.host for host in facts).items():
+        on_host = [host for host in facts if host.host == name]
+        threads, cores = sum(host.threads for host in on_host), max(host.cores for host in on_host)
         if threads > max(cores, ranks):
             found.append(
-                f"Host {host}: {ranks} ranks with {threads} threads in all on {cores} cores. Set OMP_NUM_THREADS="
+                f"Host {name}: {ranks} ranks with {threads} threads in all on {cores} cores. Set OMP_NUM_THREADS="
                 f"{max(1, cores // ranks)}."
             )
         elif ranks > cores:
-            found.append(f"Host {host}: {ranks} ranks on {cores} cores, which they share.")
+            found.append(f"Host {name}: {ranks} ranks on {cores} cores, which they share.")
     return found
-
-
-def _other_interface(one: HostFacts) -> str:
-    return (
-        f"{one.name}: Gloo uses the interface {one.backend_interface}, and the way to the other hosts is "
-        f"{one.interface}. Set GLOO_SOCKET_IFNAME={one.interface} there."
-    )
 
 
 def _unlike(facts: Sequence[HostFacts], what: str, value_of: Callable[[HostFacts], str], way_out: str) -> list[str]:
     """Returns who has another value than most."""
     usual = Counter(map(value_of, facts)).most_common(1)[0][0]
-    return [
-        f"{one.name}: {what} {value_of(one)}, and most hosts have {usual}. {way_out}"
-        for one in facts
-        if value_of(one) != usual
-    ]
+    unusual = [host for host in facts if value_of(host) != usual]
+    return [f"{host.name}: {what} {value_of(host)}, but most hosts have {usual}. {way_out}" for host in unusual]
 
 
 def _nccl_takes(chosen: str, interface: str) -> bool:
-    """Returns whether NCCL may use an interface: one that begins with a name, is one (=), or is none of them (^)."""
+    """Returns whether NCCL may use an interface: names are prefixes, or whole after =, or excluded after ^."""
     names = chosen.lstrip("^=").split(",")
     named = any(interface == name if "=" in chosen[:2] else interface.startswith(name) for name in names)
     return named != chosen.startswith("^") or not chosen
@@ -158,12 +137,11 @@ def _nccl_takes(chosen: str, interface: str) -> bool:
 
 def _backend_interface(addresses: dict[str, str]) -> str:
     """Returns the interface that Gloo uses: the first of its variable, or that of the host's name."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if chosen:
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME", ""):
         return chosen.split(",")[0]
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-        return next((name for name, own in addresses.items() if own == address), f"of {address}")
+        return next((name for name, found in addresses.items() if found == address), f"of {address}")
     return "unknown"
 
 

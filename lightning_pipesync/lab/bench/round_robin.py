@@ -13,15 +13,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Timed:
-    """The measurements of one operation, round by round.
+    """The measurements of an operation, round by round."""
 
-    Attributes:
-        seconds: on the slowest rank.
-        processor_seconds: user and system time of all threads of a rank, the mean of all ranks.
-    """
-
-    seconds: list[float]
-    processor_seconds: list[float]
+    seconds: list[float]  # on the slowest rank
+    processor_seconds: list[float]  # user and system time of all threads of a rank, the mean of all ranks
 
 
 def time_round_robin(
@@ -55,14 +50,11 @@ def time_round_robin(
             seconds[i, round_] = time.perf_counter() - start
             processor_seconds[i, round_] = time.process_time() - processor_start
             after(name)
-    everyones = [(seconds, processor_seconds)] * dist.get_world_size()
-    dist.all_gather_object(everyones, (seconds, processor_seconds))  # on any backend
-    seconds = torch.stack([one for one, _ in everyones]).amax(0)
-    processor_seconds = torch.stack([one for _, one in everyones]).mean(0)
-    return {
-        name: Timed(wall[1:].tolist(), processor[1:].tolist())
-        for name, wall, processor in zip(operations, seconds, processor_seconds, strict=True)
-    }
+    of_ranks = [(seconds, processor_seconds)] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (seconds, processor_seconds))  # on any backend
+    walls, processors = map(torch.stack, zip(*of_ranks, strict=True))
+    each = zip(operations, walls.amax(0)[:, 1:].tolist(), processors.mean(0)[:, 1:].tolist(), strict=True)
+    return {name: Timed(wall, processor) for name, wall, processor in each}
 
 
 def _finish_work() -> None:

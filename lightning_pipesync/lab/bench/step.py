@@ -148,7 +148,7 @@ class Step(StepBenchmark):
         cost = StepCost(profile.forward, profile.backward, profile.update, half, half)
         by_name = {candidate.name: candidate for candidate in candidates}
         found = {name: candidate.prepare() for name, candidate in by_name.items()}
-        steps = {name: -(-self.steps // one.period) * one.period for name, one in by_name.items()}
+        steps = {name: -(-self.steps // made.period) * made.period for name, made in by_name.items()}
 
         def run(candidate: Candidate) -> None:
             for _ in range(steps[candidate.name]):
@@ -169,17 +169,17 @@ class Step(StepBenchmark):
         predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in self.bucket_mb}
         pipe = PipeCost(profile.update, profile.forward, profile.backward, num_bytes, world_size, link)
         measured = []
-        for name, one in by_name.items():
-            if one.segments is not None:
-                predicted[name] = pipe.step(segments=one.segments, compression=one.compression)
-            compressed = cost.compressed(one.compression)
+        for name, candidate in by_name.items():
+            if candidate.segments is not None:
+                predicted[name] = pipe.step(segments=candidate.segments, compression=candidate.compression)
+            compressed = cost.compressed(candidate.compression)
             measured.append(
                 {
                     "name": name,
                     "seconds": [value / steps[name] for value in timed[name].seconds],
                     "processor_seconds": [value / steps[name] for value in timed[name].processor_seconds],
-                    "limit": getattr(compressed, one.limit),
-                    "layer_limit": LayerLimits(compressed, profile.tensors).get(one.limit),
+                    "limit": getattr(compressed, candidate.limit),
+                    "layer_limit": LayerLimits(compressed, profile.tensors).get(candidate.limit),
                     "predicted": predicted.get(name),
                     "search": found[name],
                 }

@@ -59,25 +59,25 @@ COLUMNS = {
 def rows_of(run: dict[str, Any]) -> list[Row]:
     """Returns a row for each candidate of one ratio, compared with DDP at its best bucket size."""
     cost = StepCost(**run["cost"])
-    timed = {one["name"]: median_and_quartiles(one["seconds"]) for one in run["candidates"]}
+    timed = {measured["name"]: median_and_quartiles(measured["seconds"]) for measured in run["candidates"]}
     best_ddp = min(median for name, (median, _, _) in timed.items() if name.startswith("DDP, "))
     alone, _, _ = timed["no communication"]
     rows = []
-    for one in run["candidates"]:
-        median, *quartiles = timed[one["name"]]
+    for measured in run["candidates"]:
+        median, *quartiles = timed[measured["name"]]
         rows.append(
             Row(
-                name=one["name"],
+                name=measured["name"],
                 seconds=median,
                 quartiles=(quartiles[0], quartiles[1]),
                 over_ddp=best_ddp / median,
-                of_limit=one["limit"] / median,
-                of_layer_limit=one["layer_limit"] / median,
+                of_limit=measured["limit"] / median,
+                of_layer_limit=measured["layer_limit"] / median,
                 exposed=max(0.0, median - cost.compute),
                 scaling_efficiency=alone / median,
                 communication_overhead=median - alone,
-                processor=median_and_quartiles(one["processor_seconds"])[0],
-                prediction_error=None if one["predicted"] is None else one["predicted"] / median - 1,
+                processor=median_and_quartiles(measured["processor_seconds"])[0],
+                prediction_error=None if measured["predicted"] is None else measured["predicted"] / median - 1,
             )
         )
     return rows
@@ -89,7 +89,7 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
     for result in results:
         for run in result["runs"]:
             parts += [_heading(result, run), table_of(rows_of(run), COLUMNS)]
-            parts += [_search(one) for one in run["candidates"] if one["search"]]
+            parts += [_search(searched) for searched in run["candidates"] if searched["search"]]
     return "\n".join(parts)
 
 

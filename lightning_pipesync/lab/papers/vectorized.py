@@ -22,9 +22,7 @@ from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 class Dense:
     """Dense layers with ReLU between, for many models at once; each row has the weights and biases of a model.
 
-    Args:
-        widths: the widths of the input and of each layer's output.
-        stage_of: the stage of each layer.
+    ``widths`` are those of the input and of each layer's output; ``stage_of`` has the stage of each layer.
     """
 
     def __init__(self, widths: Sequence[int], stage_of: Sequence[int]) -> None:
@@ -47,12 +45,7 @@ class Dense:
         return views
 
     def forward(self, rows: Tensor, x: Tensor) -> list[Tensor]:
-        """Returns the inputs of all layers, and the output.
-
-        Args:
-            rows: shape ``[models, size]``.
-            x: shape ``[models, samples, inputs]``.
-        """
+        """Returns the inputs of all layers, and the output; ``x`` has the shape ``[models, samples, inputs]``."""
         values = [x]
         for layer, (weight, bias) in enumerate(self._views(rows)):
             if layer:
@@ -61,14 +54,13 @@ class Dense:
         return values
 
     def gradient(self, seen: Tensor, used: Tensor, x: Tensor, y: Tensor, out: Tensor) -> None:
-        """Computes the gradient of the mean cross-entropy.
+        """Computes the gradient of the mean cross-entropy into ``out``, shaped like ``seen``.
 
         Args:
             seen: the weights of the forward pass, ``[models, size]``.
             used: the weights of the backward pass.
             x: shape ``[models, samples, inputs]``.
             y: labels, ``[models, samples]``.
-            out: the gradient, shaped like ``seen``.
         """
         *inputs, output = self.forward(seen, x)
         error = output.softmax(dim=2)
@@ -83,7 +75,7 @@ class Dense:
 
 
 class Trainings(ABC):
-    """Lockstep trainings with one method.
+    """Lockstep trainings with the same method.
 
     Args:
         model: the layers.
@@ -104,12 +96,7 @@ class Trainings(ABC):
 
     @abstractmethod
     def step(self, x: Tensor, y: Tensor) -> None:
-        """Trains on successive mini-batches.
-
-        Args:
-            x: shape ``[num_at_once, trainings, samples, inputs]``.
-            y: labels, ``[num_at_once, trainings, samples]``.
-        """
+        """Trains on mini-batches ``x`` of shape ``[num_at_once, trainings, samples, inputs]``, with labels ``y``."""
 
     def _update(self, weights: Tensor, gradient: Tensor, velocity: Tensor) -> None:
         """Takes a step of SGD in place; overwrites ``gradient``."""
@@ -121,12 +108,9 @@ class Trainings(ABC):
 
 
 class Elastic(Trainings):
-    """EA-Pipe, one round at a time, in which each replica uses one mini-batch and is pulled (Algorithm 1).
+    """EA-Pipe, a round at a time, in which each replica uses a mini-batch and is pulled (Algorithm 1).
 
-    Args:
-        num_replicas: N.
-        elastic_forces: alpha, ``[trainings, 1]``.
-        sync_periods: tau, ``[trainings, 1]``.
+    There are N replicas; elastic forces alpha and synchronization periods tau have the shape ``[trainings, 1]``.
     """
 
     def __init__(self, *common: Any, num_replicas: int, elastic_forces: Tensor, sync_periods: Tensor) -> None:
@@ -210,22 +194,16 @@ def trainings_of(
     momentum: float,
     decay: float,
 ) -> Trainings:
-    """Returns a training for each of ``configs``.
+    """Returns a training for each of ``configs``, as the arguments of :class:`Trainings` say.
 
-    Args:
-        configs: settings of one algorithm, one number of replicas and one smoothing; ``naive`` with one stage is SGD.
-        model: the layers.
-        initial: the initial weights, ``[trainings, size]``.
-        learning_rates: shape ``[trainings, 1]``.
-        momentum: the momentum of SGD.
-        decay: the weight decay of SGD.
+    They are settings of the same algorithm, number of replicas and smoothing; ``naive`` with a single stage is SGD.
     """
     config, num_stages = configs[0], max(model.stage_of) + 1
     n = config.replicas or num_stages
     common = (model, initial, learning_rates, momentum, decay)
     if config.algorithm == "ea_pipe":
-        forces = initial.new_tensor([[one.elastic_force] for one in configs])
-        periods = torch.tensor([[one.period] for one in configs])
+        forces = initial.new_tensor([[each.elastic_force] for each in configs])
+        periods = torch.tensor([[each.period] for each in configs])
         return Elastic(*common, num_replicas=n, elastic_forces=forces, sync_periods=periods)
     if config.algorithm == "pipedream":
         return Delayed(*common, forward=[n - 1] * num_stages, backward=[n - 1] * num_stages)
