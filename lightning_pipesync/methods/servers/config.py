@@ -23,7 +23,7 @@ StalenessLR = Literal["none", "mean", "gradient", "distance"]
 DelayCompensation = Literal["none", "momentum", "dc_asgd"]
 OnLostRank = Literal["auto", "raise", "continue"]
 
-#: The policies with a setting of their own, by that setting.
+#: By setting, the policies that use it, if not all do.
 _POLICIES_WITH = {
     "k": ("k_sync", "k_batch_sync", "k_async", "k_batch_async"),
     "n": ("n_softsync",),
@@ -84,7 +84,7 @@ class ParameterServerConfig(Settings):
     ``auto``: 0.9 / number of learners."""
 
     servers: int | None = None
-    """Number of ranks, the first ones, that serve a share of the weights, beside their own training. None: all."""
+    """Number of ranks, the first ones, that serve a share of the weights, and train. None: all."""
 
     dedicated_servers: bool = False
     """Whether the servers only serve, as in the papers, and the other ranks train. In plain loops."""
@@ -276,7 +276,7 @@ class ParameterServerConfig(Settings):
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run resumes with as many ranks as before only: each rank has its own residuals."""
+        """Whether a run resumes only with as many ranks as before: residuals differ between ranks."""
         return self.uses_error_feedback
 
     def without_effect(self) -> dict[str, str]:

@@ -31,7 +31,7 @@ class Learner:
 
     Attributes:
         moves_weights: whether it updates its copy itself, so that its weights are not those that it has fetched.
-        keeps_replica: whether its copy is a replica with an optimizer of its own (EASGD).
+        keeps_replica: whether its copy is a replica that the user's optimizer trains (EASGD).
         version: of the weights that it has fetched.
         ahead: by how many updates they were predicted from that version.
         steps: the number of steps that it has taken.
@@ -286,7 +286,7 @@ class DownpourLearner(Learner):
 
 
 class EASGDLearner(Learner):
-    """Trains a replica with its own optimizer; every ``period`` steps the replica and the center pull at each other.
+    """Trains a replica with the user's optimizer; every ``period`` steps the replica and the center pull at each other.
 
     The center is the servers' weights (asynchronous EASGD, Zhang et al., NIPS 2015, Algorithm 1).
     """
@@ -337,20 +337,20 @@ class EASGDLearner(Learner):
         self._resumes = False
 
     def state_dict(self) -> dict[str, Any]:
-        own = [flat.to("cpu", copy=True) for flat in self._kept]
-        replica = {"own": own, "first_step": self._first_step, "optimizer": self._optimizers[0].state_dict()}
+        kept = [flat.to("cpu", copy=True) for flat in self._kept]
+        replica = {"own": kept, "first_step": self._first_step, "optimizer": self._optimizers[0].state_dict()}
         return {**super().state_dict(), "replica": replica}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         replica = state["replica"]
         pairs = zip(self._buckets, replica["own"], strict=True)
-        self._kept = [own.to(bucket.packed.device, copy=True) for bucket, own in pairs]
+        self._kept = [kept.to(bucket.packed.device, copy=True) for bucket, kept in pairs]
         self._first_step, self._resumes = replica["first_step"], True
         self._optimizers[0].load_state_dict(replica["optimizer"])
 
 
-#: The kinds of learners of policies with one of their own.
+#: By policy, the kind of learner, if not the base.
 _KINDS: dict[str, type[Learner]] = {
     "k_sync": CancellingLearner,
     "k_batch_sync": CancellingLearner,

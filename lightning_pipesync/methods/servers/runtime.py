@@ -35,8 +35,8 @@ class ParameterServer(SyncMethod):
     """SGD with parameter servers: learners push gradients at their own pace, and servers update the weights by them.
 
     The policy says when (lecture, "Synchronous SGD Variants", "Asynchronous SGD and Variants"). The servers are some of
-    the ranks, or all, each with a share of the weights, beside their own training. They run the user's own optimizer on
-    it, with the hyper-parameters that the learner with the newest gradient of an update had.
+    the ranks, or all, each with a share of the weights; they also train. They run the user's optimizer on their share,
+    with the hyper-parameters that the learner with the newest gradient of an update had.
 
     A plain loop::
 
@@ -50,9 +50,9 @@ class ParameterServer(SyncMethod):
         sync.detach()
 
     Ranks may take different numbers of steps between two calls of :meth:`flush`. A policy that cancels passes does so
-    in the midst of a pass if that is in a closure: ``sync.step(lambda: optimizer.step(closure))``. The closure is then
-    evaluated again, with newer weights. Otherwise the gradient of a cancelled pass is lost. Within a long computation
-    that is in no layer, call :meth:`cancel_if_late` now and then.
+    during a pass if that is in a closure: ``sync.step(lambda: optimizer.step(closure))``. The closure is then evaluated
+    again, with newer weights. Otherwise the gradient of a cancelled pass is lost. Within a long computation that is in
+    no layer, call :meth:`cancel_if_late` from time to time.
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in
     :class:`ParameterServerConfig`.
@@ -137,7 +137,7 @@ class ParameterServer(SyncMethod):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Does nothing: the gradient is pushed as it is when the optimizer steps."""
+        """Does nothing: the gradient is pushed when the optimizer steps."""
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Returns whether the step is skipped, with a loss scaler and where all ranks take it together."""
@@ -147,7 +147,7 @@ class ParameterServer(SyncMethod):
         return self._router.skips(finite=all(bool(torch.isfinite(grad).all()) for grad in gradients))
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Pushes the gradient, and waits for the weights to continue from; or as this kind of learner does."""
+        """Has the learner take the step, unless this rank cannot."""
         self._router.check()
         if self.only_serves:
             raise RuntimeError(

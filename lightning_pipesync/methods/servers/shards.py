@@ -71,11 +71,11 @@ class SharedBucket:
         return wire
 
     def receive(self, server: int, values: Tensor) -> None:
-        """Takes a server's shard of the weights; see :meth:`unpack`."""
+        """Copies a server's shard of the weights into the buffer; see :meth:`unpack`."""
         shard_of(self._values.flat, server, self._num_servers).copy_(values)
 
     def receive_difference(self, server: int, wire: Tensor) -> None:
-        """Takes the encoded difference of a server's shard of the weights to what was received before."""
+        """Adds the encoded difference of a server's shard of the weights from what was received before."""
         shard = shard_of(self._values.flat, server, self._num_servers)
         self._fetch_codec.decode_add(wire.to(shard.device), shard, shard.dtype)
 
@@ -141,7 +141,7 @@ class ServedShard:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Copies the weights of the user's own parameters."""
+        """Copies the weights of the user's parameters."""
         self._present = None
         for piece in self._pieces:
             whole = piece.parameter.detach()
