@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.methods.local_sgd.clock import Rounds, in_fragments, number_of_participants, participants
+from lightning_pipesync.methods.local_sgd.clock import Rounds, epochs_of, steps_of
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
-from lightning_pipesync.methods.local_sgd.period import epochs_of, steps_of
+from lightning_pipesync.methods.replicas.fragments import divide_layers
+from lightning_pipesync.methods.replicas.unit import number_of_participants, participants
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 4, 9])
@@ -81,4 +82,4 @@ def test_the_number_of_participants(share: float, world_size: int, number: int) 
     ],
 )
 def test_fragments_have_about_the_same_size(sizes: list[int], fragments: int, expected: list[list[int]]) -> None:
-    assert in_fragments(sizes, fragments) == expected
+    assert divide_layers(sizes, fragments) == expected

@@ -60,6 +60,8 @@ def train(optimizer_name: str, settings: dict[str, Any], resumed_at: int | None 
         if i == resumed_at:
             sync.flush()
             consolidated, saved = state(model), copy.deepcopy(sync.state_dict())
+            if settings["period"] == 3:  # an earlier version has written it
+                saved["settings"]["replicas_per_group"] = saved["settings"].pop("ranks_per_replica")
             sync.detach()
             model, optimizer, sync = begin(1)
             model.load_state_dict(consolidated)

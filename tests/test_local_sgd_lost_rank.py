@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.comm.gloo import GlooExchange
 from lightning_pipesync.core.comm.messages import Messages
-from lightning_pipesync.methods.local_sgd.fragments import Fragments
-from lightning_pipesync.methods.local_sgd.optimizer_rounds import OptimizerRounds
-from lightning_pipesync.methods.replicas import recovery
+from lightning_pipesync.methods.replicas import lost_ranks
+from lightning_pipesync.methods.replicas.fragments import Fragments
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.replicas.recovery import Recovery
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
+from lightning_pipesync.methods.replicas.unit import ReplicaUnit
 from tests.harness import DIED, free_port, launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
@@ -137,12 +137,12 @@ FATES: dict[str, Callable[[Path], object]] = {
     "gather": partial(in_average, die_in_gather),
     "all data": partial(in_flag, die),
     "flag": partial(in_flag, die_while_sending),
-    "states": lambda _: when_called(OptimizerRounds, "_average_states", ROUND, die_in_gather),
+    "states": lambda _: when_called(ReplicaUnit, "_average_states", ROUND, die_in_gather),
     "buffers": lambda _: when_called(NonTrainableTensors, "average", ROUND, die_in_gather),
     "flush": lambda _: when_called(Fragments, "check_consolidation", 0, die_in_gather),
     "loading": lambda _: when_called(ReplicatedTensors, "agree_on_present", 0, die),
     "new groups": lambda _: when_called(Recovery, "_regroup", 0, die),
-    "new shards": lambda _: when_called(recovery, "map_tensors", 0, die_in_sum),
+    "new shards": lambda _: when_called(lost_ranks, "map_tensors", 0, die_in_sum),
     "under way": under_way,
     "under way, flag": partial(in_flag, die_while_sending, section=STARTED),
 }

@@ -120,7 +120,7 @@ def streams_by_gradient() -> tuple[list[int], float]:
         model.zero_grad()
         loss(model, i, dist.get_rank()).backward()
         sync.step()
-        under_way.append(sum(fragment in sync._rounds[0]._fragments for fragment in range(2)))
+        under_way.append(sum(fragment in sync._units[0]._fragments for fragment in range(2)))
     rounds = sync.metrics()["rounds"]
     sync.detach()
     return under_way, rounds

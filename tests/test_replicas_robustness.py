@@ -33,7 +33,7 @@ def begin(seed: int = 0, **settings: Any) -> tuple[nn.Module, LocalSGD, Callable
 
 
 def agreed(sync: LocalSGD) -> Tensor:
-    return torch.cat(sync._rounds[0].replicas._agreed)
+    return torch.cat(sync._units[0].replicas.agreed.flats)
 
 
 def weights(model: nn.Module) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipesync.methods.replicas.outer import OuterStep
+from lightning_pipesync.methods.replicas.agreed import OuterStep
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
@@ -149,7 +149,7 @@ def test_with_a_codec_all_ranks_agree() -> None:
 )
 def test_its_default(optimizer: str, settings: dict[str, Any], expected: tuple[float, float] | None) -> None:
     """An outer momentum for Adam, unless delta is given, as in the paper."""
-    make = SelSyncConfig(**settings).outer_step(OPTIMIZERS[optimizer](seeded_mlp()))
+    make = SelSyncConfig(**settings).outer_step(OPTIMIZERS[optimizer](seeded_mlp()), 2)
     group = None if make is None else make([torch.zeros(1)]).param_groups[0]
     assert (group and (group["lr"], group["momentum"])) == expected
 

@@ -95,7 +95,7 @@ def order_of_events() -> list[str]:
     loss(model, 0, dist.get_rank()).backward()
     events: list[str] = []
     first_has_run = threading.Event()
-    [replicas] = [one.replicas for one in sync._optimizer_syncs]
+    [replicas] = [one.replicas for one in sync._units]
     finish = ReplicatedTensors.finish
 
     def held_back(self: ReplicatedTensors, index: int, result: object = None) -> None:

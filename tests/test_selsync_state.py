@@ -219,7 +219,7 @@ def train_followed(aggregation: str, optimizers: int) -> list[dict[str, Tensor]]
         for j, optimizer in enumerate(chosen):
             optimizer.zero_grad()
             loss(model, i, dist.get_rank()).backward()
-            tracked = sync._optimizer_syncs[j].trigger.algorithm.tracker
+            tracked = sync._units[j].policy.algorithm.tracker
             tracked.update = lambda _, i=i, j=j: 0.0 if i in (2, 3) and j == 0 else math.inf  # type: ignore[method-assign]
             sync.step(optimizer=optimizer)
         ema.update_parameters(model)
@@ -331,3 +331,52 @@ def test_a_flush_averages_what_states_of_its_own_have_moved_apart() -> None:
     assert synchronized == [True, False, False, True]
     for name, value in weights.items():
         assert torch.equal(others[name], value), name
+
+
+# --- checkpoints of earlier versions ------------------------------------------------------------------------------
+
+
+def in_former_form(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state as the version before the engine of replicas wrote it."""
+    units = [
+        {
+            "optimizer": unit["optimizer"],
+            "states_diverged": unit["states_diverged"],
+            "trigger": {name: unit["trigger"][name] for name in ("tracker", "threshold")},
+            "replicas": unit["fragments"]["replicas"],
+            "gradients": unit["trigger"].get("gradients", {}),
+        }
+        for unit in state["units"]
+    ]
+    return {**state, "units": units}
+
+
+def resume_from_former_state(aggregation: str) -> list[dict[str, Tensor]]:
+    settings = {"delta": 0.3, "smoothing": 0.3, "aggregation": aggregation, "compression": "int8"}
+    outcomes = []
+    for resumes in (False, True):
+        model = seeded_mlp()
+        sync, optimizer = start(model, **settings)
+        for i in range(10):
+            if i == 5:
+                sync.flush()
+                weights, saved = state(model), in_former_form(sync.state_dict())
+                sync.resume()
+                if resumes:
+                    sync.detach()
+                    model = seeded_mlp(seed=1)
+                    model.load_state_dict(weights)
+                    sync, optimizer = start(model, **settings)
+                    sync.load_state_dict(saved)
+            step(sync, optimizer, model, i)
+        outcomes.append({**state(model), "lssr": torch.tensor(sync.lssr)})
+        sync.detach()
+    return outcomes
+
+
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+def test_a_state_of_an_earlier_version_resumes(aggregation: str) -> None:
+    for uninterrupted, resumed in launch(resume_from_former_state, 2, aggregation):
+        assert 0 < uninterrupted["lssr"] < 1
+        for name, value in uninterrupted.items():
+            assert torch.equal(resumed[name], value), name

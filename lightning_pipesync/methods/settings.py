@@ -58,6 +58,11 @@ class Settings:
             value = checked(field.name, annotations[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
+    def _check(self, name: str, fits: bool, words: str) -> None:
+        """Raises a ValueError that says what a setting must be, and its value, unless it ``fits``."""
+        if not fits:
+            raise ValueError(f"{name} must be {words}, got {getattr(self, name)!r}.")
+
     def _check_data(self) -> None:
         """Checks the settings of the training data, and raises a ValueError that names one."""
         if self.full_pass and self.partition != "seldp":

@@ -1,4 +1,4 @@
-"""Local SGD: when which fragment of the weights is averaged, and among whom. Nothing here communicates.
+"""The clock of local SGD: at the end of which steps averages of fragments start, every period.
 
 One rank does in a step (DiLoCo, Algorithm 1; Streaming DiLoCo, Algorithm 2)::
 
@@ -9,8 +9,22 @@ One rank does in a step (DiLoCo, Algorithm 1; Streaming DiLoCo, Algorithm 2)::
 
 from __future__ import annotations
 
-import random
+import re
 from dataclasses import dataclass
+from typing import Annotated, Any
+
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.consistency import check_same
+from lightning_pipesync.data.training_data import TrainingData
+from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+
+#: ``period`` that leaves it to the gradient.
+BY_GRADIENT = "selsync"
+
+_WORDS = f"a whole number of steps of at least 1, a share of an epoch such as '0.25 epoch', or {BY_GRADIENT!r}"
+Period = Annotated[int | str, _WORDS]
+
+_EPOCHS = re.compile(r"(\d+|\d*\.\d+) ?epochs?")
 
 
 @dataclass(frozen=True)
@@ -40,39 +54,93 @@ class Rounds:
         return periods * self.fragments + of_this
 
 
-def number_of_participants(participation: float, world_size: int) -> int:
-    """Returns how many ranks' weights are averaged, C of FedAvg times their number; 0 if that is less than one."""
-    return 1 if world_size == 1 else int(participation * world_size + 1e-9)
-
-
-def participants(number: int, world_size: int, round_: int) -> list[int]:
-    """Returns the ranks whose weights are averaged in a round, the same on all ranks, drawn anew in each.
+class Clock(AveragingPolicy):
+    """Starts averages by the number of steps.
 
     Args:
-        number: of participants.
-        world_size: of ranks.
-        round_: the number of the round, which is the seed.
-    """
-    return sorted(random.Random(round_).sample(range(world_size), number))
-
-
-def in_fragments(sizes: list[int], fragments: int) -> list[list[int]]:
-    """Divides layers, in their order, into fragments of about the same number of bytes.
-
-    Args:
-        sizes: of the layers, in bytes; at least ``fragments`` of them.
+        period: a number of steps, or a share of an epoch.
         fragments: the number of fragments.
+        overlap_steps: steps under which an average runs, ``period`` at most.
+        data: knows how many steps an epoch has.
+        transport: carries communication.
+    """
+
+    def __init__(
+        self, period: int | str, fragments: int, overlap_steps: int, data: TrainingData, transport: Transport
+    ) -> None:
+        self._period, self._fragments, self._overlap_steps = period, fragments, overlap_steps
+        self._data, self._transport = data, transport
+        self._rounds: Rounds | None = None
+
+    def may_start(self, step: int) -> bool:
+        return self._rounds is None or self._rounds.started(step) > 0  # all may have to agree on the rounds first
+
+    def num_started(self, step: int) -> int:
+        """Returns how many fragments' averages start at the end of a step.
+
+        Raises:
+            ValueError: the period is a share of an epoch, whose steps are not known, or shorter than the overlap.
+        """
+        self._rounds = self._rounds or self._planned()
+        return self._rounds.started(step)
+
+    def snapshot(self) -> Any:
+        return None if self._rounds is None else vars(self._rounds)
+
+    def restore(self, snapshot: Any) -> None:
+        self._rounds = None if snapshot is None else Rounds(**snapshot)
+
+    def _planned(self) -> Rounds:
+        """Returns the rounds; a collective call if the period is a share of an epoch."""
+        steps_per_epoch = None
+        if epochs_of(self._period):
+            steps_per_epoch = self._data.steps_per_epoch()
+            check_same(self._transport, [("the number of steps of an epoch", str(steps_per_epoch))])
+        steps = steps_of(self._period, steps_per_epoch)
+        if self._overlap_steps > steps:
+            raise ValueError(
+                f"overlap_steps={self._overlap_steps!r} is longer than period={self._period!r}, {steps} steps of "
+                f"{steps_per_epoch}: a fragment's average must be applied before the next one of it starts."
+            )
+        return Rounds(steps, self._fragments)
+
+
+def epochs_of(period: int | str) -> float | None:
+    """Returns the share of an epoch, or the number of epochs, that a period such as ``"0.25 epoch"`` asks for.
 
     Returns:
-        The indices of each fragment's layers, at least one.
+        None if the period is a number of steps, or ``"selsync"``.
+
+    Raises:
+        ValueError: it is none of these.
     """
-    total, passed = sum(sizes), 0
-    divided: list[list[int]] = [[]]
-    for index, size in enumerate(sizes):
-        left = len(sizes) - index
-        full = passed + size / 2 > total * len(divided) / fragments
-        if divided[-1] and len(divided) < fragments and (full or left == fragments - len(divided)):
-            divided.append([])
-        divided[-1].append(index)
-        passed += size
-    return divided
+    if period == BY_GRADIENT:
+        return None
+    if isinstance(period, str):
+        match = _EPOCHS.fullmatch(period)
+        if match and float(match[1]) > 0:
+            return float(match[1])
+    elif period >= 1:
+        return None
+    raise ValueError(f"period must be {_WORDS}, got {period!r}.")
+
+
+def steps_of(period: int | str, steps_per_epoch: int | None) -> int:
+    """Returns the steps of a period that is not ``"selsync"``.
+
+    Args:
+        period: as the user has set it.
+        steps_per_epoch: the number of steps of an epoch; None if it is not known.
+
+    Raises:
+        ValueError: the period is a share of an epoch, whose steps are not known.
+    """
+    epochs = epochs_of(period)
+    if epochs is None:
+        return int(period)
+    if steps_per_epoch is None:
+        raise ValueError(
+            f"period={period!r} needs to know how many steps an epoch has: give the training loader to "
+            "prepare_train_loader(); if its data set has no length, set a number of steps."
+        )
+    return max(1, round(epochs * steps_per_epoch))

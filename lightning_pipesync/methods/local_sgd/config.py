@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, Optimizer
 
-from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.methods.local_sgd.period import BY_GRADIENT, Period, epochs_of
-from lightning_pipesync.methods.replicas.gradient_change import check_trigger_settings, trigger_settings_without_effect
-from lightning_pipesync.methods.replicas.outer import MakeOptimizer
+from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Period, epochs_of
+from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, Settings, renamed
+from lightning_pipesync.methods.settings import Partition, renamed
 
 OuterOptimizer = Literal["none", "sgd", "nesterov", "adam", "elastic"]
 OnLostRank = Literal["raise", "continue"]
@@ -30,7 +29,7 @@ BETA = 0.9
 
 @renamed({"replicas_per_group": "ranks_per_replica"})
 @dataclass(frozen=True)
-class LocalSGDConfig(Settings):
+class LocalSGDConfig(ReplicaSettings):
     """Settings of local SGD: periodic averaging from FedAvg to DiLoCo.
 
     Raises:
@@ -138,27 +137,21 @@ class LocalSGDConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
-        check_trigger_settings(self)
         for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0), ("ranks_per_replica", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}.")
+            self._check(name, getattr(self, name) >= least, f"a whole number of at least {least}")
         if in_steps and self.overlap_steps > int(self.period):
             raise ValueError(
                 f"overlap_steps={self.overlap_steps!r} is longer than period={self.period!r}: a fragment's average "
                 "must be applied before the next one of it starts."
             )
-        if not 0 < self.participation <= 1:
-            raise ValueError(f"participation must be in (0, 1], got {self.participation!r}.")
-        if self.outer_lr != "auto" and not 0 < self.outer_lr < math.inf:
-            raise ValueError(f"outer_lr must be 'auto' or a positive number, got {self.outer_lr!r}.")
-        if self.lr_scale != "auto" and not 0 < self.lr_scale < math.inf:
-            raise ValueError(f"lr_scale must be 'auto' or a positive number, got {self.lr_scale!r}.")
-        if self.outer_momentum != "auto" and not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
-        if self.elastic_force != "auto" and not 0 < self.elastic_force < 1:
-            raise ValueError(f"elastic_force must be 'auto' or in (0, 1), got {self.elastic_force!r}.")
-        if self.own_share != "progress" and not 0 <= self.own_share <= 1:
-            raise ValueError(f"own_share must be 'progress' or in [0, 1], got {self.own_share!r}.")
+        self._check("participation", 0 < self.participation <= 1, "in (0, 1]")
+        for name in ("outer_lr", "lr_scale"):
+            value = getattr(self, name)
+            self._check(name, value == "auto" or 0 < value < math.inf, "'auto' or a positive number")
+        momentum, force, share = self.outer_momentum, self.elastic_force, self.own_share
+        self._check("outer_momentum", momentum == "auto" or 0 <= momentum < 1, "'auto' or in [0, 1)")
+        self._check("elastic_force", force == "auto" or 0 < force < 1, "'auto' or in (0, 1)")
+        self._check("own_share", share == "progress" or 0 <= share <= 1, "'progress' or in [0, 1]")
         if self.outer_optimizer == "elastic" and self.participation < 1:
             raise ValueError(
                 f"outer_optimizer='elastic' pulls at all replicas: set participation=1, not {self.participation!r}."
@@ -169,11 +162,7 @@ class LocalSGDConfig(Settings):
                 f"{str(self.compression)!r} keeps what it has dropped for the next round: set participation=1, or "
                 "compression='none'."
             )
-        self._check_data()
         self._check_on_lost_rank()
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
-        Fusion(bucket_mb=self.bucket_mb)
 
     def _check_on_lost_rank(self) -> None:
         if self.on_lost_rank == "raise":
@@ -204,19 +193,19 @@ class LocalSGDConfig(Settings):
             )
         return self
 
-    def force(self, world_size: int) -> float:
+    def elastic_force_of(self, num_replicas: int) -> float:
         """Returns the elastic force; 0 without ``outer_optimizer="elastic"``."""
         if self.outer_optimizer != "elastic":
             return 0.0
-        return BETA / world_size if self.elastic_force == "auto" else self.elastic_force
+        return BETA / num_replicas if self.elastic_force == "auto" else self.elastic_force
 
-    def make_outer_optimizer(self, world_size: int) -> MakeOptimizer | None:
+    def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
         """Returns what makes the outer optimizer; None if the agreed weights become the average."""
         kind = self.outer_optimizer
         if kind == "none":
             return None
         if kind == "elastic":  # each of the ranks attracts the agreed weights by the force
-            return partial(SGD, lr=world_size * self.force(world_size))
+            return partial(SGD, lr=num_replicas * self.elastic_force_of(num_replicas))
         lr = OUTER_LR[kind] if self.outer_lr == "auto" else self.outer_lr
         if kind == "adam":
             return partial(Adam, lr=lr)
@@ -230,7 +219,7 @@ class LocalSGDConfig(Settings):
 
     def without_effect(self) -> dict[str, str]:
         """Returns the settings that have no effect, by name, and why."""
-        ignored = trigger_settings_without_effect(self)
+        ignored = super().without_effect()
         if self.period != BY_GRADIENT:
             reason = f"with period={self.period!r}: set period={BY_GRADIENT!r}"
             ignored |= dict.fromkeys(("delta", "lssr", "window", "smoothing"), reason)

@@ -1,1 +1,1 @@
-"""What methods share whose ranks train replicas of their own: averages, outer steps, tensors that are not trained."""
+"""The engine of the methods whose ranks train replicas: agreed weights, averages, lost and returning replicas."""

@@ -17,9 +17,10 @@ import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, raise_if_not_all_consolidate, raise_if_not_all_loaded
+from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_flags
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 
 #: Step size of the search for ``delta="auto"``, in units of log delta.
 GAIN = 0.5
@@ -35,44 +36,6 @@ MISSING_GRADIENT = 2  # a parameter has no gradient
 NOT_FINITE = 4  # its gradient is not finite
 SKIPPED = 8, 16  # it has skipped an even or an odd number of steps; one of the two is set in every flag
 UNDEFINED = 32  # its relative gradient change is not defined: the step is synchronized, and does not update delta
-
-
-class TriggerSettings(Protocol):
-    """Settings of the algorithm, which are described in :class:`SelSyncConfig`."""
-
-    @property
-    def delta(self) -> float | Literal["auto"]: ...
-
-    @property
-    def lssr(self) -> float: ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def smoothing(self) -> float: ...
-
-
-def check_trigger_settings(settings: TriggerSettings) -> None:
-    """Raises a ValueError that names a setting that is out of its range, and its value."""
-    if settings.delta != "auto" and settings.delta < 0:
-        raise ValueError(f"delta must be at least 0, got {settings.delta!r}.")
-    if not 0 <= settings.lssr < 1:
-        raise ValueError(f"lssr must be in [0, 1), got {settings.lssr!r}.")
-    if settings.window < 1:
-        raise ValueError(f"window must be a whole number of at least 1, got {settings.window!r}.")
-    if not 0 < settings.smoothing <= 1:
-        raise ValueError(f"smoothing must be in (0, 1], got {settings.smoothing!r}.")
-
-
-def trigger_settings_without_effect(settings: TriggerSettings) -> dict[str, str]:
-    """Returns the settings that have no effect, by name, and why."""
-    ignored = {}
-    if settings.smoothing == 1:
-        ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"
-    if settings.delta != "auto":
-        ignored["lssr"] = f"with delta={settings.delta:g}, which is constant: set delta='auto'"
-    return ignored
 
 
 class GradientChangeTracker:
@@ -146,14 +109,11 @@ class Threshold:
     All ranks know which steps were synchronized, so that all have the same threshold without communication. After n
     steps the share of local ones is lssr - (log delta_n - log delta_0) / (GAIN * n), whatever the changes are.
 
-    Args:
-        settings: of the algorithm.
-
     Attributes:
         delta: the threshold.
     """
 
-    def __init__(self, settings: TriggerSettings) -> None:
+    def __init__(self, settings: ReplicaSettings) -> None:
         self._lssr: float | None = None
         if settings.delta != "auto":
             self.delta = settings.delta
@@ -179,7 +139,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class SyncDecision:
-    """The decision about one step. All but the relative change is the same on all ranks.
+    """The decision about a step. All but the relative change is the same on all ranks.
 
     Attributes:
         relative_change: this rank's relative gradient change (Eq. 2); infinite where it is not defined.
@@ -201,18 +161,12 @@ class SyncDecision:
 class SelectiveSync:
     """Algorithm 1 on one rank, for the gradient of one optimizer.
 
-    Args:
-        settings: of the algorithm.
-        name: name of the optimizer in error messages.
-
     Attributes:
-        tracker: computes the relative gradient change.
-        threshold: delta.
         decision: the decision about this step; None before :meth:`decide`.
         is_local: whether no step is ever synchronized.
     """
 
-    def __init__(self, settings: TriggerSettings, name: str) -> None:
+    def __init__(self, settings: ReplicaSettings, name: str) -> None:
         self.tracker = GradientChangeTracker(settings.window, settings.smoothing)
         self.threshold = Threshold(settings)
         self.decision: SyncDecision | None = None
@@ -265,14 +219,7 @@ class SelectiveSync:
         self.decision = None
 
     def skip_step(self, flags: Sequence[int]) -> None:
-        """Undoes :meth:`measure`: the user has skipped the step.
-
-        Args:
-            flags: as in :meth:`decide`.
-
-        Raises:
-            RuntimeError: another rank has not skipped it.
-        """
+        """Undoes :meth:`measure`, as the user has skipped the step; arguments and errors as of :meth:`decide`."""
         self.check(flags)
         self.tracker.undo()
         self._num_skipped += 1
@@ -283,13 +230,8 @@ class SelectiveSync:
         return self._skipped_flag(skipping) | CONSOLIDATE
 
     def check(self, flags: Sequence[int]) -> None:
-        """Checks that all ranks take a step, or all consolidate, and that they have skipped the same steps.
-
-        Raises:
-            RuntimeError: they differ.
-        """
-        raise_if_not_all_loaded(flags)
-        raise_if_not_all_consolidate(flags)
+        """Checks by :func:`check_flags`, and that all ranks have skipped the same steps, or raises a RuntimeError."""
+        check_flags(flags)
         others = [rank for rank, flag in enumerate(flags) if flag & sum(SKIPPED) != flags[0] & sum(SKIPPED)]
         if others:
             raise RuntimeError(

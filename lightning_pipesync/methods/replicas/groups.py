@@ -16,7 +16,6 @@ from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
 
 
 class ReplicaGroups:
@@ -62,7 +61,7 @@ class ReplicaGroups:
         return Handle(wait)
 
     def shard(self, flat: Tensor) -> Tensor:
-        """Returns the slice of ``flat`` that this rank owns, of all ranks: a view."""
+        """Returns this rank's slice of ``flat``, among all ranks: a view."""
         return self._column.shard(self._row.shard(flat))
 
     def feedback(self, flat: Tensor) -> ErrorFeedback:
@@ -75,24 +74,6 @@ def replicas_of(transport: Transport) -> Transport | ReplicaGroups:
     if transport.row is None or transport.column is None:
         return transport
     return ReplicaGroups(transport.row, transport.column)
-
-
-def exchange_flags(transport: Transport, flag: int) -> list[int]:
-    """All-gathers ``flag`` as :meth:`Collectives.exchange_flags` does, first in the group.
-
-    The ranks of a group meet in each step: one that consolidates or loads weights alone meets the others there.
-
-    Returns:
-        The flags by rank.
-
-    Raises:
-        RuntimeError: only some ranks of the group do so; or a peer is lost.
-    """
-    if transport.row is not None:
-        of_group = transport.row.exchange_flags(flag).wait()
-        raise_if_not_all_loaded(of_group, transport.row.ranks)
-        raise_if_not_all_consolidate(of_group, transport.row.ranks)
-    return transport.exchange_flags(flag).wait()
 
 
 def check_group_size(size: int, world_size: int) -> None:

@@ -4,92 +4,76 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.gradients.module_hook import ModuleHook
-from lightning_pipesync.methods.replicas.flags import LOADED, raise_if_not_all_loaded
-from lightning_pipesync.methods.replicas.groups import exchange_flags
+from lightning_pipesync.methods.replicas.flags import LOADED, check_flags, exchange_flags
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
+from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
+from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
+from lightning_pipesync.methods.replicas.unit import ReplicaUnit
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
 
 
-class ReplicaUnit(Protocol):
-    """What a method has of each optimizer.
+@dataclass
+class Changes:
+    """What has happened to this rank's weights besides steps.
 
     Attributes:
-        replicas: averages its parameters.
+        loaded: they were loaded since the last step.
+        loaded_since_flush: they were loaded while they were the consolidated ones.
+        followers: those of modules that :meth:`ReplicaMethod.follow` was given may differ between ranks.
     """
 
-    replicas: ReplicatedTensors
-
-    def check_consolidation(self) -> None:
-        """Checks that all ranks are about to consolidate the weights, after as many steps.
-
-        Raises:
-            RuntimeError: they differ; or a peer is lost.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
+    loaded: bool = False
+    loaded_since_flush: bool = False
+    followers: bool = False
 
 
 class ReplicaMethod(SyncMethod):
     """Every rank trains its own weights with its own optimizer. The consolidated weights are their average.
 
-    Arguments, errors and further calls are those of :class:`SyncMethod`.
+    A method implements :meth:`_policy` and :meth:`_shape_settings`. Arguments, errors and further calls are those of
+    :class:`SyncMethod`.
     """
 
-    @property
-    def _replicas(self) -> list[ReplicatedTensors]:
-        """The parameters of each optimizer."""
-        return [unit.replicas for unit in self._units]
+    config: ReplicaSettings
 
-    @property
-    def _averages_later(self) -> bool:
-        """Whether an average is applied to weights of a later step."""
-        return False
-
-    @property
-    def _can_undo(self) -> bool:
-        """Whether averages keep what they replace until all ranks are known to have them."""
-        return False
-
-    @property
-    @abstractmethod
-    def _units(self) -> Sequence[ReplicaUnit]:
-        """What the method has of each optimizer."""
-
-    @abstractmethod
-    def _shape_settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the structure of :meth:`state_dict`."""
-
-    def _drop_averages(self) -> None:
-        """Drops the averages under way, if there are any: training continues from other weights."""
-
-    def _attach_replicas(self, parameters: Sequence[NamedParameter]) -> None:
-        """Prepares to average what no optimizer updates, and to notice weights that are loaded."""
+    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
+        self._parameters = parameters
+        self._units = self._new_units()
         others = [parameter.tensor for parameter in parameters if parameter.group is None]
         self._non_trainable = self._non_trainable_tensors(others, self._module)
         self._followers: list[NonTrainableTensors] = []
-        self._followers_diverged = False
-        self._waits = False
-        self._loaded = self._loaded_since_flush = False
+        self._changes = Changes()
+        overlaps = self.config.overlaps_forward and self.transport.world_size > 1 and not is_compiled(self._module)
+        self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
         loaded = ModuleHook(self._after_loading)
-        compared = [replicas for replicas in self._replicas if replicas.agrees or self._averages_later]
+        compared = [one for one in self._replicas if one.agreed.flats or self.config.overlap_steps]
         ids = {id(tensor) for replicas in compared for tensors in replicas.tensors for tensor in tensors}
         # Not of a teacher, into which the trained weights may be loaded at every step.
         children = [child for child in self._module.modules() if any(id(p) in ids for p in child.parameters())]
         self._load_hooks = [child.register_load_state_dict_post_hook(loaded) for child in children]
+
+    @abstractmethod
+    def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> AveragingPolicy:
+        """Returns what decides when the averages of an optimizer's parameters start."""
+
+    @abstractmethod
+    def _shape_settings(self) -> dict[str, Any]:
+        """Returns the settings that determine the structure of :meth:`state_dict`."""
 
     @property
     def same_optimizer_states(self) -> bool:
@@ -100,13 +84,95 @@ class ReplicaMethod(SyncMethod):
         """Whether this rank's weights may differ from those of other ranks."""
         return not self.flushed and any(replicas.diverged for replicas in self._replicas)
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the training so far, on all ranks, of the first optimizer."""
+        return self._units[0].num_steps
+
+    @property
+    def _replicas(self) -> list[ReplicatedTensors]:
+        """The parameters of each optimizer."""
+        return [unit.replicas for unit in self._units]
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def _reduce(self, index: int, loss_scale: float | None) -> None:
+        """Averages the gradient in a warm-up or a group; continues from weights that were consolidated or loaded."""
+        self._units[index].average_gradient()
+        if self.flushed:  # the gradient was computed at the consolidated weights
+            self._drop_averages()
+            self._keep_average()
+        if self._changes.loaded:
+            self._together(self._agree_on_loaded)
+
+    def _complete(self, index: int, loss_scale: float | None) -> bool:
+        self.synchronize()  # before the update, also of weights that the last forward pass did not need
+        return self._units[index].complete_gradient()
+
+    def _skip(self, index: int) -> None:
+        self._units[index].policy.skip_step()
+
+    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
+        """Updates this rank's weights, and averages what is due.
+
+        Raises:
+            RuntimeError: ``update`` was given and did not call :meth:`reduce` after the last backward pass; the ranks
+                have not taken, or skipped, the same steps; or a peer is lost.
+        """
+        unit = self._units[index]
+        with unit.in_step():
+            result = self.user_steps.update_own(index, update)
+        if unit.meets_next:
+            self._together(partial(self._end_step, index))
+            self._non_trainable.keep_average()
+        else:
+            self._end_step(index)
+        self._changes.followers |= any(replicas.diverged for replicas in self._replicas)
+        if self._overlap:
+            self._overlap.end_step()
+        if self._followers:  # a running average reads the averaged weights
+            self.synchronize()
+        return result
+
+    def _end_step(self, index: int) -> bool:
+        """Ends the step of a unit, and averages the other tensors at the end of a round; returns whether that ended."""
+        if self._overlap is None:
+            if ended := self._units[index].end_step():
+                self._average_others(index)
+            return ended
+        return self._units[index].end_step(start=partial(self._start_under_forward, index))
+
+    def _start_under_forward(self, index: int) -> None:
+        assert self._overlap is not None
+        self.synchronize()  # another optimizer's averages: one thread at a time issues collectives
+        self._average_others(index)
+        self._overlap.start(index)
+
+    def _average_others(self, index: int) -> None:
+        """Averages what no optimizer updates at the end of an optimizer's round."""
+        self._non_trainable.average(self.config.undoes_averages)
+
+    def synchronize(self) -> None:
+        """Waits for the average of the last step, if it runs under the next forward pass; not a collective call.
+
+        Raises:
+            RuntimeError: a peer is lost.
+        """
+        if self._overlap:
+            self._overlap.wait()
+
+    def _together(self, section: Callable[[], T]) -> T:
+        """Runs a section of a step, or of a flush, in which all ranks communicate."""
+        return section()
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`flush` average ``module``, too, such as a running average of this rank's weights (EMA).
 
         As averages commute, it becomes the running average of the averaged weights. :meth:`resume` does not undo that.
         A step waits for its average then, which the running average reads.
         """
-        self._waits = True
         self._followers.append(self._non_trainable_tensors(list(module.parameters()), module))
 
     def flush(self) -> None:
@@ -129,6 +195,62 @@ class ReplicaMethod(SyncMethod):
             replicas.swap_back()
         self._non_trainable.swap_back()
         self.flushed = False
+
+    def return_optimizer_states(self) -> None:
+        """Waits for the average of the last step: the optimizers have had their states all along."""
+        self.synchronize()
+
+    def _consolidate(self) -> None:
+        """Sets the weights and buffers to the average of the replicas, see :meth:`flush`."""
+        for unit in self._units:
+            unit.check_consolidation()
+        for replicas in self._replicas:
+            replicas.swap_in_average()
+        self._non_trainable.swap_in_average()
+        for follower in self._followers:
+            follower.average(self.config.undoes_averages, with_parameters=self._changes.followers)
+        self._changes.followers = False
+        self.flushed = True
+
+    def _after_loading(self, *_: Any) -> None:
+        """Notes that weights were loaded, from which the next steps move away."""
+        if self.flushed:
+            self._changes.loaded_since_flush = True
+        else:
+            self._changes.loaded = True
+
+    def _end_flush(self) -> None:
+        """Finds out whether weights that were loaded since the flush are still there, as they are not after a swap."""
+        if self._changes.loaded_since_flush:
+            self._changes.loaded |= any(replicas.written_since_swap() for replicas in self._replicas)
+        self._changes.loaded_since_flush = False
+
+    def _agree_on_loaded(self) -> None:
+        """Makes weights that were loaded since the last step the agreed ones; a collective call.
+
+        Raises:
+            RuntimeError: not all ranks have loaded weights; or a peer is lost.
+        """
+        self._drop_averages()
+        self._changes.loaded = False
+        check_flags(exchange_flags(self.transport, LOADED))
+        for replicas in self._replicas:
+            replicas.agree_on_present()
+
+    def _keep_average(self) -> None:
+        """Continues from the consolidated weights."""
+        self._end_flush()
+        for replicas in self._replicas:
+            replicas.keep_average()
+        self._non_trainable.keep_average()
+        self.flushed = False
+
+    def _drop_averages(self) -> None:
+        """Drops the averages under way: training continues from other weights."""
+        for unit in self._units:
+            unit.drop_averages()
+
+    # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, optimizer states, counters and codec residuals."""
@@ -158,7 +280,7 @@ class ReplicaMethod(SyncMethod):
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.load_state_dict(saved)
         self._non_trainable.load_state_dict(state["untrained"])
-        self.flushed = self._loaded = self._loaded_since_flush = False
+        self.flushed = self._changes.loaded = self._changes.loaded_since_flush = False
         self.transport.traffic.load_state_dict(state["traffic"])
         if self.data.injection and state["injection"]:
             self.data.injection.load_state_dict(state["injection"])
@@ -167,68 +289,26 @@ class ReplicaMethod(SyncMethod):
         """Ends the method's threads and process groups. The weights stay as they are."""
         for hook in getattr(self, "_load_hooks", ()):
             hook.remove()
+        for unit in getattr(self, "_units", ()):
+            unit.close()
+        if overlap := getattr(self, "_overlap", None):
+            overlap.close(timeout_s)
         super()._detach(timeout_s)
 
-    def return_optimizer_states(self) -> None:
-        """Waits for the average of the last step: the optimizers have had their states all along."""
-        self.synchronize()
+    def _new_units(self) -> list[ReplicaUnit]:
+        """Returns what the method has of each optimizer, among the ranks of the transport."""
+        # Of several optimizers the gradients may become ready in another order on another rank.
+        starts_in_pass = (lambda _: self.syncing) if len(self.optimizers) == 1 else None
+        units = []
+        for index, optimizer in enumerate(self.optimizers):
+            parameters = self._ordered([p for p in self._parameters if p.group and p.group[0] == index])
+            policy = self._policy(optimizer, parameters)
+            units.append(ReplicaUnit(optimizer, parameters, self.config, self.transport, policy, starts_in_pass))
+        return units
 
-    def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Makes weights that were consolidated or loaded those that training continues from; reduces nothing yet."""
-        if self.flushed:  # the gradient was computed at the consolidated weights
-            self._drop_averages()
-            self._keep_average()
-        if self._loaded:
-            self._together(self._agree_on_loaded)
-
-    def _consolidate(self) -> None:
-        """Sets the weights and buffers to the average of the replicas, see :meth:`flush`."""
-        for unit in self._units:
-            unit.check_consolidation()
-        for replicas in self._replicas:
-            replicas.swap_in_average()
-        self._non_trainable.swap_in_average()
-        for follower in self._followers:
-            follower.average(self._can_undo, with_parameters=self._followers_diverged)
-        self._followers_diverged = False
-        self.flushed = True
-
-    def _together(self, section: Callable[[], T]) -> T:
-        """Runs a section of a step, or of a flush, in which all ranks communicate."""
-        return section()
-
-    def _after_loading(self, *_: Any) -> None:
-        """Notes that weights were loaded, from which the next steps move away."""
-        if self.flushed:
-            self._loaded_since_flush = True
-        else:
-            self._loaded = True
-
-    def _end_flush(self) -> None:
-        """Finds out whether weights that were loaded since the flush are still there, as they are not after a swap."""
-        if self._loaded_since_flush:
-            self._loaded |= any(replicas.written_since_swap() for replicas in self._replicas)
-        self._loaded_since_flush = False
-
-    def _agree_on_loaded(self) -> None:
-        """Makes weights that were loaded since the last step the agreed ones; a collective call.
-
-        Raises:
-            RuntimeError: not all ranks have loaded weights; or a peer is lost.
-        """
-        self._drop_averages()
-        self._loaded = False
-        raise_if_not_all_loaded(exchange_flags(self.transport, LOADED))
-        for replicas in self._replicas:
-            replicas.agree_on_present()
-
-    def _keep_average(self) -> None:
-        """Continues from the consolidated weights."""
-        self._end_flush()
-        for replicas in self._replicas:
-            replicas.keep_average()
-        self._non_trainable.keep_average()
-        self.flushed = False
+    def _ordered(self, parameters: list[NamedParameter]) -> list[NamedParameter]:
+        """Returns parameters, which are in the order of their layers, in that in which buckets are filled."""
+        return parameters
 
     def _non_trainable_tensors(self, parameters: list[Tensor], module: nn.Module) -> NonTrainableTensors:
         return NonTrainableTensors(parameters, buffer_reader(module), self.transport, self.config.bucket_mb)

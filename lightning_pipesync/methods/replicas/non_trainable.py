@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import foreach_norm, version
-from lightning_pipesync.methods.replicas.tensors import differing, to_cpu
+from lightning_pipesync.methods.replicas.tensors import differing, restore_unwritten, to_cpu
 
 
 class NonTrainableTensors:
@@ -25,13 +25,9 @@ class NonTrainableTensors:
     their norm, since ``p.data.copy_(...)`` does not change the counter.
 
     Attributes:
-        transport: the way to the other ranks; to be replaced when there are others.
+        transport: carries communication; to be replaced when there are others.
 
-    Args:
-        parameters: the parameters, the same on all ranks.
-        read_buffers: returns the current buffers; modules may replace them during training.
-        transport: the way to the other ranks.
-        bucket_mb: the most MiB of a bucket.
+    ``read_buffers`` returns the current buffers; modules may replace them during training.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class NonTrainableTensors:
     ) -> None:
         self._parameters, self._read_buffers = list(parameters), read_buffers
         self.transport, self._bucket_mb = transport, bucket_mb
-        self._own: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
         self._average: dict[int, Tensor] = {}
         self._record_common()
 
@@ -59,45 +55,41 @@ class NonTrainableTensors:
             tensor.copy_(value)
         self.agree()
 
-    def average(self, keep_own: bool = False, with_parameters: bool = True) -> None:
+    def average(self, keep: bool = False, with_parameters: bool = True) -> None:
         """Averages the tensors that some rank has changed; a collective call.
 
         Args:
-            keep_own: whether to keep this rank's own values for :meth:`undo_average`, until :meth:`keep_average`.
+            keep: whether to keep this rank's values for :meth:`undo_average`, until :meth:`keep_average`.
             with_parameters: whether to average the parameters, too; False: all ranks have changed them alike.
         """
         changed = [index for index in self._changed_anywhere() if with_parameters or self._is_buffer(index)]
-        if keep_own:
-            self._own = {index: tensor.detach().clone() for index, tensor in self._pick(changed).items()}
+        if keep:
+            self._kept = {index: tensor.detach().clone() for index, tensor in self._pick(changed).items()}
         self._average_tensors(changed)
 
     @torch.no_grad()
     def undo_average(self) -> None:
         """Restores the values that an average, complete or not, has kept."""
-        for index, tensor in self._pick(list(self._own)).items():
-            tensor.copy_(self._own[index])
+        for index, tensor in self._pick(list(self._kept)).items():
+            tensor.copy_(self._kept[index])
         self.keep_average()
 
     def swap_in_average(self) -> None:
-        """Calls :meth:`average`, and keeps this rank's own values for :meth:`swap_back`."""
-        if self._own:
+        """Calls :meth:`average`, and keeps this rank's values for :meth:`swap_back`."""
+        if self._kept:
             return
-        self.average(keep_own=True)
-        self._average = {index: tensor.detach().clone() for index, tensor in self._pick(list(self._own)).items()}
+        self.average(keep=True)
+        self._average = {index: tensor.detach().clone() for index, tensor in self._pick(list(self._kept)).items()}
 
-    @torch.no_grad()
     def swap_back(self) -> None:
-        """Restores this rank's own values, except those of tensors that were written to since the swap."""
-        tensors = self._pick(list(self._own))
-        written = differing(list(tensors.values()), list(self._average.values()))
-        for (index, tensor), keep in zip(tensors.items(), written, strict=True):
-            if not keep:
-                tensor.copy_(self._own[index])
+        """Restores this rank's values, except those of tensors that were written to since the swap."""
+        tensors = self._pick(list(self._kept))
+        restore_unwritten(list(tensors.values()), list(self._average.values()), list(self._kept.values()))
         self.keep_average()
 
     def keep_average(self) -> None:
         """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
-        self._own, self._average = {}, {}
+        self._kept, self._average = {}, {}
 
     def agree(self) -> None:
         """Makes the present values those that all ranks have."""
@@ -106,7 +98,7 @@ class NonTrainableTensors:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, the tensors that this rank has changed, and what the buffers among them were before."""
-        own = self._own or self._pick([index for index, changed in enumerate(self._changed()) if changed])
+        own = self._kept or self._pick([index for index, changed in enumerate(self._changed()) if changed])
         common = {index: self._common_buffers[index - len(self._parameters)] for index in own if self._is_buffer(index)}
         return {
             "own": dict(zip(own, to_cpu(list(own.values())), strict=True)),

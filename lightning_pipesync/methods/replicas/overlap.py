@@ -22,12 +22,7 @@ from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 
 class AveragedBucket:
-    """One bucket of replicated tensors.
-
-    Args:
-        replicas: has it.
-        index: its index there.
-    """
+    """One bucket of replicated tensors, by its index there."""
 
     def __init__(self, replicas: ReplicatedTensors, index: int) -> None:
         self._replicas, self._index = replicas, index
@@ -39,23 +34,13 @@ class AveragedBucket:
         self._average = queue.submit("all_reduce", start, finish)
 
     def wait(self) -> None:
-        """Blocks until the tensors are averaged.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Blocks until the tensors are averaged."""
         if self._average is not None:
             self._average.wait()
 
 
 class ForwardOverlap:
-    """Runs the averages of a synchronized step under the next forward pass.
-
-    Args:
-        module: the model.
-        replicas: the parameters of each optimizer.
-        transport: the way to the other ranks.
-    """
+    """Runs the averages of a synchronized step, of the parameters of each optimizer, under the next forward pass."""
 
     def __init__(self, module: nn.Module, replicas: Sequence[ReplicatedTensors], transport: Transport) -> None:
         order = ExecutionOrder(module, transport.device)

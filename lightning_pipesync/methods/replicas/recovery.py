@@ -1,12 +1,12 @@
-"""Going on without a lost rank, and with one that comes back (``on_lost_rank="continue"``).
+"""Continuing without a lost rank, and with one that comes back (``on_lost_rank="continue"``).
 
 [Note: what is undone]
 All ranks that are left complete a section, or none. Ranks communicate in sections: the end of a step in which an
 average starts or is applied, a flush, the agreement on weights that were loaded. A rank that has all data of a section
 tells all others so, with one byte, and ends the section when all have told it. If that fails, the ranks that are left
 agree on the last section that all of them have completed (:class:`Membership`), undo a further one, and make new
-groups, in a section of its own. What was undone, or not completed, is repeated from each rank's own weights before it:
-the outcome is a round of the ranks that are left.
+groups, in another section. What was undone, or not completed, is repeated from each rank's weights before it: the
+outcome is a round of the ranks that are left.
 
 [Note: who comes back]
 After a flush rank 0 looks for processes that want to take a lost rank's place (:class:`Applicants`), and tells all
@@ -18,22 +18,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.admission import Applicants, Application, Job
 from lightning_pipesync.core.faults.failure import FRACTION_OF_TIMEOUT, INTERVAL, is_lost_peer
 from lightning_pipesync.core.faults.membership import LEADER, Agreement, Membership
-from lightning_pipesync.core.torch_private import map_tensors, store_of
-from lightning_pipesync.methods.replicas.tensors import Agreed
+from lightning_pipesync.core.torch_private import store_of
 
 #: The most seconds that each thread of a broken transport is waited for.
 CLOSE_S = 1.0
@@ -41,53 +35,25 @@ CLOSE_S = 1.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What a section may change of a method.
-
-    Attributes:
-        rank: this rank when it was taken, to which its shards belong.
-        world_size: the number of ranks then.
-        units: of each optimizer.
-        flags: of the method.
-    """
-
-    rank: int
-    world_size: int
-    units: list[dict[str, Any]]
-    flags: dict[str, bool]
-
-
 class Recoverable(Protocol):
-    """A method that can undo a section.
-
-    Attributes:
-        transport: the way to the other ranks.
-    """
+    """A method that can undo a section, see :class:`ElasticReplicaMethod`."""
 
     transport: Transport
 
-    def snapshot(self) -> Snapshot:
-        """Returns what a section may change; not a collective call."""
+    def snapshot(self) -> Any: ...
 
-    def regroup(self, snapshot: Snapshot, newcomers: Sequence[int]) -> None:
-        """Continues from ``snapshot`` with the ranks of the present default process group; a collective call.
+    def regroup(self, snapshot: Any, newcomers: Sequence[int]) -> None: ...
 
-        Those of them who are ``newcomers`` continue from what rank 0 sends them.
-        """
+    def undo_averages(self) -> None: ...
 
-    def undo_averages(self) -> None:
-        """Restores what averages have replaced that is not part of a snapshot; not a collective call."""
-
-    def metrics(self) -> dict[str, float]:
-        """Returns, among others, the number of ``rounds``."""
+    def metrics(self) -> dict[str, float]: ...
 
 
 class Recovery:
     """Runs the sections of a method, and makes new groups when ranks are lost; see [Note: what is undone].
 
     Args:
-        method: the method, attached; in a process that comes back, in a group of this process alone.
+        method: attached; in a process that comes back, in a group of this process alone. Its metrics have ``rounds``.
         timeout_s: seconds after which a rank that does not answer counts as lost.
         job: the job, if others can take the place of a lost rank.
 
@@ -124,7 +90,7 @@ class Recovery:
         """Runs a section, again after each loss that has kept a rank from completing it.
 
         Raises:
-            RuntimeError: rank 0 is lost; or the others went on without this rank.
+            RuntimeError: rank 0 is lost; or the others have continued without this rank.
         """
         if self._method.transport.world_size == 1:
             return section()
@@ -136,11 +102,7 @@ class Recovery:
             self._method.undo_averages()
 
     def admit(self) -> None:
-        """Takes in those who want to take the place of lost ranks; a collective call.
-
-        Raises:
-            RuntimeError: as :meth:`run`.
-        """
+        """Takes in those who want to take the place of lost ranks; a collective call with the errors of :meth:`run`."""
         while self._applicants is not None and max(self.run(self._exchange_applicants)):
             self._membership.forget_pauses()  # all others are there, or there are none
             agreement = self._agree(RuntimeError(f"Rank {LEADER} is lost, which leads the others."))
@@ -150,7 +112,7 @@ class Recovery:
         """Tells the others that this rank has left."""
         self._membership.close()
 
-    def _completes(self, section: Callable[[], object], before: Snapshot) -> bool:
+    def _completes(self, section: Callable[[], object], before: Any) -> bool:
         """Runs a section; returns whether it stands. After a loss there are new groups, and otherwise it is undone."""
         has_all_data = False
         try:
@@ -190,11 +152,7 @@ class Recovery:
         self._method.transport.exchange_flags(1).wait()
 
     def _agree(self, error: RuntimeError) -> Agreement:
-        """Agrees on the ranks that go on.
-
-        Raises:
-            RuntimeError: ``error``, if rank 0 is lost; or the others went on without this rank.
-        """
+        """Agrees on the ranks that are left; raises ``error`` if rank 0 is lost."""
         self._method.transport.close(CLOSE_S)
         agreement = self._membership.agree(self._completed, self._newcomers)
         if agreement is None:
@@ -203,7 +161,7 @@ class Recovery:
             self._applicants.admit(agreement)
         return agreement
 
-    def _regroup_as_agreed(self, agreement: Agreement, snapshot: Snapshot) -> None:
+    def _regroup_as_agreed(self, agreement: Agreement, snapshot: Any) -> None:
         """Makes new groups, and continues from ``snapshot`` in them; again, if another rank is lost meanwhile."""
         self._completed = agreement.completed
         self._lost |= agreement.lost
@@ -211,7 +169,7 @@ class Recovery:
         self._completes(lambda: self._regroup(snapshot), snapshot)
         self._newcomers = {}
 
-    def _regroup(self, snapshot: Snapshot) -> None:
+    def _regroup(self, snapshot: Any) -> None:
         """Makes the default process group, and all of the method's, of the members; a collective call."""
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -230,57 +188,20 @@ class Recovery:
         self._warn()
 
     def _warn(self) -> None:
-        """Warns on rank 0 which ranks are lost, or have come back, and who goes on."""
+        """Warns on rank 0 which ranks are lost, or have come back, and who is left."""
         lost, self._lost = self._lost, {}
         if self._first_rank != LEADER:
             return
         happened = [f"Lost {_listed(lost)}"] if lost else []
         happened += [f"Took in {_listed(self._newcomers)}"] if self._newcomers else []
         ranks = self._membership.ranks
-        goes_on = f"ranks {', '.join(map(str, ranks))} go on as ranks 0 to {len(ranks) - 1}"
+        left = f"ranks {', '.join(map(str, ranks))} continue as ranks 0 to {len(ranks) - 1}"
         warnings.warn(
             f"{'. '.join(happened) or 'Lost a connection, and no rank'} after "
-            f"{self._method.metrics()['rounds']:g} rounds: {goes_on if len(ranks) > 1 else 'rank 0 goes on alone'}.",
+            f"{self._method.metrics()['rounds']:g} rounds: {left if len(ranks) > 1 else 'rank 0 continues alone'}.",
             stacklevel=2,
         )
 
 
 def _listed(ranks: Mapping[int, str]) -> str:
     return ", ".join(f"rank {rank} ({where})" for rank, where in ranks.items())
-
-
-def reshard(agreed: dict[int, Agreed], snapshot: Snapshot, transport: Transport) -> dict[int, Agreed]:
-    """Returns what is agreed, with the outer optimizer's state of this rank's present shards; a collective call.
-
-    A lost rank's part of that state is zero.
-
-    Args:
-        agreed: of each bucket, by index, with the state of this rank's shards in ``snapshot``.
-        snapshot: knows which shards these were.
-        transport: the way to the ranks that are left.
-    """
-
-    def resharded(numel: int, tensor: Tensor) -> Tensor:
-        if not tensor.dim():  # a counter of steps, which is the same on all ranks
-            return tensor
-        flat = torch.zeros(numel, dtype=tensor.dtype)
-        flat[shard_slice(numel, snapshot.rank, snapshot.world_size)] = tensor
-        return transport.shard(transport.all_reduce(flat).wait()).clone()
-
-    return {
-        index: (values, map_tensors(partial(resharded, values.numel()), outer))
-        for index, (values, outer) in sorted(agreed.items())
-    }
-
-
-def without_outer_state(snapshot: Snapshot) -> Snapshot:
-    """Returns rank 0's snapshot for a rank that comes back: what rank 0 has of the outer state is zero there."""
-
-    def zeros(tensor: Tensor) -> Tensor:
-        return torch.zeros_like(tensor) if tensor.dim() else tensor
-
-    units = []
-    for unit in snapshot.units:
-        agreed = {i: (values, map_tensors(zeros, outer)) for i, (values, outer) in unit["replicas"]["agreed"].items()}
-        units.append({**unit, "replicas": {**unit["replicas"], "agreed": agreed}})
-    return replace(snapshot, units=units)

@@ -42,7 +42,6 @@ class StepSize:
     """Makes the local steps of an optimizer as long as they are with averaged gradients.
 
     Args:
-        optimizer: the user's own.
         scale: factor on its learning rates; ``"auto"``: as measured, for torch's Adam and its kin, else 1.
         num_replicas: number of replicas that are averaged, P.
 
@@ -94,7 +93,7 @@ class StepSize:
     def _step(
         self, step: Callable[..., Any], scale: float, closure: Callable[[], Any] | None = None, **arguments: Any
     ) -> Any:
-        """Takes a step of the optimizer with scaled learning rates, after a closure with its own."""
+        """Takes a step of the optimizer with scaled learning rates, after a closure with the user's."""
         result = None if closure is None else torch.enable_grad()(closure)()
         hyperparameters = current(self._optimizer)
         for group in hyperparameters:
@@ -119,7 +118,7 @@ def scale_of(noise: float, num_replicas: int, local: float = 1.0) -> float:
     Args:
         noise: f, the share of noise in the squared norm of the gradient.
         num_replicas: P.
-        local: l, the share of the second moment that is of this rank's own gradients.
+        local: l, the share of the second moment that is of this rank's gradients.
     """
     averaged = 1 - (1 - 1 / num_replicas) * noise
     return math.sqrt(1 + local * (1 / averaged - 1))
@@ -137,13 +136,13 @@ def measured_noise(optimizer: Optimizer) -> float | None:
         return None
     gradient = moment = by_chance = 0.0  # squared norms; the last one is the moment's if all is noise
     for group in optimizer.param_groups:
-        own = [p for p in group["params"] if p.grad is not None and "exp_avg" in optimizer.state[p]]
-        if not own:
+        moved = [p for p in group["params"] if p.grad is not None and "exp_avg" in optimizer.state[p]]
+        if not moved:
             continue
         beta, steps = float(group["betas"][0]), _steps(group, optimizer)
-        of_group = SquaredNorm([_averaged(p, group) for p in own]).item()
+        of_group = SquaredNorm([_averaged(p, group) for p in moved]).item()
         gradient += of_group
-        moment += SquaredNorm([optimizer.state[p]["exp_avg"] for p in own]).item() / (1 - beta**steps) ** 2
+        moment += SquaredNorm([optimizer.state[p]["exp_avg"] for p in moved]).item() / (1 - beta**steps) ** 2
         by_chance += of_group * (1 - beta) / (1 + beta) * (1 + beta**steps) / (1 - beta**steps)
     if not (0 < gradient - by_chance < math.inf and math.isfinite(moment)):
         return None

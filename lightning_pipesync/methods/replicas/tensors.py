@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,29 +14,24 @@ from lightning_pipesync.core.codecs import Codec, get_codec
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
-from lightning_pipesync.core.feedback import ErrorFeedback
-from lightning_pipesync.core.torch_private import foreach_add_, foreach_lerp_
+from lightning_pipesync.core.torch_private import foreach_add_, foreach_copy_, foreach_lerp_
+from lightning_pipesync.methods.replicas.agreed import Agreed, AgreedWeights, MakeOptimizer
 from lightning_pipesync.methods.replicas.groups import ReplicaGroups, replicas_of
-from lightning_pipesync.methods.replicas.outer import MakeOptimizer, OuterStep
-
-#: A bucket's agreed values, and the outer optimizer's state of this rank's shard of them.
-Agreed: TypeAlias = tuple[Tensor, Any]
 
 
 class ReplicatedTensors:
-    """Averages tensors over the ranks, with all buckets in flight at the same time.
+    """Averages tensors over the replicas, with all buckets in flight at the same time.
 
     Args:
         buckets: tensors of each bucket, floating-point, of one dtype on one device, the same on all ranks.
-        transport: the way to the other ranks.
-        codec: of :meth:`synchronize`.
-        error_feedback: whether the error of a lossy codec is added to what is sent next.
-        outer: makes the optimizer of the outer step of :meth:`synchronize`; None: the plain average.
-        elastic_force: if not 0, a rank does not continue from the agreed weights: they attract its own by this share of
-            their distance (EASGD).
+        transport: carries communication.
+        outer: makes the optimizer of the agreed values; None: they become the plain average.
+        elastic_force: if not 0, a rank does not continue from the agreed values: they attract its values by this share
+            of their distance (EASGD).
 
     Attributes:
         tensors: those of each bucket.
+        agreed: what codecs and the outer step start from.
         diverged: whether the replicas may differ, the same on all ranks; set by the owner after a local step.
     """
 
@@ -53,18 +48,13 @@ class ReplicatedTensors:
         self._transport, self._replicas = transport, replicas_of(transport)
         self._codec = get_codec(codec)
         self._elastic_force = elastic_force
-        self._own: list[Bucket] = []
+        self._kept: list[Bucket] = []  # this rank's values, while the average is swapped in
         self._swapped_in = False
         self.diverged = False
-        # Lossy codecs encode how far the weights moved since the last synchronized step, never the weights
-        # themselves. The outer step needs the same difference.
-        self._agreed: list[Tensor] = []
-        self._feedback: list[ErrorFeedback | None] = []
-        if outer or not self._codec.lossless:
-            self._agreed = [torch.zeros_like(bucket.flat) for bucket in self._buckets]
-            self.agree()
-            self._feedback = [self._replicas.feedback(b.flat) if error_feedback else None for b in self._buckets]
-        self._outer = OuterStep([self._replicas.shard(agreed) for agreed in self._agreed], outer) if outer else None
+        agree = outer is not None or not self._codec.lossless
+        flats = [bucket.flat for bucket in self._buckets] if agree else []
+        self.agreed = AgreedWeights(self._replicas, flats, self._codec, error_feedback, outer)
+        self.agree()
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -72,18 +62,12 @@ class ReplicatedTensors:
 
     def agree(self) -> None:
         """Makes the present values, which are the same on all ranks, the agreed ones, if there are any."""
-        for agreed, bucket, tensors in zip(self._agreed, self._buckets, self.tensors, strict=bool(self._agreed)):
-            bucket.pack(tensors)
-            agreed.copy_(bucket.flat)
-
-    @property
-    def agrees(self) -> bool:
-        """Whether there are agreed values."""
-        return bool(self._agreed)
+        for index, agreed in enumerate(self.agreed.flats):
+            agreed.copy_(self.packed(index))
 
     def agree_on_present(self) -> None:
         """Makes the present values the agreed ones, their average if the ranks' differ; a collective call."""
-        if not self._agreed:
+        if not self.agreed.flats:
             return
         if len(set(self._transport.gather_objects(digest(self.tensors)))) > 1:
             self._average_over(self._transport)
@@ -103,13 +87,6 @@ class ReplicatedTensors:
         self._average_over(self._replicas)
         self.diverged = False
 
-    def synchronize(self) -> None:
-        """Sets the tensors to their average over the ranks, by way of the codec and the outer step; collective."""
-        for index, handle in enumerate([self.start(index) for index in range(len(self.tensors))]):
-            handle.wait()
-            self.finish(index)
-        self.diverged = False
-
     @torch.no_grad()
     def start(self, index: int, participants: Sequence[int] | None = None, background: bool = False) -> Handle[Tensor]:
         """Starts to average a bucket, by way of codec and outer step; collective. :meth:`finish` sets its tensors.
@@ -121,8 +98,7 @@ class ReplicatedTensors:
         """
         bucket = self._buckets[index]
         bucket.pack(self.tensors[index])
-        if self._agreed:
-            bucket.flat.sub_(self._agreed[index])
+        self.agreed.subtract_from(index, bucket.flat)
         if self._elastic_force:
             foreach_add_(self.tensors[index], bucket.views, alpha=-self._elastic_force)
         if participants is not None and self._replicas.rank not in participants:
@@ -132,24 +108,19 @@ class ReplicatedTensors:
             bucket.flat,
             codec=self._codec,
             mean=participants is None,
-            feedback=self._feedback[index] if self._agreed else None,
-            between=partial(self._between, index, count) if self._outer or count else None,
+            feedback=self.agreed.feedback(index),
+            between=self.agreed.between(index, count),
             background=background,
         )
 
     def finish(self, index: int, _: object = None) -> None:
-        """Agrees on the average of a bucket that has arrived, and sets its tensors."""
+        """Calls :meth:`agree_on_average` and :meth:`apply` for a bucket whose average has arrived."""
         self.agree_on_average(index)
         self.apply(index)
 
-    @torch.no_grad()
     def agree_on_average(self, index: int) -> None:
         """Updates the agreed values of a bucket whose average has arrived; once, and on all ranks."""
-        bucket = self._buckets[index]
-        if self._agreed and self._codec.lossless:
-            self._agreed[index].copy_(bucket.flat)
-        elif self._agreed:
-            bucket.flat.copy_(self._agreed[index].add_(bucket.flat))
+        self.agreed.update(index, self._buckets[index].flat)
 
     @torch.no_grad()
     def apply(self, index: int, own_share: float = 0.0) -> None:
@@ -157,7 +128,7 @@ class ReplicatedTensors:
 
         Args:
             index: index of the bucket.
-            own_share: the share of this rank's own values that stays, from 0 to 1.
+            own_share: the share of this rank's present values that stays, from 0 to 1.
         """
         bucket = self._buckets[index]
         if self._elastic_force:
@@ -189,49 +160,27 @@ class ReplicatedTensors:
             handle.wait()
             bucket.unpack(tensors)
 
-    @torch.no_grad()
-    def _between(self, index: int, count: int | None, own: Tensor) -> None:
-        """Replaces this rank's shard of the average by what is gathered: values, or with a lossy codec a difference."""
-        if count is not None:
-            own.div_(count)
-        if self._outer is None:
-            return
-        agreed = self._replicas.shard(self._agreed[index])
-        before = None if self._codec.lossless else agreed.clone()
-        stepped = self._outer.step(index, own.to(agreed.device))
-        if before is None:
-            own.copy_(stepped)
-        else:  # all ranks add the decoded difference, this one, too
-            difference = stepped - before
-            agreed.copy_(before)
-            own.copy_(difference)  # last: it makes the host wait, if it has to
-
     def swap_in_average(self) -> None:
-        """Sets the tensors to their average, and keeps this rank's own values for :meth:`swap_back`; collective.
+        """Sets the tensors to their average, and keeps this rank's values for :meth:`swap_back`; collective.
 
         Nothing happens if none diverged. With an elastic force the tensors become the agreed ones.
         """
         if self._swapped_in or not self.diverged:
             return
-        self._own = self._own or [Bucket(tensors) for tensors in self.tensors]
-        for own, tensors in zip(self._own, self.tensors, strict=True):
-            own.pack(tensors)
+        self._kept = self._kept or [Bucket(tensors) for tensors in self.tensors]
+        self._keep_present()
         if self._elastic_force:
-            self._set(self._agreed)
+            self._set(self.agreed.flats)
         else:
             self.average()
         self._swapped_in = True
 
-    @torch.no_grad()
     def swap_back(self) -> None:
-        """Restores this rank's own values, except those of tensors that were written to since the swap."""
+        """Restores this rank's values, except those of tensors that were written to since the swap."""
         if not self._swapped_in:
             return
-        for own, average, tensors in zip(self._own, self._buckets, self.tensors, strict=True):
-            written = differing(tensors, average.views)
-            for tensor, value, keep in zip(tensors, own.views, written, strict=True):
-                if not keep:
-                    tensor.copy_(value)
+        for kept, average, tensors in zip(self._kept, self._buckets, self.tensors, strict=True):
+            restore_unwritten(tensors, average.views, kept.views)
         self._swapped_in = False
         self.diverged = True
 
@@ -244,90 +193,77 @@ class ReplicatedTensors:
         """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
         self._swapped_in = False
 
+    def adopt_average(self) -> None:
+        """Makes the average, if it is swapped in, also what :meth:`swap_back` restores."""
+        for kept, average in zip(self._kept if self._swapped_in else [], self._buckets, strict=False):
+            kept.flat.copy_(average.flat)
+
     def snapshot(self, agreed: Mapping[int, Agreed]) -> dict[str, Any]:
         """Returns copies on the CPU of all that an average changes, except a codec's residuals; not collective.
 
         With it the average can be undone, and repeated with other ranks, see :meth:`restore`.
 
         Args:
-            agreed: what :meth:`agreed_of` returned of the buckets whose average is under way, before it started.
+            agreed: what :meth:`AgreedWeights.copies` returned of the buckets whose average is under way, before that.
         """
-        own = [bucket.views for bucket in self._own] if self._swapped_in else self.tensors
         return {
-            "own": [to_cpu(tensors) for tensors in own],
+            "own": self._values(),
             "average": to_cpu([bucket.flat for bucket in self._buckets]) if self._swapped_in else None,
-            "agreed": {**self.agreed_of(set(range(len(self.tensors))) - set(agreed)), **agreed},
+            "agreed": {**self.agreed.copies(set(range(len(self.tensors))) - set(agreed)), **agreed},
             "diverged": self.diverged,
         }
 
-    def agreed_of(self, indices: Iterable[int]) -> dict[int, Agreed]:
-        """Returns copies on the CPU of the agreed values and the outer state of buckets, by index; none if none agree.
-
-        No average of these buckets may be under way.
-        """
-        if not self._agreed:
-            return {}
-        return {i: (to_cpu([self._agreed[i]])[0], self._outer.state_of(i) if self._outer else {}) for i in indices}
-
-    @torch.no_grad()
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continues from what :meth:`snapshot` returned on this rank, with the outer state of its present shards."""
-        agreed = [snapshot["agreed"][index] for index in range(len(self._agreed))]
-        for tensors, values in zip(self.tensors, snapshot["own"], strict=True):
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        for present, (value, _) in zip(self._agreed, agreed, strict=True):
-            present.copy_(value)
-        if self._outer:
-            self._outer.load_state_dict({"states": [outer for _, outer in agreed]})
+        self._set_values(snapshot["own"])
+        self.agreed.restore(snapshot["agreed"])
         self.diverged = snapshot["diverged"]
         if snapshot["average"] is not None:
-            self._own = [Bucket(tensors) for tensors in self.tensors]
-            for own, tensors in zip(self._own, self.tensors, strict=True):
-                own.pack(tensors)
+            self._kept = [Bucket(tensors) for tensors in self.tensors]
+            self._keep_present()
             self._set(snapshot["average"])
             self._swapped_in = True
 
-    def adopt_average(self) -> None:
-        """Makes the average, if it is swapped in, also what :meth:`swap_back` restores."""
-        for own, average in zip(self._own if self._swapped_in else [], self._buckets, strict=False):
-            own.flat.copy_(average.flat)
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns, on the CPU, this rank's own values if they differ, and what the codec and the outer step need."""
-        state: dict[str, Any] = {}
-        if self._swapped_in:
-            state["own"] = [to_cpu(bucket.views) for bucket in self._own]
-        elif self.diverged:
-            state["own"] = [to_cpu(tensors) for tensors in self.tensors]
-        if self._agreed:
-            state["common"] = to_cpu(self._agreed)
-            state["feedback"] = [feedback.state_dict() for feedback in self._feedback if feedback is not None]
-            state["outer"] = self._outer.state_dict() if self._outer else {}
-        return state
+        """Returns, on the CPU, this rank's values if they differ, and what the codec and the outer step need."""
+        own = {"own": self._values()} if self._swapped_in or self.diverged else {}
+        return {**own, **self.agreed.state_dict()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned on this rank."""
         self.diverged = "own" in state
         self._swapped_in = False
-        for values, tensors in zip(state.get("own", []), self.tensors, strict=False):
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        if self._agreed and "common" in state:
-            for agreed, value in zip(self._agreed, state["common"], strict=True):
-                agreed.copy_(value)
-            kept = [feedback for feedback in self._feedback if feedback is not None]
-            for feedback, residuals in zip(kept, state["feedback"], strict=True):
-                feedback.load_state_dict(residuals)
-            if self._outer:
-                self._outer.load_state_dict(state["outer"])
+        if self.diverged:
+            self._set_values(state["own"])
+        self.agreed.load_state_dict(state)
+
+    def _values(self) -> list[list[Tensor]]:
+        """Returns copies on the CPU of this rank's values, of each bucket."""
+        present = [bucket.views for bucket in self._kept] if self._swapped_in else self.tensors
+        return [to_cpu(tensors) for tensors in present]
+
+    @torch.no_grad()
+    def _set_values(self, values: Sequence[list[Tensor]]) -> None:
+        for tensors, of_bucket in zip(self.tensors, values, strict=True):
+            foreach_copy_(tensors, of_bucket)
+
+    def _keep_present(self) -> None:
+        for kept, tensors in zip(self._kept, self.tensors, strict=True):
+            kept.pack(tensors)
 
     def _set(self, flats: Sequence[Tensor]) -> None:
         """Sets the tensors to the values of flat buffers."""
         for bucket, flat, tensors in zip(self._buckets, flats, self.tensors, strict=True):
             bucket.flat.copy_(flat)
             bucket.unpack(tensors)
+
+
+@torch.no_grad()
+def restore_unwritten(tensors: Sequence[Tensor], average: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+    """Sets tensors that still have the values of ``average`` to those that were kept; others have been written to."""
+    for tensor, value, written in zip(tensors, kept, differing(tensors, average), strict=True):
+        if not written:
+            tensor.copy_(value)
 
 
 def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:

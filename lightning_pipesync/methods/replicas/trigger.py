@@ -11,30 +11,26 @@ from torch import Tensor
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.norm import SquaredNorm
-from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision, TriggerSettings
-from lightning_pipesync.methods.replicas.groups import exchange_flags
+from lightning_pipesync.methods.replicas.flags import exchange_flags
+from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision
+from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 
 #: After so many consecutive local steps a warning says that delta seems too large.
 MANY_LOCAL_STEPS = 500
 
 
-class GradientTrigger:
+class GradientTrigger(AveragingPolicy):
     """Exchanges the flags of one optimizer's gradient, by which all ranks take the same decision (Algorithm 1).
 
-    Args:
-        parameters: whose gradient it is.
-        settings: of the algorithm.
-        name: name of the optimizer in error messages.
-        transport: the way to the other ranks.
-
-    Attributes:
-        algorithm: decides which steps are synchronized.
+    Error messages call the optimizer ``name``. ``last`` is the decision about the last step.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], settings: TriggerSettings, name: str, transport: Transport
+        self, parameters: Sequence[Tensor], settings: ReplicaSettings, name: str, transport: Transport
     ) -> None:
         self.algorithm = SelectiveSync(settings, name)
+        self.last = SyncDecision(delta=self.algorithm.threshold.delta)
         self._flag_sent = False
         self._parameters, self._settings, self._transport = parameters, settings, transport
         self._norm: SquaredNorm | None = None
@@ -42,7 +38,10 @@ class GradientTrigger:
         self._flags: Handle[list[int]] | None = None
         self._steps_in_a_row, self._largest_change = 0, 0.0
 
-    def measure(self) -> None:
+    def may_start(self, step: int) -> bool:
+        return not self.algorithm.is_local
+
+    def complete_gradient(self) -> bool:
         """Starts to compute the norm of the gradient, in one pass; sends the flag, except on CUDA.
 
         There the host would wait for the backward pass, so that it enqueues the update first.
@@ -52,32 +51,23 @@ class GradientTrigger:
         self._norm = SquaredNorm(gradients)
         if self._transport.device.type != "cuda":
             self._send_flag()
+        return False
 
     def decide(self) -> SyncDecision:
-        """Waits for the flags of all ranks, and decides whether the step is synchronized; once in a step.
-
-        Raises:
-            RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
-        """
+        """Waits for the flags of all ranks, and decides whether the step is synchronized; once in a step."""
         if not self._flag_sent:
             self._send_flag()
         return self.algorithm.decision or self.algorithm.decide(self._receive_flags())
 
-    def finish_step(self) -> None:
-        """Ends a step that was taken."""
-        decision = self.decide()
+    def num_started(self, step: int) -> int:
+        self.last = self.decide()
         self.algorithm.finish_step()
         self._reset()
-        self._count_local_steps(decision)
+        self._count_local_steps()
+        return int(self.last.synchronized)
 
     def skip_step(self) -> None:
-        """Ends a step that the user has skipped; does nothing if its gradient was not measured.
-
-        All ranks skip it, or none. Every measured gradient has a flag, which reveals a rank that does otherwise.
-
-        Raises:
-            RuntimeError: another rank has not skipped it; or a peer is lost.
-        """
+        """Ends a skipped step, if its gradient was measured: each measured gradient has a flag, so that all know."""
         if self._norm is None:
             return
         if not self._flag_sent:
@@ -86,24 +76,18 @@ class GradientTrigger:
         self._reset()
 
     def check_consolidation(self) -> None:
-        """Checks that all ranks are about to consolidate the weights, and have skipped the same steps.
-
-        Raises:
-            RuntimeError: they differ; or a peer is lost.
-        """
+        """Checks that all ranks are about to consolidate the weights, and have skipped the same steps."""
         if not self.algorithm.is_local:
             flag = self.algorithm.consolidation_flag(skipping=self._norm is not None)
             self.algorithm.check(exchange_flags(self._transport, flag))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the tracker and of the threshold."""
         return {
             "tracker": self.algorithm.tracker.state_dict(),
             "threshold": self.algorithm.threshold.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
         self.algorithm.tracker.load_state_dict(state["tracker"])
         self.algorithm.threshold.load_state_dict(state["threshold"])
 
@@ -122,17 +106,17 @@ class GradientTrigger:
         self._norm = self._flags = None
         self._flag_sent = False
 
-    def _count_local_steps(self, decision: SyncDecision) -> None:
+    def _count_local_steps(self) -> None:
         """Warns once if the constant delta seems too large."""
-        if decision.synchronized or self._settings.delta == "auto" or self.algorithm.is_local:
+        if self.last.synchronized or self._settings.delta == "auto" or self.algorithm.is_local:
             self._steps_in_a_row, self._largest_change = 0, 0.0
             return
         self._steps_in_a_row += 1
-        self._largest_change = max(self._largest_change, decision.relative_change)
+        self._largest_change = max(self._largest_change, self.last.relative_change)
         if self._steps_in_a_row == MANY_LOCAL_STEPS and self._transport.rank == 0:
             warnings.warn(
                 f"{MANY_LOCAL_STEPS} local steps in a row. The gradient of rank 0 changed by at most "
-                f"{self._largest_change:.3g}, and delta={decision.delta:g}. If this is not intended, choose a smaller "
+                f"{self._largest_change:.3g}, and delta={self.last.delta:g}. If this is not intended, choose a smaller "
                 "delta or delta='auto'.",
                 stacklevel=5,
             )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch.optim import SGD, Optimizer
 
-from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.codecs import get_codec
-from lightning_pipesync.methods.replicas.gradient_change import check_trigger_settings, trigger_settings_without_effect
-from lightning_pipesync.methods.replicas.outer import MakeOptimizer
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.setting_types import Compression, Injection, MiB, Seconds
-from lightning_pipesync.methods.settings import Partition, Settings
+from lightning_pipesync.methods.settings import Partition
 
 #: ``outer_momentum="auto"`` for optimizers that divide by the size of the gradient.
 MOMENTUM_WITH_ADAM = 0.3
@@ -24,12 +23,14 @@ Overlap = Literal["forward", "none"]
 
 
 @dataclass(frozen=True)
-class SelSyncConfig(Settings):
+class SelSyncConfig(ReplicaSettings):
     """Settings of SelSync (Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization").
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
     """
+
+    compares_steps: ClassVar[bool] = False  # the flags of gradients do, and delta=inf is independent training
 
     delta: float | Literal["auto"] = "auto"
     """Threshold on the relative gradient change (Section III-B). 0: every step is synchronized; ``inf``: none is.
@@ -92,21 +93,19 @@ class SelSyncConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_trigger_settings(self)
-        self._check_data()
-        if not 0 < self.outer_lr < math.inf:
-            raise ValueError(f"outer_lr must be a positive number, got {self.outer_lr!r}.")
-        if self.outer_momentum != "auto" and not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be 'auto' or in [0, 1), got {self.outer_momentum!r}.")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
-        get_codec(self.compression)
-        Fusion(bucket_mb=self.bucket_mb)
+        self._check("outer_lr", 0 < self.outer_lr < math.inf, "a positive number")
+        momentum = self.outer_momentum
+        self._check("outer_momentum", momentum == "auto" or 0 <= momentum < 1, "'auto' or in [0, 1)")
 
     @property
-    def overlaps(self) -> bool:
+    def overlaps_forward(self) -> bool:
         """Whether averages run under the next forward pass."""
         return self.overlap == "forward" and self.aggregation == "parameters" and not self.is_local
+
+    @property
+    def codec_of_weights(self) -> tuple[str | Codec, bool]:
+        """The codec of averages of weights, and whether its error is added to the next values that it encodes."""
+        return ("none", False) if self.aggregation == "gradients" else super().codec_of_weights
 
     @property
     def is_local(self) -> bool:
@@ -120,7 +119,7 @@ class SelSyncConfig(Settings):
         like_adam = any("betas" in group for group in optimizer.param_groups)
         return MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
 
-    def outer_step(self, optimizer: Optimizer) -> MakeOptimizer | None:
+    def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
         """Returns what makes the outer step's optimizer; None if ranks continue from the plain average."""
         lr, momentum = self.outer_lr, self.outer_momentum_of(optimizer)
         if self.aggregation == "gradients" or (lr, momentum) == (1, 0):
@@ -134,7 +133,7 @@ class SelSyncConfig(Settings):
 
     def without_effect(self) -> dict[str, str]:
         """Returns the settings that have no effect, by name, and why."""
-        ignored = trigger_settings_without_effect(self)
+        ignored = super().without_effect()
         if self.aggregation == "gradients":
             for name in ("outer_lr", "outer_momentum", "overlap"):
                 ignored[name] = "with aggregation='gradients', which averages no weights: set aggregation='parameters'"

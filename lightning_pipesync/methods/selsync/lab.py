@@ -52,9 +52,9 @@ class SelSyncLab(LabEntry):
             raise ValueError(f"methods: delta={settings['delta']!r} has no effect on a step that is synchronized.")
         config = SelSyncConfig(**settings, delta=0.0)
         sizes: list[tuple[str, dict[str, Any]]] = [("", {})]
-        if config.overlaps and "bucket_mb" not in settings and bucket_mb:
+        if config.overlaps_forward and "bucket_mb" not in settings and bucket_mb:
             sizes = [(f", {size:g} MiB", {"bucket_mb": size}) for size in bucket_mb]
-        limit = "under_forward" if config.overlaps else "serial"
+        limit = "under_forward" if config.overlaps_forward else "serial"
         found = [
             BenchCandidate(f"{label}, synchronized step{shown}", replace(config, **fixed), limit)
             for shown, fixed in sizes

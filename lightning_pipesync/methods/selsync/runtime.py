@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.core.torch_private import is_compiled
 from lightning_pipesync.methods.replicas.gradient_change import SyncDecision
 from lightning_pipesync.methods.replicas.method import ReplicaMethod
-from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
+from lightning_pipesync.methods.replicas.trigger import GradientTrigger
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
+from lightning_pipesync.methods.selsync.gradient_averaging import GradientAveraging
 from lightning_pipesync.methods.selsync.lab import SelSyncLab
-from lightning_pipesync.methods.selsync.optimizer_sync import OptimizerSync
-
-T = TypeVar("T")
 
 
 class SelSync(ReplicaMethod):
@@ -51,7 +50,6 @@ class SelSync(ReplicaMethod):
     undone. If they accumulate into the gradient instead, the sum is measured.
 
     Attributes:
-        last: the decision about the last step.
         num_local_steps: number of local steps so far.
         num_synchronized_steps: number of synchronized steps so far.
     """
@@ -64,17 +62,23 @@ class SelSync(ReplicaMethod):
     config: SelSyncConfig
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        self._optimizer_syncs = [
-            OptimizerSync(opt, [p for p in parameters if p.group and p.group[0] == i], self.config, self.transport)
-            for i, opt in enumerate(self.optimizers)
-        ]
-        overlaps = self.config.overlaps and self.transport.world_size > 1 and not is_compiled(self._module)
-        self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
-        self._stepped = self._optimizer_syncs[0]
-        self._attach_replicas(parameters)
-        self.last = SyncDecision(delta=self.delta)
-        self.num_local_steps = 0
-        self.num_synchronized_steps = 0
+        super()._attach(parameters)
+        self._stepped = 0  # index of the last optimizer that has taken a step
+        self.num_local_steps = self.num_synchronized_steps = 0
+
+    def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> GradientTrigger:
+        name = type(optimizer).__name__
+        if self.config.aggregation == "gradients":
+            return GradientAveraging(parameters, self.config, name, self.transport)
+        return GradientTrigger([parameter.tensor for parameter in parameters], self.config, name, self.transport)
+
+    def _ordered(self, parameters: list[NamedParameter]) -> list[NamedParameter]:
+        return parameters[::-1]  # that in which gradients become ready
+
+    @property
+    def last(self) -> SyncDecision:
+        """The decision about the last step."""
+        return self._trigger.last
 
     @property
     def lssr(self) -> float:
@@ -85,77 +89,30 @@ class SelSync(ReplicaMethod):
     @property
     def delta(self) -> float:
         """The threshold on the relative gradient change; set it on all ranks alike, between two steps."""
-        return self._stepped.trigger.algorithm.threshold.delta
+        return self._trigger.algorithm.threshold.delta
 
     @delta.setter
     def delta(self, delta: float) -> None:
         if not delta >= 0:
             raise ValueError(f"delta must be at least 0, got {delta!r}.")
-        for sync in self._optimizer_syncs:
-            sync.trigger.algorithm.threshold.delta = delta
+        for trigger in self._triggers:
+            trigger.algorithm.threshold.delta = delta
 
     @property
-    def _units(self) -> list[OptimizerSync]:
-        return self._optimizer_syncs
+    def _triggers(self) -> list[GradientTrigger]:
+        return [unit.policy for unit in self._units if isinstance(unit.policy, GradientTrigger)]
 
-    def _complete(self, index: int, loss_scale: float | None) -> bool:
-        """Measures the gradient, which is unscaled and not yet clipped; with gradient aggregation, averages it.
+    @property
+    def _trigger(self) -> GradientTrigger:
+        """That of the last optimizer that has taken a step."""
+        return self._triggers[self._stepped]
 
-        Returns:
-            Whether the gradient was averaged with one that is not finite.
-
-        Raises:
-            RuntimeError: some rank has skipped a step that another one has taken; or a peer is lost.
-        """
-        self.synchronize()  # before the update, also of weights that the last forward pass did not need
-        sync = self._optimizer_syncs[index]
-        sync.trigger.measure()
-        if sync.gradients is None or not (decision := sync.trigger.decide()).synchronized:
-            return False
-        sync.gradients.average(decision.missing_gradient)
-        return decision.not_finite
-
-    def _skip(self, index: int) -> None:
-        self._optimizer_syncs[index].trigger.skip_step()
-
-    def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Updates this rank's weights, and starts to average those of all ranks if the step is synchronized.
-
-        Raises:
-            RuntimeError: ``update`` was given and did not call :meth:`reduce` after the last backward pass;
-                some rank has skipped a step that another one has taken; or a peer is lost.
-        """
-        sync = self._optimizer_syncs[index]
-        result = self.user_steps.update_own(index, update)  # Algorithm 1, line 9
-        decision = sync.trigger.decide()
-        if decision.synchronized:
-            self.synchronize()  # another optimizer's averages: one thread at a time issues collectives
-            self._non_trainable.average()
-            if sync.gradients is None:
-                self._average(index)  # Algorithm 1, lines 16 and 17
-            else:
-                sync.applied_averaged_gradient()
-            self.num_synchronized_steps += 1
-        else:
-            self.num_local_steps += 1
-            sync.took_local_step()
-        self._followers_diverged |= any(replicas.diverged for replicas in self._replicas)
-        sync.trigger.finish_step()
-        self._stepped, self.last = sync, decision
-        if self._overlap:
-            self._overlap.end_step()
-        if self._waits:
-            self.synchronize()
-        return result
-
-    def synchronize(self) -> None:
-        """Waits for the average of the last step, if it was synchronized; not a collective call.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
-        if self._overlap:
-            self._overlap.wait()
+    def _end_step(self, index: int) -> bool:
+        synchronized = super()._end_step(index)
+        self._stepped = index
+        self.num_synchronized_steps += synchronized
+        self.num_local_steps += not synchronized
+        return synchronized
 
     def metrics(self) -> dict[str, float]:
         """Returns LSSR, delta, this rank's relative gradient change, MiB sent and seconds of exposed communication."""
@@ -177,26 +134,10 @@ class SelSync(ReplicaMethod):
             ValueError: the state is of other settings of compression, error feedback, aggregation, outer step or
                 bucket size.
         """
-        super().load_state_dict(state)
+        super().load_state_dict({**state, "units": [_present(unit) for unit in state["units"]]})
         self.num_local_steps, self.num_synchronized_steps = state["steps"]
 
-    def _detach(self, timeout_s: float) -> None:
-        """Ends the threads and the process groups. The weights stay as they are."""
-        if self._overlap:
-            self._overlap.close(timeout_s)
-        super()._detach(timeout_s)
-
-    def _average(self, index: int) -> None:
-        """Averages the parameters of an optimizer, or starts to."""
-        replicas = self._optimizer_syncs[index].replicas
-        if self._overlap is None:
-            replicas.synchronize()
-        else:
-            self._overlap.start(index)
-            replicas.diverged = False
-
     def _shape_settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the structure of :meth:`state_dict`."""
         config = self.config
         return {
             "compression": str(config.compression),
@@ -204,5 +145,18 @@ class SelSync(ReplicaMethod):
             "aggregation": config.aggregation,
             "bucket_mb": config.bucket_mb,
             "outer_lr": config.outer_lr,
-            "outer_momentum": [config.outer_momentum_of(sync.optimizer) for sync in self._optimizer_syncs],
+            "outer_momentum": [config.outer_momentum_of(optimizer) for optimizer in self.optimizers],
         }
+
+
+def _present(unit: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of an optimizer's unit, which may be in the form of earlier versions, in the present one."""
+    if "fragments" in unit:
+        return unit
+    return {
+        **unit,
+        "fragments": {"replicas": unit["replicas"], "flights": {}},
+        "trigger": {**unit["trigger"], "gradients": unit["gradients"]},
+        "steps": [0, 0],
+        "started": 0,
+    }

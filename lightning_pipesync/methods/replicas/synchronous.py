@@ -13,8 +13,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.gradients.backpipe import MISSING, OUTDATED, BackPipe
 from lightning_pipesync.methods.gradients.bucket import GradientBuckets
 from lightning_pipesync.methods.method import parameters_of
-from lightning_pipesync.methods.replicas.flags import raise_if_not_all_consolidate, raise_if_not_all_loaded
-from lightning_pipesync.methods.replicas.groups import exchange_flags
+from lightning_pipesync.methods.replicas.flags import check_flags, exchange_flags
 
 #: The most seconds that the thread is waited for at the end.
 CLOSE_S = 1.0
@@ -108,8 +107,4 @@ class SynchronousGradients:
                 return row.exchange_flags(flag)
             return Handle(lambda: exchange_flags(transport, flag))
 
-        def check(flags: list[int]) -> None:
-            raise_if_not_all_loaded(flags, ranks)
-            raise_if_not_all_consolidate(flags, ranks)
-
-        return self._queue.submit("flags", exchange, check)
+        return self._queue.submit("flags", exchange, lambda flags: check_flags(flags, ranks))

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.local_sgd.clock import in_fragments
-from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
-from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, raise_if_not_all_consolidate, raise_if_not_all_loaded
-from lightning_pipesync.methods.replicas.groups import exchange_flags, replicas_of
-from lightning_pipesync.methods.replicas.tensors import Agreed, ReplicatedTensors, to_cpu
+from lightning_pipesync.methods.replicas.agreed import Agreed
+from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_flags, exchange_flags
+from lightning_pipesync.methods.replicas.groups import replicas_of
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
+from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
 
 #: A rank's flag has the number of its steps modulo this: when it consolidates the weights, and when an average starts.
 #: That has neither of the bits SKIPPED, of which the flag of a gradient always has one: no flag is taken for another.
@@ -32,9 +33,8 @@ class Flight:
     Attributes:
         due: the step at whose end it is applied.
         flags: of all ranks; None once they are checked.
-        handles: of the fragment's buckets.
-        results: the averages of these, once they have been moved out of the buffers.
-        starts: the rank's own weights when it started, if what they have moved since is to stay.
+        results: the averages, once they have been moved out of the buffers.
+        starts: this rank's weights when it started, if what they have moved since is to stay.
         agreed: what the buckets' ranks agreed on before it started, if it can be undone.
     """
 
@@ -49,11 +49,6 @@ class Flight:
 class Fragments:
     """Averages an optimizer's parameters fragment by fragment. One average of a fragment is under way at a time.
 
-    Args:
-        parameters: those that no earlier optimizer has, in the order of their layers.
-        config: the settings.
-        transport: the way to the other ranks.
-
     Attributes:
         buckets: the parameters of each bucket.
         replicas: averages the buckets.
@@ -62,7 +57,9 @@ class Fragments:
         ValueError: there are fewer layers than fragments.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], config: LocalSGDConfig, transport: Transport) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[NamedParameter], config: ReplicaSettings, transport: Transport
+    ) -> None:
         self._config, self._transport = config, transport
         self.buckets: list[list[Tensor]] = []
         self._fragments: list[range] = []  # indices of their buckets
@@ -70,9 +67,10 @@ class Fragments:
             plan = plan_buckets(fragment, Fusion(bucket_mb=config.bucket_mb))
             self._fragments.append(range(len(self.buckets), len(self.buckets) + len(plan)))
             self.buckets += [[parameter.tensor for parameter in bucket] for bucket in plan]
-        number, feedback = replicas_of(transport).world_size, config.uses_error_feedback
-        outer, force = config.make_outer_optimizer(number), config.force(number)
-        self.replicas = ReplicatedTensors(self.buckets, transport, config.compression, feedback, outer, force)
+        number = replicas_of(transport).world_size
+        outer, force = config.outer_step(optimizer, number), config.elastic_force_of(number)
+        codec, feedback = config.codec_of_weights
+        self.replicas = ReplicatedTensors(self.buckets, transport, codec, feedback, outer, force)
         self._flights: dict[int, Flight] = {}
 
     def __contains__(self, fragment: int) -> bool:
@@ -80,27 +78,21 @@ class Fragments:
         return fragment in self._flights
 
     def start(self, fragment: int, step: int, ranks: Sequence[int] | None) -> None:
-        """Starts to average a fragment at the end of a step, and without overlap applies the average.
+        """Starts to average a fragment at the end of this rank's step, and without overlap applies the average.
 
-        Args:
-            fragment: its number.
-            step: the number of this rank's step.
-            ranks: those whose weights are averaged; None: all.
-
-        Raises:
-            RuntimeError: the ranks have not taken as many steps; or a peer is lost.
+        The weights of ``ranks`` are averaged; None: of all. Raises a RuntimeError if ranks have taken other steps.
         """
-        overlap = self._config.overlap_steps
-        flight = Flight(step + overlap, self._transport.exchange_flags(step % STEPS_AT_START))
+        overlap, buckets = self._config.overlap_steps, self._fragments[fragment]
+        flight = Flight(step + overlap)
+        if self._config.compares_steps:
+            flight.flags = self._transport.exchange_flags(step % STEPS_AT_START)
         if not overlap:  # otherwise nobody waits yet
             _check(flight)
-        if overlap and self._config.on_lost_rank == "continue":
-            flight.agreed = self.replicas.agreed_of(self._fragments[fragment])
+        if overlap and self._config.undoes_averages:
+            flight.agreed = self.replicas.agreed.copies(buckets)
         if overlap and self._config.own_share == "progress":
-            flight.starts = [self.replicas.packed(index).clone() for index in self._fragments[fragment]]
-        flight.handles = [
-            self.replicas.start(index, ranks, background=overlap > 0) for index in self._fragments[fragment]
-        ]
+            flight.starts = [self.replicas.packed(index).clone() for index in buckets]
+        flight.handles = [self.replicas.start(index, ranks, background=overlap > 0) for index in buckets]
         self._flights[fragment] = flight
         if not overlap:
             self._apply(fragment)
@@ -111,12 +103,9 @@ class Fragments:
             self._apply(fragment)
 
     def check_consolidation(self, step: int) -> None:
-        """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages.
-
-        Raises:
-            RuntimeError: they differ; or a peer is lost.
-        """
-        _raise_if_they_differ(exchange_flags(self._transport, CONSOLIDATE | step % STEPS))
+        """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages."""
+        if self._config.compares_steps:
+            _raise_if_they_differ(exchange_flags(self._transport, CONSOLIDATE | step % STEPS))
         self.settle()
 
     def settle(self) -> None:
@@ -162,12 +151,10 @@ class Fragments:
 
     def _apply(self, fragment: int) -> None:
         """Sets the weights of a fragment by its average."""
-        overlap, own_share = self._config.overlap_steps, self._config.own_share
+        own_share = self._config.own_share if self._config.overlap_steps else 0.0
         starts = self._arrive(fragment).starts
         for place, index in enumerate(self._fragments[fragment]):
-            if not overlap:
-                self.replicas.apply(index)
-            elif own_share != "progress":
+            if own_share != "progress":
                 self.replicas.apply(index, own_share)
             elif starts:
                 self.replicas.add_progress(index, starts[place])
@@ -185,13 +172,32 @@ class Fragments:
         return flight
 
 
+def divide_layers(sizes: list[int], fragments: int) -> list[list[int]]:
+    """Divides layers of ``sizes`` bytes, in their order, into fragments of about the same size.
+
+    Returns:
+        The indices of each fragment's layers, at least one.
+    """
+    total, passed = sum(sizes), 0
+    divided: list[list[int]] = [[]]
+    for index, size in enumerate(sizes):
+        left = len(sizes) - index
+        full = passed + size / 2 > total * len(divided) / fragments
+        if divided[-1] and len(divided) < fragments and (full or left == fragments - len(divided)):
+            divided.append([])
+        divided[-1].append(index)
+        passed += size
+    return divided
+
+
 def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[NamedParameter]]:
-    """Divides parameters by layers."""
+    if number == 1:
+        return [list(parameters)]
     layers = [list(members) for _, members in groupby(parameters, key=lambda parameter: parameter.layer)]
     if len(layers) < number:
         raise ValueError(f"fragments={number!r} is more than the {len(layers)} layers with parameters of an optimizer.")
     sizes = [sum(map(num_bytes, layer)) for layer in layers]
-    return [[p for index in indices for p in layers[index]] for indices in in_fragments(sizes, number)]
+    return [[p for index in indices for p in layers[index]] for indices in divide_layers(sizes, number)]
 
 
 def _check(flight: Flight) -> None:
@@ -204,8 +210,7 @@ def _raise_if_they_differ(flags: Sequence[int]) -> None:
     """Raises if ranks have taken other numbers of steps, or only some are about to consolidate the weights."""
     if len(set(flags)) == 1:
         return
-    raise_if_not_all_loaded(flags)
-    raise_if_not_all_consolidate(flags)
+    check_flags(flags)
     others = [rank for rank, flag in enumerate(flags) if flag != flags[0]]
     raise RuntimeError(
         f"Rank {', '.join(map(str, others))} and rank 0 have not taken as many steps: all ranks take a step, or none."

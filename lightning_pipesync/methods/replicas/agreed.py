@@ -1,0 +1,183 @@
+"""The agreed weights, and the outer step that moves them towards the average of the replicas (DiLoCo, SlowMo)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.feedback import ErrorFeedback
+from lightning_pipesync.core.torch_private import map_tensors
+from lightning_pipesync.methods.replicas.groups import ReplicaGroups
+
+#: Returns an optimizer of some tensors.
+MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+#: A bucket's agreed values, and the outer optimizer's state of this rank's shard of them.
+Agreed: TypeAlias = tuple[Tensor, Any]
+
+
+class OuterStep:
+    """Steps an optimizer of torch's on the agreed weights, of which each rank updates its own shards.
+
+    The outer gradient is the agreed weights minus the average of the replicas (DiLoCo, arXiv 2311.08105, Algorithm 1,
+    lines 12 to 14), so that SGD with a learning rate of 1 sets the agreed weights to that average. A rank has the state
+    of its shards only.
+
+    Args:
+        shards: this rank's shards of flat buffers with the agreed weights.
+        make: returns the outer optimizer of some of them; it must be element-wise.
+    """
+
+    def __init__(self, shards: Sequence[Tensor], make: MakeOptimizer) -> None:
+        self._shards = list(shards)
+        self._optimizers = [make([shard]) for shard in self._shards]
+
+    @torch.no_grad()
+    def step(self, index: int, movement: Tensor) -> Tensor:
+        """Takes a step on one of the shards, and returns it.
+
+        Args:
+            index: index of the shard.
+            movement: the average of the replicas minus the agreed weights, of the shard.
+        """
+        shard = self._shards[index]
+        shard.grad = -movement
+        self._optimizers[index].step()
+        shard.grad = None
+        return shard
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizers' state of this rank's shards, on the CPU; the agreed weights are not included."""
+        return {"states": [self.state_of(index) for index in range(len(self._optimizers))]}
+
+    def state_of(self, index: int) -> Any:
+        """Returns a copy on the CPU of the state of one shard."""
+        state = self._optimizers[index].state_dict()["state"]
+        return map_tensors(lambda tensor: tensor.to("cpu", copy=True), state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ValueError: the state is of a version in which every rank had the whole of it.
+        """
+        if "states" not in state:
+            raise ValueError(
+                "The outer step's state in this checkpoint is of an earlier version: remove the key 'pipesync' from it "
+                "to start from the averaged weights."
+            )
+        for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
+            optimizer.load_state_dict({"state": saved, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class AgreedWeights:
+    """What all ranks agreed on last, of each bucket, and by what an average moves it.
+
+    Lossy codecs encode how far the weights moved since then, never the weights themselves, and the outer step needs the
+    same difference. Without either, nothing is kept, and the average itself is what ranks agree on.
+
+    Attributes:
+        flats: the agreed values of each bucket, fused; empty if none are kept.
+    """
+
+    def __init__(
+        self,
+        replicas: Transport | ReplicaGroups,
+        buckets: Sequence[Tensor],
+        codec: Codec,
+        error_feedback: bool,
+        outer: MakeOptimizer | None,
+    ) -> None:
+        self.flats = [torch.zeros_like(flat) for flat in buckets]
+        self._replicas, self._codec = replicas, codec
+        self._feedback: list[ErrorFeedback | None] = [
+            replicas.feedback(flat) if error_feedback else None for flat in buckets
+        ]
+        self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
+
+    def subtract_from(self, index: int, flat: Tensor) -> None:
+        """Makes values of a bucket the difference to the agreed ones."""
+        if self.flats:
+            flat.sub_(self.flats[index])
+
+    def feedback(self, index: int) -> ErrorFeedback | None:
+        """Returns what a bucket's codec has dropped."""
+        return self._feedback[index] if self.flats else None
+
+    def between(self, index: int, count: int | None) -> Callable[[Tensor], object] | None:
+        """Returns what replaces this rank's shard of a sum by what is gathered; None: nothing.
+
+        Args:
+            index: index of the bucket.
+            count: by what the sum is divided; None: it is an average.
+        """
+        return partial(self._outer_step, index, count) if self._outer or count else None
+
+    @torch.no_grad()
+    def update(self, index: int, flat: Tensor) -> None:
+        """Agrees on a bucket's average; ``flat`` is that, or with a lossy codec its difference, which becomes that."""
+        if self.flats and self._codec.lossless:
+            self.flats[index].copy_(flat)
+        elif self.flats:
+            flat.copy_(self.flats[index].add_(flat))
+
+    def copies(self, indices: Iterable[int]) -> dict[int, Agreed]:
+        """Returns copies on the CPU of the agreed values and the outer state of buckets; none if none are kept."""
+        outer = self._outer
+        return {
+            i: (self.flats[i].to("cpu", copy=True), outer.state_of(i) if outer else {}) for i in indices if self.flats
+        }
+
+    def restore(self, copies: dict[int, Agreed]) -> None:
+        """Continues from what :meth:`copies` returned of all buckets, with the outer state of this rank's shards."""
+        agreed = [copies[index] for index in range(len(self.flats))]
+        self._set([flat for flat, _ in agreed], {"states": [outer for _, outer in agreed]})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns, on the CPU, the agreed values, the codec's residuals and the outer step's state."""
+        if not self.flats:
+            return {}
+        return {
+            "common": [flat.to("cpu", copy=True) for flat in self.flats],
+            "feedback": [feedback.state_dict() for feedback in self._feedback if feedback is not None],
+            "outer": self._outer.state_dict() if self._outer else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+        if not self.flats or "common" not in state:
+            return
+        self._set(state["common"], state["outer"])
+        kept = [feedback for feedback in self._feedback if feedback is not None]
+        for feedback, residuals in zip(kept, state["feedback"], strict=True):
+            feedback.load_state_dict(residuals)
+
+    @torch.no_grad()
+    def _set(self, flats: Sequence[Tensor], outer: dict[str, Any]) -> None:
+        for flat, values in zip(self.flats, flats, strict=True):
+            flat.copy_(values)
+        if self._outer:
+            self._outer.load_state_dict(outer)
+
+    @torch.no_grad()
+    def _outer_step(self, index: int, count: int | None, shard: Tensor) -> None:
+        """Replaces this rank's shard of a sum by what is gathered: values, or with a lossy codec a difference."""
+        if count is not None:
+            shard.div_(count)
+        if self._outer is None:
+            return
+        agreed = self._replicas.shard(self.flats[index])
+        before = None if self._codec.lossless else agreed.clone()
+        stepped = self._outer.step(index, shard.to(agreed.device))
+        if before is None:
+            shard.copy_(stepped)
+        else:  # all ranks add the decoded difference, this one, too
+            difference = stepped - before
+            agreed.copy_(before)
+            shard.copy_(difference)  # last: it makes the host wait, if it has to

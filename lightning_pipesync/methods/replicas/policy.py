@@ -1,0 +1,47 @@
+"""When averages start: the part of the engine that each method fills in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AveragingPolicy:
+    """Decides at the end of which steps of an optimizer averages start, the same on all ranks.
+
+    Attributes:
+        averages_gradients: whether it averages the gradients of such a step before the update, in place of the weights
+            after it.
+    """
+
+    averages_gradients = False
+
+    def may_start(self, step: int) -> bool:
+        """Returns whether averages may start at the end of a step, from 1 on, without those of a warm-up."""
+        raise NotImplementedError
+
+    def num_started(self, step: int) -> int:
+        """Ends a step; returns how many fragments' averages start now, the next ones in turn."""
+        raise NotImplementedError
+
+    def complete_gradient(self) -> bool:
+        """Called with a gradient that is complete and not yet clipped; returns as :meth:`SyncMethod._complete`."""
+        return False
+
+    def skip_step(self) -> None:
+        """Undoes :meth:`complete_gradient`: the step was skipped. Raises a RuntimeError if not by all ranks."""
+
+    def check_consolidation(self) -> None:
+        """Raises a RuntimeError unless all ranks are about to consolidate the weights; a collective call."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank needs to resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+
+    def snapshot(self) -> Any:
+        """Returns what all ranks have agreed on, for :meth:`restore` when they continue without a lost rank."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Continues from what :meth:`snapshot` returned on any rank."""

@@ -1,0 +1,253 @@
+"""What a method has of one optimizer: local steps, and averages of its parameters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipesync.core.comm.exchange import exchange_fused
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import foreach_copy_
+from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.replicas.fragments import Fragments
+from lightning_pipesync.methods.replicas.groups import replicas_of
+from lightning_pipesync.methods.replicas.policy import AveragingPolicy
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
+from lightning_pipesync.methods.replicas.step_size import StepSize
+from lightning_pipesync.methods.replicas.synchronous import SynchronousGradients
+
+
+class ReplicaUnit:
+    """Counts the steps of an optimizer, and averages its parameters when the policy says so.
+
+    ``parameters`` are those that no earlier optimizer has, layer by layer. ``num_local_steps`` is the number of steps
+    after which nothing was averaged.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[NamedParameter],
+        config: ReplicaSettings,
+        transport: Transport,
+        policy: AveragingPolicy,
+        starts_in_pass: Callable[[Tensor], bool] | None,
+    ) -> None:
+        self.optimizer, self.policy = optimizer, policy
+        self._config, self._transport = config, transport
+        self._starts_in_pass = starts_in_pass
+        self.num_steps = self.num_local_steps = 0
+        self._fragments = Fragments(optimizer, parameters, config, transport)
+        self.replicas = self._fragments.replicas
+        self._num_replicas = replicas_of(transport).world_size
+        # One at least, if ranks are lost: at the beginning a share that gives none is refused.
+        self._num_participants = max(1, number_of_participants(config.participation, self._num_replicas))
+        self._step_size = StepSize(optimizer, config.lr_scale, self._num_participants)
+        self._num_started = 0  # averages of fragments
+        self._states_diverged = False  # of the optimizers: from the first step with this rank's gradient on
+        self._gradients: SynchronousGradients | None = None  # averaged in each step
+        self._begin_phase()
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds in which each fragment was averaged."""
+        return self._num_started // self._config.fragments
+
+    @property
+    def meets_next(self) -> bool:
+        """Whether an average may start or be applied at the end of the next step, or was to be applied and is dropped.
+
+        It is the same on all ranks, of which some may not have come to a step yet whose average the others drop.
+        """
+        if self._warming_up:
+            return False
+        step, overlap = self.num_steps + 1 - self._config.warmup_steps, self._config.overlap_steps
+        return self.policy.may_start(step) or (step > overlap and self.policy.may_start(step - overlap))
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rate of local steps."""
+        return self._step_size.scale
+
+    def average_gradient(self) -> None:
+        """Averages the gradient in the warm-up, later in the group."""
+        if self._gradients is not None:
+            self._gradients.average()
+
+    def complete_gradient(self) -> bool:
+        """Shows the gradient to the policy after the warm-up; returns as :meth:`SyncMethod._complete`."""
+        return not self._warming_up and self.policy.complete_gradient()
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Returns a context in which ``optimizer.step`` has scaled learning rates, if the step is local."""
+        return nullcontext() if self._warming_up else self._step_size.in_use()
+
+    def end_step(self, start: Callable[[], object] | None = None) -> bool:
+        """Ends a step: applies averages that are due, and starts others; returns whether a round has ended.
+
+        Args:
+            start: starts the averages of all weights; None: they start here, by fragments.
+        """
+        self.num_steps += 1
+        if self._warming_up:
+            if self.num_steps == self._config.warmup_steps:
+                self.replicas.agree_on_present()
+                self._begin_phase()
+            return False
+        self._fragments.apply_due(self.num_steps)
+        number = self.policy.num_started(self.num_steps - self._config.warmup_steps)
+        if number and self.policy.averages_gradients:  # all ranks have applied the same gradient
+            self.replicas.diverged |= self._states_diverged
+            return True
+        self.replicas.diverged = self._states_diverged = True
+        due = self._next_fragments(number)
+        self.num_local_steps += not due
+        for fragment in due:
+            ranks, self._num_started = self._participants(self.num_rounds), self._num_started + 1
+            if start is None:
+                self._fragments.start(fragment, self.num_steps, ranks)
+            else:
+                start()
+        ended = bool(due) and self._num_started % self._config.fragments == 0
+        if ended:
+            self._end_round()
+        return ended
+
+    def check_consolidation(self) -> None:
+        """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages."""
+        self._drop_pass()
+        if not self._warming_up:
+            self.policy.check_consolidation()
+        self._fragments.check_consolidation(self.num_steps)
+
+    def drop_averages(self) -> None:
+        """Drops the averages under way: training continues from other weights."""
+        self._drop_pass()
+        self._fragments.drop()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns copies of all that a round changes, without averages under way; not a collective call."""
+        averaged = self._tensors_of_states().values() if self._config.average_optimizer_states else []
+        return {
+            "replicas": self._fragments.snapshot(),
+            "averaged": [tensor.clone() for tensor in averaged],
+            "steps": [self.num_steps, self.num_local_steps],
+            "started": self._num_started,
+            "policy": self.policy.snapshot(),
+            "step_size": self._step_size.state_dict(),
+        }
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continues from what :meth:`snapshot` returned on this rank, see :meth:`ReplicatedTensors.restore`."""
+        self.replicas.restore(snapshot["replicas"])
+        if snapshot["averaged"]:
+            foreach_copy_(list(self._tensors_of_states().values()), snapshot["averaged"])
+        self.policy.restore(snapshot["policy"])
+        self._set_counters(snapshot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns optimizer state, this rank's replica, the outer optimizer's state, averages under way, counters."""
+        self._drop_pass()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "states_diverged": self._states_diverged,
+            "fragments": self._fragments.state_dict(),
+            "trigger": self.policy.state_dict(),
+            "step_size": self._step_size.state_dict(),
+            "steps": [self.num_steps, self.num_local_steps],
+            "started": self._num_started,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resumes from what :meth:`state_dict` returned on this rank."""
+        self._drop_pass()
+        self._fragments.load_state_dict(state["fragments"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._states_diverged = state.get("states_diverged", True)  # not in checkpoints of earlier versions
+        if state["trigger"]:
+            self.policy.load_state_dict(state["trigger"])
+        self._set_counters(state)
+
+    def close(self) -> None:
+        """Ends the threads, and removes the hooks."""
+        if self._gradients is not None:
+            self._gradients.close()
+
+    def _set_counters(self, state: dict[str, Any]) -> None:
+        self.num_steps, self.num_local_steps = state["steps"]
+        self._num_started = state["started"]
+        if "step_size" in state:  # not in checkpoints of earlier versions
+            self._step_size.load_state_dict(state["step_size"])
+        self._begin_phase()
+
+    def _begin_phase(self) -> None:
+        """Makes the gradients that are averaged in each step those of the warm-up, or later of the group."""
+        self.close()
+        self._warming_up = self.num_steps < self._config.warmup_steps
+        self._gradients = None
+        if self._warming_up or self._transport.row is not None:
+            self._gradients = SynchronousGradients(
+                self.optimizer,
+                self._fragments.buckets,
+                self._transport,
+                in_group=not self._warming_up,
+                starts_in_pass=self._starts_in_pass,
+            )
+
+    def _drop_pass(self) -> None:
+        """Waits for averages of gradients that no step follows: what comes next may use the same group of ranks."""
+        if self._gradients is not None:
+            self._gradients.drop()
+
+    def _next_fragments(self, number: int) -> list[int]:
+        """Returns the fragments whose average starts now: the next ones in turn, up to one that is under way."""
+        fragments = self._config.fragments
+        following = ((self._num_started + i) % fragments for i in range(number))
+        return [fragment for fragment in following if fragment not in self._fragments]
+
+    def _participants(self, round_: int) -> list[int] | None:
+        """Returns the replicas whose weights are averaged in a round; None: all."""
+        if self._num_participants == self._num_replicas:
+            return None
+        return participants(self._num_participants, self._num_replicas, round_)
+
+    def _end_round(self) -> None:
+        config = self._config
+        if config.average_optimizer_states:
+            self._average_states()
+        if not config.overlap_steps and config.fragments == 1 and not config.elastic_force_of(self._num_replicas):
+            self.replicas.diverged = False
+
+    def _average_states(self) -> None:
+        """Averages the optimizer states that all ranks have; counters of steps stay."""
+        states = self._tensors_of_states()
+        everywhere = set.intersection(*(set(names) for names in self._transport.gather_objects(list(states))))
+        shared = [states[name] for name in sorted(everywhere)]
+        exchange_fused(shared, self._config.bucket_mb, lambda flat: self._transport.all_reduce(flat, mean=True))
+
+    def _tensors_of_states(self) -> dict[tuple[int, str], Tensor]:
+        """Returns the optimizer's states that can be averaged, by the index of the parameter and their name."""
+        return {
+            (index, kind): value
+            for index, parameter in enumerate(parameters_of(self.optimizer))
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
+        }
+
+
+def number_of_participants(participation: float, world_size: int) -> int:
+    """Returns how many ranks' weights are averaged, C of FedAvg times their number; 0 if that is less than one."""
+    return 1 if world_size == 1 else int(participation * world_size + 1e-9)
+
+
+def participants(number: int, world_size: int, round_: int) -> list[int]:
+    """Returns which ``number`` of ranks are averaged in a round, the same on all ranks, drawn anew in each."""
+    return sorted(random.Random(round_).sample(range(world_size), number))
