@@ -19,8 +19,8 @@ from lightning_pipesync.lab.bench.passes import Passes
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.lab.papers import host_speed_report
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
-from lightning_pipesync.lab.papers.throughput import Throughput
 from lightning_pipesync.methods.servers import ParameterServerConfig
+from lightning_pipesync.methods.servers.throughput import Throughput
 from tests.harness import launch
 
 SLOW = HostSpeeds.parse("100ms", ["3:50%"], None)
@@ -125,13 +125,13 @@ LIMITS: list[tuple[dict[str, Any], float]] = [
 def test_throughput_with_a_slow_host(settings: dict[str, Any], steps: float) -> None:
     """In units of a step at full speed, per gradient."""
     policy = ParameterServerConfig(**settings).policy_for(4)
-    assert Throughput(policy, SLOW, 4).gradients_per_second(2000) == pytest.approx(1 / (0.1 * steps), rel=0.01)
+    assert Throughput(policy, SLOW.of_hosts(4)).gradients_per_second(2000) == pytest.approx(1 / (0.1 * steps), rel=0.01)
 
 
 def test_throughput_with_stalls() -> None:
     """Asynchronous: hosts divided by the mean of a pass. Synchronous: by the mean of the longest one."""
     asynchronous, together = (
-        Throughput(ParameterServerConfig(policy=policy).policy_for(4), STALLING, 4).gradients_per_second()
+        Throughput(ParameterServerConfig(policy=policy).policy_for(4), STALLING.of_hosts(4)).gradients_per_second()
         for policy in ("async", "sync")
     )
     assert asynchronous == pytest.approx(4 / 0.15, rel=0.05)

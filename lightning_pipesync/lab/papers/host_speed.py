@@ -63,6 +63,10 @@ class HostSpeeds:
         """Raises ValueError if a host that is to be slow does not exist."""
         check_faults(self.slow, num_hosts)
 
+    def of_hosts(self, num_hosts: int, seed: int = 0) -> list[Iterator[float]]:
+        """Returns :meth:`seconds_of` each host."""
+        return [self.seconds_of(host, seed) for host in range(num_hosts)]
+
     def seconds_of(self, host: int, seed: int) -> Iterator[float]:
         """Yields the seconds of a host's passes, without an end; the same ones for the same seed."""
         seconds = self.compute_s / next((fault.share for fault in self.slow if fault.host == host), 1.0)

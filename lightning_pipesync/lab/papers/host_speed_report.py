@@ -9,14 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from lightning_pipesync.lab.bench.converge_report import by_method, curves_of, rows_of, title_of
+from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import number, table_of
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
-from lightning_pipesync.lab.papers.throughput import Throughput
-from lightning_pipesync.methods.dear import DeARConfig
-from lightning_pipesync.methods.servers.lab import ServedConfig
-from lightning_pipesync.methods.servers.policies import Policy
+from lightning_pipesync.methods.laboratory import together_per_second
 
 #: Panels in a row of the picture of the staleness.
 _COLUMNS = 3
@@ -56,16 +54,15 @@ update that uses it.
 def limit_of(result: dict[str, Any], method: str, config: Any) -> float | None:
     """Returns the throughput over that of steps that wait for all hosts, without any communication.
 
-    None for a method that waits for all hosts in some of its steps only.
+    None for a method of which it depends on the training, such as one that waits for all hosts in some of its steps.
     """
     settings, num_hosts = result["settings"], result["world_size"]
     speeds = HostSpeeds.parse(settings["compute"], settings["slow"], settings["stalls"])
-    if method.startswith("ddp") or isinstance(config, DeARConfig):
+    name, together = method.partition(":")[0], together_per_second(speeds.of_hosts(num_hosts))
+    if name == "ddp":
         return 1.0
-    if not isinstance(config, ServedConfig):
-        return None
-    of_all = Throughput(Policy(num_hosts, waits=True), speeds, num_hosts).gradients_per_second()
-    return Throughput(config.policy_for(num_hosts), speeds, num_hosts).gradients_per_second() / of_all
+    found = lab_of(name).gradients_per_second(config, speeds.of_hosts(num_hosts))
+    return None if found is None else found / together
 
 
 def draw_errors(result: dict[str, Any], path: Path) -> None:

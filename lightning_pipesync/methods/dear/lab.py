@@ -16,7 +16,14 @@ from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.work import Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import plan_early_gathers
-from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
+from lightning_pipesync.methods.laboratory import (
+    BenchCandidate,
+    LabEntry,
+    Prediction,
+    StandIn,
+    together_per_second,
+    waiting_share,
+)
 
 #: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was
 #: measured, as on busy processors, fewer are better.
@@ -51,6 +58,9 @@ class DeARLab(LabEntry):
             sized = [(label, chosen)]
         configs = [(name, DeARConfig(**of_size)) for name, of_size in sized]
         return [DeARCandidate(name, config, "eager" if config.gathers_early else "dear") for name, config in configs]
+
+    def gradients_per_second(self, config: Any, passes: Sequence[Iterator[float]]) -> float:
+        return together_per_second(passes)
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
         """Yields all bucket sizes, in a ring and on a torus, and again those that are larger than the best."""

@@ -1,10 +1,10 @@
-"""The throughput of a policy on hosts of given speeds if communication took no time."""
+"""The throughput of a policy on hosts of given speeds if communication takes no time."""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator, Sequence
 
-from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.methods.servers.messages import Decision, Gradient
 from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
@@ -12,18 +12,18 @@ from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 class Throughput:
     """Simulates learners that compute for as long as their hosts need, and servers that answer at once.
 
-    The decisions are those of the parameter servers' own sequencer.
+    The decisions are those of the parameter servers' sequencer.
 
     Args:
         policy: when the servers update the weights.
-        speeds: of the hosts.
-        num_hosts: the number of hosts, with a learner each.
+        passes: of each host, with a learner, the seconds of its passes, without an end.
     """
 
-    def __init__(self, policy: Policy, speeds: HostSpeeds, num_hosts: int) -> None:
+    def __init__(self, policy: Policy, passes: Sequence[Iterator[float]]) -> None:
+        num_hosts = len(passes)
         self._sequencer = Sequencer.of(policy, range(num_hosts))
         self._cancels, self._goes_on = policy.cancels, policy.local
-        self._seconds = [speeds.seconds_of(host, seed=0) for host in range(num_hosts)]
+        self._seconds = passes
         self._now, self._used = 0.0, 0
         self._versions = [0] * num_hosts
         self._passes = [0] * num_hosts  # the number of each learner's pass under way
