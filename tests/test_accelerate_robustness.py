@@ -306,6 +306,12 @@ def refusals() -> dict[str, Any]:
     outcomes["comm_hook='bf16'"] = raised(lambda: PipeSyncAccelerator(PipeSyncPlugin("dear"), kwargs_handlers=[hooked]))
     pipeline = accelerator_of("ea_pipe")
     outcomes["accelerator.prepare_pipeline(layers"] = raised(lambda: pipeline.prepare(model, OPTIMIZERS["sgd"](model)))
+    pipeline.prepare_pipeline(
+        model, nn.functional.cross_entropy, lambda p: OPTIMIZERS["sgd"](nn.ParameterList(p)), virtual_stages=2
+    )
+    outcomes["start a process for each stage"] = raised(lambda: pipeline.load_state("none"))
+    pipeline.free_memory()
+    model = seeded_mlp()
     selsync = accelerator_of("selsync", injection=(0.5, 0.5))
     network, optimizer = selsync.prepare(model, OPTIMIZERS["sgd"](model))
     outcomes["prepare_train_loader(train_loader)"] = raised(lambda: forward_backward(selsync, network, 0))

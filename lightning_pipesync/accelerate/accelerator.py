@@ -34,7 +34,6 @@ from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
 from lightning_pipesync.training.module import SyncedModule
-from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions
 
 
@@ -145,7 +144,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """
         if self._loader_is_for_training:
             return self.prepare_train_loader(data_loader)
-        if self._synchronizes and self._has_pipeline and not is_prepared(data_loader):
+        if self._synchronizes and self._pipelined is not None and not is_prepared(data_loader):
             return loaders.same_on_all_ranks(self, data_loader)
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
@@ -165,10 +164,9 @@ class PipeSyncAccelerator(SavingAccelerator):
                 "The loader was prepared before, and would be divided twice: pass the original loader to "
                 "prepare_train_loader(), and not to prepare()."
             )
-        if not self._synchronizes or self._has_pipeline:
+        if (plugin := self._synced) is None:
             return self.prepare_data_loader(data_loader)
-        assert self.pipesync is not None
-        prepared = loaders.for_training(self, data_loader, self.pipesync.config, lambda: self._training_data)
+        prepared = loaders.for_training(self, data_loader, plugin.config, lambda: self._training_data)
         self._num_batches = num_batches(prepared)
         return prepared
 
@@ -199,21 +197,20 @@ class PipeSyncAccelerator(SavingAccelerator):
         Raises:
             ValueError: the method is not ``"ea_pipe"``, or as in EAPipe.
         """
-        if not self._has_pipeline:
+        if (plugin := self._pipelined) is None:
             raise ValueError(
                 "prepare_pipeline() needs PipeSyncPlugin(method='ea_pipe'), and this Accelerator has "
                 f"{self.pipesync!r}: call prepare(model, optimizer), or change the method."
             )
-        assert self.pipesync is not None
         layers = super().prepare_model(layers, device_placement=False, evaluation_mode=True)
         if self.num_processes == 1:
             engine_kwargs.setdefault("virtual_stages", 1)
-        method = cast("type[PipelineMethod]", METHODS[self.pipesync.method])
+        method = cast("type[PipelineMethod]", plugin.method_type)
         engine = method(
             layers,
             loss,
             optimizer_factory,
-            self.pipesync.config,
+            plugin.config,
             device=self.device,
             backend=self._traffic_backend,
             **engine_kwargs,
@@ -245,9 +242,9 @@ class PipeSyncAccelerator(SavingAccelerator):
     @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes gradients, as Accelerate does."""
-        if not self._loader_checked and self._synchronizes and self.pipesync is not None:
+        if not self._loader_checked and (plugin := self._synced) is not None:
             self._loader_checked = True
-            loaders.check_training(self.pipesync.config)
+            loaders.check_training(plugin.config)
         super().backward(loss, **kwargs)
 
     @override
@@ -327,8 +324,14 @@ class PipeSyncAccelerator(SavingAccelerator):
         return self.pipesync is not None and self.num_processes > 1
 
     @property
-    def _has_pipeline(self) -> bool:
-        return self.pipesync is not None and METHODS[self.pipesync.method].makes_passes
+    def _synced(self) -> PipeSyncPlugin | None:
+        """The plugin, if its method synchronizes what a loop computes; None: one process, or a pipeline."""
+        return self.pipesync if self._synchronizes and self._pipelined is None else None
+
+    @property
+    def _pipelined(self) -> PipeSyncPlugin | None:
+        """The plugin, if its method is a pipeline."""
+        return self.pipesync if self.pipesync is not None and self.pipesync.method_type.makes_passes else None
 
     @property
     def _takes_gradients(self) -> bool:
@@ -342,11 +345,10 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     def _attach(self) -> None:
         """Attaches a method to prepared models and optimizers, when :meth:`prepare` is complete; a collective call."""
-        if self._synchronizes and not self._preparing:
-            assert self.pipesync is not None
+        if (plugin := self._synced) is not None and not self._preparing:
             plan = MethodPlan(
-                self.pipesync.method,
-                self.pipesync.config,
+                plugin.method,
+                plugin.config,
                 ranks_of_host(),
                 self._traffic_backend,
                 loads_data=True,
@@ -388,9 +390,9 @@ class PipeSyncAccelerator(SavingAccelerator):
         return self._sessions.sessions[0].method.data
 
     def _refuse_pipeline(self, call: str) -> None:
-        if self.pipesync is not None and self._has_pipeline:
+        if (plugin := self._pipelined) is not None:
             raise ValueError(
-                f"method={self.pipesync.method!r} makes the passes itself, and does not support {call}: call "
+                f"method={plugin.method!r} makes the passes itself, and does not support {call}: call "
                 "engine = accelerator.prepare_pipeline(layers, loss, optimizer_factory), and engine.train_batch(batch) "
                 "in place of backward() and step()."
             )

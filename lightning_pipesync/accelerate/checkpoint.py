@@ -1,4 +1,4 @@
-"""The file of each rank that ``save_state`` writes besides Accelerate's own."""
+"""The file of each rank that ``save_state`` writes besides Accelerate's files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import raise_on_all_ranks
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
@@ -22,7 +23,7 @@ from lightning_pipesync.training.state import check_digest, state_of_rank
 def save_rank_states(
     folder: str | Path, methods: Sequence[Method], name: str, rank: int, world_size: int, models: Sequence[nn.Module]
 ) -> None:
-    """Writes the state that this rank needs to resume bit for bit, to its own file.
+    """Writes the state that this rank needs to resume bit for bit, to its file.
 
     Args:
         folder: the checkpoint's folder, which machines need not share.
@@ -43,18 +44,15 @@ def save_rank_states(
 
 
 def read_rank_states(
-    folder: str | Path,
-    methods: Sequence[Method],
-    name: str,
-    models: Sequence[nn.Module],
-    config: Settings,
+    folder: str | Path, num_methods: int, transport: Transport, name: str, models: Sequence[nn.Module], config: Settings
 ) -> list[Any]:
     """Returns the states that :func:`save_rank_states` has written; a collective call.
 
     Args:
         folder: the checkpoint's folder.
-        methods: the methods in the order of preparation, at least one.
-        name: their name.
+        num_methods: the number of prepared methods.
+        transport: communicates with the other ranks.
+        name: the name of the methods.
         models: the models that were loaded from the checkpoint.
         config: the settings of the methods.
 
@@ -65,8 +63,6 @@ def read_rank_states(
         ValueError: on all ranks: some ranks do not find their file, or it is damaged, or of other models or of another
             number of processes.
     """
-    transport = methods[0].transport
-    assert transport is not None
     path, problem, saved = _file(folder, transport.rank), None, None
     try:
         saved = _read(path, transport.rank)
@@ -96,11 +92,11 @@ def read_rank_states(
     if not complete:
         raise ValueError(
             f"Not all of the {transport.world_size} processes find what they need in {folder}: on machines without a "
-            f"shared folder, each machine needs the files of its own processes, such as {path.name}."
+            f"shared folder, each machine needs the files of its processes, such as {path.name}."
         )
-    if num_states != len(methods):
+    if num_states != num_methods:
         raise ValueError(
-            f"{folder} holds {num_states} models that were trained with their optimizers, and {len(methods)} are "
+            f"{folder} holds {num_states} models that were trained with their optimizers, and {num_methods} are "
             "prepared: prepare the same models before load_state()."
         )
     return list(state)
@@ -118,7 +114,7 @@ def _read(path: Path, rank: int) -> dict[str, Any] | None:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         states = saved["states"]
-    except Exception as error:  # zipfile's, pickle's and torch's own
+    except Exception as error:  # those of zipfile, pickle and torch
         raise ValueError(
             f"The state of rank {rank} in {path} is damaged ({type(error).__name__}: {error}). Resume from another "
             f"checkpoint, or remove {removable} to resume from the weights and optimizers alone."

@@ -1,4 +1,4 @@
-"""``pipesync launch``: Accelerate's launcher, with method and settings in the same YAML file as its own options."""
+"""``pipesync launch``: Accelerate's launcher, with method and settings in the same YAML file as its options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def launch_with_accelerate(arguments: Sequence[str]) -> int:
     """Runs ``accelerate launch ARGUMENTS`` with a configuration file that has a section ``pipesync``.
 
     Args:
-        arguments: those of ``accelerate launch``: options, the script, and the script's own arguments.
+        arguments: those of ``accelerate launch``: options, the script, and the script's arguments.
 
     Returns:
         The exit status.

@@ -35,9 +35,7 @@ class InjectedLoader(LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            injection = self.find_data().injection
-            assert injection is not None
-            injected = injection(batch)
+            injected = self.find_data().inject(batch)
             yield injected if self.device is None else send_to_device(injected, self.device)
 
     def skip_first_batches(self, num_batches: int) -> InjectedLoader:

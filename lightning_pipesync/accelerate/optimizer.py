@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -76,21 +77,19 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
             self._state_at_hand = None
 
     def _update(self, closure: Callable[[], Any] | None) -> None:
-        def compute() -> Any:
-            assert closure is not None
-            loss = closure()
-            self.take_gradient()
-            return loss
-
-        compute_first = None if closure is None else compute
         if self.scaler is None:
-            self.optimizer.step(compute_first)
+            self.optimizer.step(None if closure is None else partial(self._compute, closure))
             return
-        if compute_first is not None:
+        if closure is not None:
             raise ValueError("mixed_precision='fp16' does not support closures: compute the gradient before the step.")
         self.scaler.step(self.optimizer)
         self._skipped = found_overflow(self.scaler, self.optimizer)
         self.scaler.update()
+
+    def _compute(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self.take_gradient()
+        return loss
 
     def _method(self) -> SyncMethod:
         method = self.method

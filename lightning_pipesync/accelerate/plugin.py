@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import check_for_loop
-from lightning_pipesync.training.registry import make_config, parse_config
+from lightning_pipesync.training.registry import METHODS, make_config, parse_config
 
 PREFIX = "PIPESYNC_"
 #: The variable that names the YAML file with method and settings.
@@ -40,6 +41,11 @@ class PipeSyncPlugin:
         self.method = method
         self.config = make_config(method, settings)
         check_for_loop(type(self.config), settings)
+
+    @property
+    def method_type(self) -> type[Method]:
+        """The method's class."""
+        return METHODS[self.method]
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> PipeSyncPlugin:

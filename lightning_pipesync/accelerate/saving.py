@@ -51,13 +51,13 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Returns the user's own model; with SelSync its weights are this rank's own unless they are consolidated."""
+        """Returns the user's model; where ranks train different weights, they are this rank's unless consolidated."""
         if isinstance(model, SyncedModule):
             if model.method is not None:
                 model.method.synchronize()
                 if model.method.diverged:
                     warnings.warn(
-                        "unwrap_model() has returned a model whose weights are this process's own. Before they are "
+                        "unwrap_model() has returned a model with the weights of this process alone. Before they are "
                         "saved or evaluated, call accelerator.wait_for_everyone() on all processes.",
                         stacklevel=2,
                     )
@@ -66,7 +66,7 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Returns the consolidated weights under the user's own names; a collective call."""
+        """Returns the consolidated weights under the names of the user's model; a collective call."""
         self.consolidate()
         return unshare_storage(super().get_state_dict(model, unwrap))
 
@@ -99,7 +99,9 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         Raises:
             ValueError: it is of other models, settings, or another number of processes.
+            RuntimeError: there is a pipeline with all stages in this process.
         """
+        self._sessions.check_resumable()
         folders: list[str] = []
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
         # A method reads weights and optimizer states when it is attached, so they are loaded without one.
@@ -118,11 +120,10 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         Raises:
             ValueError: it is of other models, settings, or another number of processes.
         """
-        if not self._sessions.methods:
+        methods = self._sessions.methods
+        if self.pipesync is None or not methods:
             return
-        assert self.pipesync is not None
-        states = checkpoint.read_rank_states(
-            folder, self._sessions.methods, self.pipesync.method, prepared_models(self), self.pipesync.config
-        )
-        for one, state in zip(self._sessions.methods, states, strict=False):
-            one.load_state_dict(state)
+        transport, name, config = self._sessions.transport, self.pipesync.method, self.pipesync.config
+        states = checkpoint.read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
+        for method, state in zip(methods, states, strict=False):
+            method.load_state_dict(state)

@@ -25,7 +25,7 @@ class DataSettings(Protocol):
     """Settings of the training data.
 
     Attributes:
-        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` is the loader's own order;
+        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` keeps the loader's order;
             ``"work_queue"``: each rank takes its next batch of an epoch from a queue of all ranks.
         full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
         injection: (alpha, beta) of data injection; None: there is none.
@@ -218,7 +218,7 @@ def check_num_samples(loader: DataLoader[Any], world_size: int) -> None:
 
 
 def with_resumable_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Returns ``loader`` in the same order; if that is the framework's own, it can resume within an epoch."""
+    """Returns ``loader`` in the same order; if that is the framework's, it can resume within an epoch."""
     order = sampler_of(loader)
     if type(order) is not DistributedSampler or not counts_samples(loader):
         return loader

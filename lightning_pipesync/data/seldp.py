@@ -1,4 +1,4 @@
-"""SelSync's data partitioning (SelDP): every rank sees the whole data set, starting at its own chunk."""
+"""SelSync's data partitioning (SelDP): every rank sees the whole data set, starting at another chunk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipesync.data.resumable import ResumableSampler
 
 
 class SelDPSampler(ResumableSampler):
-    """Gives every rank the whole data set as a circular queue of chunks, starting at its own chunk (SelSync III-D).
+    """Gives every rank the whole data set as a circular queue of chunks, starting at chunk ``rank`` (SelSync III-D).
 
     The data set is shuffled once and split into ``num_replicas`` chunks of equal length. Rank r takes chunks r, r+1,
     ... modulo ``num_replicas`` (SelSync Fig. 7b). So no two ranks have the same chunk in the same epoch, and after

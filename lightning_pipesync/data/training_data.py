@@ -73,10 +73,14 @@ class TrainingData:
 
         def finish(batch: Any) -> Any:
             self.followed = True
-            injected = batch if self.injection is None else self.injection(batch)
+            injected = self.inject(batch)
             return injected if to_device is None else to_device(injected)
 
         return TrainLoader(loader, finish)
+
+    def inject(self, batch: Any) -> Any:
+        """Returns ``batch`` with other ranks' rows appended, if data injection is set."""
+        return batch if self.injection is None else self.injection(batch)
 
     def check_followed(self) -> None:
         """Checks that no setting asks for what nobody does; called when a gradient is complete.

@@ -112,7 +112,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
             return session.method
         sessions = self._sessions.sessions
         if len(sessions) > 1:
-            sessions = [one for one in sessions if any(self._sessions.is_held(module) for module in one.modules)]
+            sessions = [held for held in sessions if any(map(self._sessions.is_held, held.modules))]
         if len(sessions) != 1:
             raise ValueError(
                 f"{len(sessions)} models have optimizers: choose one with optimizer=. The next fabric.setup() ends the "
@@ -127,7 +127,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         determines their order. A collective call.
 
         Args:
-            loader: the user's own loader, not set up by Fabric.
+            loader: the user's loader, not set up by Fabric.
             optimizer: the optimizer that trains on the data; may be omitted as in :meth:`method_of`.
 
         Raises:
@@ -267,8 +267,8 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         dist.all_reduce(held_somewhere, dist.ReduceOp.MAX)
         kept = [known for known, keep in zip(sessions.modules, held_somewhere.tolist(), strict=True) if keep]
         for session in sessions.sessions.copy():
-            again = any(own is module for own in session.modules)
-            if again or not any(own is known for own in session.modules for known in kept):
+            again = module in session.modules
+            if again or not any(trained in kept for trained in session.modules):
                 sessions.remove(session, write_back=again)  # the training of ``module`` continues
         sessions.modules = kept
 

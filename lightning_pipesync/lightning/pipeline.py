@@ -288,6 +288,6 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         if self.method is None or self._interrupted:
             return merged
         states = self._transport.collect_states({"state": self.method.optimizer_state()})
-        if states is not None and any(own["state"] for own in states):
-            merged["state"] = {index: values for own in states for index, values in own["state"].items()}
+        if states is not None and any(part["state"] for part in states):
+            merged["state"] = {index: values for part in states for index, values in part["state"].items()}
         return merged

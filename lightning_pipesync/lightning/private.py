@@ -36,14 +36,14 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
 
 
 def check_uneven_batches(trainer: Trainer) -> None:
-    """Checks that nothing counts a rank's own batches that all ranks have to do together.
+    """Checks that nothing that all ranks do together depends on how many batches one rank has had.
 
     Raises:
         ValueError: something does; the message names it.
     """
     counted = {
         "Trainer(min_steps=...)": bool(trainer.min_steps),
-        "Trainer(max_time=...)": any(_is_lightnings(one, "Timer") for one in vars(trainer)["callbacks"]),
+        "Trainer(max_time=...)": any(_is_lightnings(callback, "Timer") for callback in vars(trainer)["callbacks"]),
         "Trainer(val_check_interval=...)": trainer.val_check_interval != 1.0,
         "Trainer(overfit_batches=...)": bool(trainer.overfit_batches),  # type: ignore[attr-defined]
     }
@@ -54,7 +54,7 @@ def check_uneven_batches(trainer: Trainer) -> None:
     for name, used in counted.items():
         if used:
             raise ValueError(
-                f"{name} counts a rank's own steps, and with partition='work_queue' ranks take different numbers of "
+                f"{name} counts the steps of a rank, and with partition='work_queue' ranks take different numbers of "
                 "them: count in epochs (max_epochs, check_val_every_n_epoch, every_n_epochs), or set "
                 "partition='defdp'."
             )
@@ -121,13 +121,9 @@ def shown_metrics(trainer: Trainer) -> list[dict[str, Any]]:
 def show_metrics(trainer: Trainer, metrics: list[dict[str, Any]]) -> None:
     """Updates this rank's logged metrics with another rank's :func:`shown_metrics`."""
     connector = trainer._logger_connector
-    own: list[dict[str, Any]] = [
-        connector._callback_metrics,
-        connector._logged_metrics,
-        connector._progress_bar_metrics,
-    ]
-    for mine, others in zip(own, metrics, strict=True):
-        mine.update(others)
+    shown = [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics]
+    for mine, others in zip(shown, metrics, strict=True):
+        mine.update(others)  # type: ignore[attr-defined]
 
 
 def accumulated(metric: Metric) -> tuple[dict[str, Any], int]:

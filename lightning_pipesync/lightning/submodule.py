@@ -1,4 +1,4 @@
-"""Runs a submodule of a LightningModule as a pipeline, without changes to the module's own steps."""
+"""Runs a submodule of a LightningModule as a pipeline, without changes to the module's steps."""
 
 from __future__ import annotations
 

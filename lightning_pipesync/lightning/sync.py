@@ -1,4 +1,4 @@
-"""Strategies of methods that synchronize what Lightning's own loop computes."""
+"""Strategies of methods that synchronize what Lightning's loop computes."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.method is not None and self.method.data.injection is not None and self._training:
-            batch = self.method.data.injection(batch)
+        if self.method is not None and self._training:
+            batch = self.method.data.inject(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -197,7 +197,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
         **kwargs: Any,
     ) -> Any:
         method = self.attached
-        # LearningRateFinder replaces all callbacks, and expects its own as the first.
+        # LearningRateFinder replaces all callbacks, and expects its callback as the first.
         self._add_callback(self._trainer, first=False)
 
         def compute() -> Any:

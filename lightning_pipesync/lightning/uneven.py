@@ -36,12 +36,12 @@ class UnevenBatches:
         """Returns a training loader that takes its batches from the work queue.
 
         Raises:
-            ValueError: its order is the user's own (``order`` is None), it does not make batches, or it has fewer than
+            ValueError: ``order`` is None, as the order is the user's, it does not make batches, or it has fewer than
                 there are ranks.
         """
         if order is None:
             raise ValueError(
-                "partition='work_queue' hands out the samples of a map-style data set in Lightning's own order, and "
+                "partition='work_queue' hands out the samples of a map-style data set in Lightning's order, and "
                 f"this loader has {type(loader.dataset).__name__} with a {type(sampler_of(loader)).__name__}: leave "
                 "out the sampler, or set partition='defdp'."
             )

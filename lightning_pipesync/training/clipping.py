@@ -19,7 +19,7 @@ class OptimizerStep:
 
     Attributes:
         method: the method that steps the optimizer.
-        optimizer: the user's own optimizer.
+        optimizer: the user's optimizer.
     """
 
     method: SyncMethod
@@ -96,11 +96,11 @@ def _clipped_along(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor])
 
 
 def _whole(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor]) -> OptimizerStep:
-    """Returns the step of the one optimizer whose parameters these are."""
+    """Returns the step of the optimizer that has exactly these parameters."""
     if len(steps) > 1 or not steps[0].has_only(parameters):
         raise ValueError(
             f"With {steps[0].method.name!r} each rank has a part of the averaged gradient only: clip all parameters of "
-            f"one optimizer in one call. This call has {len(parameters)} tensors, and the optimizers that own some of "
+            f"one optimizer in one call. This call has {len(parameters)} tensors, and the optimizers that have some of "
             f"them have {', '.join(str(len(parameters_of(step.optimizer))) for step in steps)}."
         )
     return steps[0]

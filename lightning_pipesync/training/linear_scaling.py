@@ -109,7 +109,7 @@ class LinearScalingLR(LRScheduler):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "scheduler"})
 
     def _step_unscaled(self) -> None:
-        """Steps the schedule, with its own learning rates in the optimizer."""
+        """Steps the schedule, with unscaled learning rates in the optimizer."""
         groups = self.optimizer.param_groups
         for i, group in enumerate(groups):
             known = i < len(self._last_lr) and float(group["lr"]) == float(self._last_lr[i])

@@ -17,7 +17,7 @@ class SyncedModule(nn.Module):
     """A model whose gradients and weights a method synchronizes.
 
     Args:
-        module: the user's own model, or its compiled form.
+        module: the user's model, or its compiled form.
         automatic: whether :meth:`eval` consolidates the weights, which makes it a collective call, and the next forward
             pass of the training restores them; and whether a forward pass of a training without a method raises. If
             False, the loop calls :meth:`SyncMethod.flush` and :meth:`SyncMethod.resume` itself.

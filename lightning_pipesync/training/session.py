@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.method import Method, parameters_of
 from lightning_pipesync.methods.pipeline import PipelineMethod
 from lightning_pipesync.methods.settings import Settings
@@ -60,8 +61,8 @@ class Session:
     """A method, the optimizers whose steps it takes, and the models that they train.
 
     Attributes:
-        modules: the user's own models, connected by shared optimizers, without those that are part of another.
-        optimizers: the user's own optimizers of these models.
+        modules: the user's models, connected by shared optimizers, without those that are part of another.
+        optimizers: the user's optimizers of these models.
         method: the method attached to them.
         wrappers: weak references to the wrappers of the models.
     """
@@ -73,9 +74,9 @@ class Session:
 
     def trains(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> bool:
         """Returns whether the session has these optimizers, and of these models all parameters that they train."""
-        own = {id(parameter) for module in self.modules for parameter in module.parameters()}
+        known = {id(parameter) for module in self.modules for parameter in module.parameters()}
         return self.optimizers == optimizers and all(
-            id(parameter) in own for module in modules for parameter in trained_parameters(module, optimizers)
+            id(parameter) in known for module in modules for parameter in trained_parameters(module, optimizers)
         )
 
     def detach(self, timeout_s: float = 10.0) -> None:
@@ -108,36 +109,48 @@ class Sessions:
         """All attached methods."""
         return [*(session.method for session in self.sessions), *self.pipelines]
 
-    def wrap(self, module: nn.Module, automatic: bool) -> SyncedModule:
-        """Returns the wrapper of a model, which can be trained once its optimizer has been added.
+    @property
+    def transport(self) -> Transport:
+        """The transport of the first method, see :meth:`check_resumable`."""
+        return cast("Transport", self.methods[0].transport)
 
-        Args:
-            module: the user's own model.
-            automatic: see :class:`SyncedModule`.
+    def check_resumable(self) -> None:
+        """Checks that all methods can resume from a checkpoint.
+
+        Raises:
+            RuntimeError: there is a pipeline with all stages in this process.
         """
+        if any(method.transport is None for method in self.methods):
+            raise RuntimeError(
+                "A pipeline with all stages in one process cannot resume from a checkpoint: start a process for each "
+                "stage, or load the weights into the layers before the pipeline is created."
+            )
+
+    def wrap(self, module: nn.Module, automatic: bool) -> SyncedModule:
+        """Returns the wrapper of a model, which can be trained once its optimizer has been added."""
         wrapper = SyncedModule(module, automatic)
-        self._wrappers = [weakref.ref(one) for one in (*self._held_wrappers, wrapper)]
-        if not any(module is known for known in self.modules):
+        self._wrappers = [weakref.ref(held) for held in (*self._held_wrappers, wrapper)]
+        if module not in self.modules:
             self.modules.append(module)
         return wrapper
 
     def wrapper_of(self, module: nn.Module) -> SyncedModule | None:
-        """Returns the wrapper of a model; None if there is none. A wrapper is its own."""
-        return next((one for one in self._held_wrappers if module is one or module is one.module), None)
+        """Returns the wrapper of a model, or the wrapper that is given; None if there is none."""
+        return next((held for held in self._held_wrappers if module in (held, held.module)), None)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Adds an optimizer, unless it was added before."""
-        if not any(optimizer is known for known in self.optimizers):
+        if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
 
     def is_held(self, module: nn.Module) -> bool:
         """Returns whether a wrapper of a model is still referenced on this rank."""
-        return any(one.module is module for one in self._held_wrappers)
+        return any(wrapper.module is module for wrapper in self._held_wrappers)
 
-    def session_of(self, one: Optimizer | SyncedModule) -> Session | None:
+    def session_of(self, trained: Optimizer | SyncedModule) -> Session | None:
         """Returns the session of an optimizer or a wrapper; None if there is none."""
         for session in self.sessions:
-            if any(one is known for known in (*session.optimizers, *(wrapper() for wrapper in session.wrappers))):
+            if trained in (*session.optimizers, *(wrapper() for wrapper in session.wrappers)):
                 return session
         return None
 
@@ -154,14 +167,14 @@ class Sessions:
         try:
             self._attach(plan)
         except ValueError:  # on all ranks
-            self.optimizers = [one for one in self.optimizers if any(one is known for known in before)]
+            self.optimizers = [optimizer for optimizer in self.optimizers if optimizer in before]
             self._attach(plan)
             raise
 
     def _attach(self, plan: MethodPlan) -> None:
         modules = self.modules.copy()  # and those of before the end that are still in use, with Accelerate
         for wrapper in self._held_wrappers:
-            if wrapper.automatic and not any(wrapper.module is known for known in modules):
+            if wrapper.automatic and wrapper.module not in modules:
                 modules.append(wrapper.module)
         groups = connected(modules, self.optimizers)
         for session in list(self.sessions):
@@ -180,18 +193,13 @@ class Sessions:
         self.sessions.remove(session)
 
     def remove(self, session: Session, write_back: bool) -> None:
-        """Ends a session, and removes its optimizers.
-
-        Args:
-            session: the session.
-            write_back: whether to write weights and optimizer states back, a collective call.
-        """
+        """Ends a session, and removes its optimizers; with ``write_back`` as :meth:`suspend`, a collective call."""
         if write_back:
             self.suspend(session)
         else:
             session.detach()
             self.sessions.remove(session)
-        self.optimizers = [one for one in self.optimizers if not any(one is own for own in session.optimizers)]
+        self.optimizers = [optimizer for optimizer in self.optimizers if optimizer not in session.optimizers]
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the methods of models and optimizers; their weights stay as they are."""
@@ -240,7 +248,7 @@ class Sessions:
 
     def _attached(self, modules: list[nn.Module], optimizers: list[Optimizer], plan: MethodPlan) -> Session:
         method = plan.attach(modules[0] if len(modules) == 1 else nn.ModuleList(modules), optimizers)
-        wrappers = [one for one in self._held_wrappers if trained_parameters(one.module, optimizers)]
+        wrappers = [wrapper for wrapper in self._held_wrappers if trained_parameters(wrapper.module, optimizers)]
         for wrapper in wrappers:
             wrapper.method = method
         return Session(modules, optimizers, method, [weakref.ref(wrapper) for wrapper in wrappers])
@@ -262,12 +270,12 @@ def connected(
     """
     groups: list[tuple[list[nn.Module], list[Optimizer]]] = []
     for optimizer in optimizers:
-        own = [module for module in modules if trained_parameters(module, [optimizer])]
-        if not own:
+        trained = [module for module in modules if trained_parameters(module, [optimizer])]
+        if not trained:
             continue
-        sharing = [group for group in groups if any(module in own for module in group[0])]
-        merged = [module for module in modules if module in own or any(module in group[0] for group in sharing)]
-        others = [one for group in sharing for one in group[1]]
+        sharing = [group for group in groups if any(module in trained for module in group[0])]
+        merged = [module for module in modules if module in trained or any(module in group[0] for group in sharing)]
+        others = [other for group in sharing for other in group[1]]
         groups = [group for group in groups if group not in sharing] + [(merged, [*others, optimizer])]
     return [(_without_submodules(modules, optimizers), optimizers) for modules, optimizers in groups]
 

@@ -21,19 +21,12 @@ CHECKPOINT_KEY = "pipesync"
 def section_of(
     name: str, config: Settings, transport: Transport, state: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the section under :data:`CHECKPOINT_KEY`, on rank 0 with the states of all ranks; a collective call.
-
-    Args:
-        name: the method's name.
-        config: the method's settings.
-        transport: communicates with the other ranks.
-        state: returns this rank's state.
-    """
+    """Returns the section under :data:`CHECKPOINT_KEY`, on rank 0 with all ranks' ``state()``; a collective call."""
     section: dict[str, Any] = {"strategy": name, "world_size": transport.world_size}
     if config.checkpoint_replicas:
-        own = state()
-        section["digests"] = dict(enumerate(transport.gather_objects(digest(own))))
-        section["ranks"] = dict(enumerate(transport.collect_states(own) or []))
+        of_rank = state()
+        section["digests"] = dict(enumerate(transport.gather_objects(digest(of_rank))))
+        section["ranks"] = dict(enumerate(transport.collect_states(of_rank) or []))
     return section
 
 
@@ -42,7 +35,7 @@ def rank_state(methods: dict[str, Any], precision: dict[str, Any], device: torch
 
     Args:
         methods: states of the methods.
-        precision: state of the precision plugin, the rank's own loss scale; may be empty.
+        precision: state of the precision plugin, such as this rank's loss scale; may be empty.
         device: the device whose random state is included.
     """
     return {**methods, **({"precision": precision} if precision else {}), "rng": rng_states(device)}
@@ -62,7 +55,7 @@ def state_of_rank(
     Args:
         saved: the section; None if the checkpoint has none.
         strategy: name of the strategy that resumes.
-        transport: communicates with the other ranks that resume.
+        transport: communicates with the ranks that resume.
         config: settings of the strategy that resumes.
         removable: what a user may remove from the checkpoint to resume without the states of the ranks.
 

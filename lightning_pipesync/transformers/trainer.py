@@ -11,7 +11,6 @@ from lightning_pipesync.accelerate.accelerator import PipeSyncAccelerator
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.accelerate.plugin import PipeSyncPlugin
 from lightning_pipesync.core.private_names import ChecksOverrides
-from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.transformers.private import accelerator_of_transformers
 
 if TYPE_CHECKING:
@@ -42,21 +41,8 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
 
     def __init__(self, *args: Any, pipesync: PipeSyncPlugin | None = None, **kwargs: Any) -> None:
         self._pipesync = PipeSyncPlugin.from_environment() if pipesync is None else pipesync
-        if self._pipesync is not None and METHODS[self._pipesync.method].makes_passes:
-            raise ValueError(
-                f"method={self._pipesync.method!r} makes the passes itself, and so does transformers' Trainer: use "
-                "PipeSyncAccelerator.prepare_pipeline() in a plain loop, or another method."
-            )
-        if self._pipesync is not None and self._pipesync.config.partition == "work_queue":
-            raise ValueError(
-                "partition='work_queue' gives ranks different numbers of steps, and transformers' Trainer saves and "
-                "evaluates by a rank's own: set partition='defdp', or use PipeSyncAccelerator in a plain loop."
-            )
-        if self._pipesync is not None and self._pipesync.config.injection is not None:
-            raise ValueError(
-                f"injection={self._pipesync.config.injection} does not work in transformers' Trainer, which "
-                "resumes within an epoch with its own loader: use a plain loop, or set injection=None."
-            )
+        if self._pipesync is not None:
+            _check(self._pipesync)
         super().__init__(*args, **kwargs)
 
     @override
@@ -109,3 +95,22 @@ class PipeSyncTrainerMixin(ChecksOverrides, _Base):
     def _load_best_model(self) -> None:
         self.accelerator.consolidate()
         super()._load_best_model()
+
+
+def _check(plugin: PipeSyncPlugin) -> None:
+    """Checks that the method works in transformers' Trainer."""
+    if plugin.method_type.makes_passes:
+        raise ValueError(
+            f"method={plugin.method!r} makes the passes itself, and so does transformers' Trainer: use "
+            "PipeSyncAccelerator.prepare_pipeline() in a plain loop, or another method."
+        )
+    if plugin.config.partition == "work_queue":
+        raise ValueError(
+            "partition='work_queue' gives ranks different numbers of steps, and transformers' Trainer saves and "
+            "evaluates by the steps of a rank: set partition='defdp', or use PipeSyncAccelerator in a plain loop."
+        )
+    if plugin.config.injection is not None:
+        raise ValueError(
+            f"injection={plugin.config.injection} does not work in transformers' Trainer, which "
+            "resumes within an epoch with another loader: use a plain loop, or set injection=None."
+        )
