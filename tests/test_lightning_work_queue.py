@@ -136,7 +136,7 @@ def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"min_steps": 5}, "Trainer(min_steps=...) counts a rank's own steps"),
+        ({"min_steps": 5}, "Trainer(min_steps=...) counts the steps of a rank"),
         ({"max_time": {"seconds": 50}}, "Trainer(max_time=...) counts"),
         ({"val_check_interval": 5}, "Trainer(val_check_interval=...) counts"),
         ({"overfit_batches": 2}, "Trainer(overfit_batches=...) counts"),

@@ -34,6 +34,7 @@ from lightning_pipesync.methods.pipeline import OptimizerFactory, PipelineMethod
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.training import clipping
 from lightning_pipesync.training.module import SyncedModule
+from lightning_pipesync.training.registry import METHODS
 from lightning_pipesync.training.session import MethodPlan, Sessions
 
 
@@ -149,7 +150,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def prepare_train_loader(self, data_loader: DataLoader[Any]) -> Any:
-        """Prepares the training loader; with SelSync, in the order of SelDP and with data injection if these are set.
+        """Prepares the training loader, in the order of ``partition`` and with data injection if that is set.
 
         Its order depends on the epoch only, so a run can resume within an epoch at the same batch:
         ``loader.set_epoch(epoch)``, then ``accelerator.skip_first_batches(loader, num_batches)``.
@@ -186,21 +187,22 @@ class PipeSyncAccelerator(SavingAccelerator):
     def prepare_pipeline(
         self, layers: nn.Sequential, loss: Any, optimizer_factory: OptimizerFactory, **engine_kwargs: Any
     ) -> PipelineMethod:
-        """Creates the pipeline of ``method="ea_pipe"``, whose ``train_batch(batch)`` replaces the loop's body.
+        """Creates the pipeline of the plugin's method, whose ``train_batch(batch)`` replaces the loop's body.
 
         Args:
-            layers: as in EAPipe.
-            loss: as in EAPipe.
-            optimizer_factory: as in EAPipe.
-            engine_kwargs: as in EAPipe: ``others``, ``virtual_stages``.
+            layers: as in :class:`PipelineMethod`, like the other arguments.
+            loss: a function of an output and a target.
+            optimizer_factory: returns the optimizer of a stage's parameters.
+            engine_kwargs: ``others``, ``virtual_stages``.
 
         Raises:
-            ValueError: the method is not ``"ea_pipe"``, or as in EAPipe.
+            ValueError: the method is not a pipeline, or as in its class.
         """
         if (plugin := self._pipelined) is None:
+            names = " or ".join(repr(name) for name, method in METHODS.items() if method.makes_passes)
             raise ValueError(
-                "prepare_pipeline() needs PipeSyncPlugin(method='ea_pipe'), and this Accelerator has "
-                f"{self.pipesync!r}: call prepare(model, optimizer), or change the method."
+                f"prepare_pipeline() needs PipeSyncPlugin({names}), and this Accelerator has {self.pipesync!r}: "
+                "call prepare(model, optimizer), or change the method."
             )
         layers = super().prepare_model(layers, device_placement=False, evaluation_mode=True)
         if self.num_processes == 1:
@@ -220,7 +222,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @override
     def free_memory(self, *objects: Any) -> Any:
-        """Ends the methods, and releases what was prepared; with DeAR also the states of optimizers.
+        """Ends the methods, and releases what was prepared, with the parts of optimizer states that ranks have.
 
         Not a collective call, so a process may call it after an error. See :meth:`return_optimizer_states`.
         """
@@ -264,8 +266,8 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Clips the gradient that is about to be applied by its norm; returns the norm before clipping.
 
         Raises:
-            ValueError: with DeAR, where each rank has only a part of the gradient: ``parameters`` are not all of one
-                optimizer's, or ``norm_type`` is not 2.
+            ValueError: each rank has only a part of the gradient, and ``parameters`` are not all of one optimizer's,
+                or ``norm_type`` is not 2.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self._takes_gradients:
@@ -277,7 +279,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         """Clips every value of the gradient that is about to be applied to ``[-clip_value, clip_value]``.
 
         Raises:
-            ValueError: with DeAR: ``parameters`` are not all of one optimizer's.
+            ValueError: each rank has only a part of the gradient, and ``parameters`` are not all of one optimizer's.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._takes_gradients:
@@ -305,7 +307,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         yield
 
     def metrics(self) -> dict[str, float]:
-        """Returns this rank's metrics of the method, for logging: ``selsync/lssr``, ``dear/mib_sent``, ..."""
+        """Returns this rank's metrics of the method, for logging, by ``METHOD/METRIC``."""
         return {} if self.pipesync is None else self._sessions.metrics(self.pipesync.method)
 
     @override

@@ -61,7 +61,7 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state; a collective call if each rank has a part of it (DeAR)."""
+        """Returns the whole state; a collective call if each rank has a part of it."""
         if self._state_at_hand is not None:
             return self._state_at_hand
         method = self.method

@@ -218,7 +218,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         """Clips the gradient that is about to be applied; returns its norm before clipping.
 
         Raises:
-            ValueError: no rank has that gradient (DeAR), and it is not the L2 norm.
+            ValueError: each rank has only a part of that gradient, and it is not the L2 norm.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
         """
         step = self._step_to_clip(optimizer)

@@ -74,7 +74,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
             self._until_teardown.enter_context(leaving_logs_to_rank_0(module))
         if self._fitting:
             self.setup_optimizers(trainer)
-            check_training(trainer, self.precision_plugin)
+            check_training(trainer, self.precision_plugin, self.name)
             self._replace_clipping(clip_grad_by_norm=self._clip_by_norm)
         self.setup_precision_plugin()
         broadcast_rng_state(self.broadcast)

@@ -30,20 +30,20 @@ Broadcast = Callable[[Any], Any]
 AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
-def check_training(trainer: Trainer, precision: Precision) -> None:
-    """Checks that a pipeline can train the Trainer's module.
+def check_training(trainer: Trainer, precision: Precision, name: str) -> None:
+    """Checks that a pipeline, the strategy of that name, can train the Trainer's module.
 
     Raises:
         ValueError: something is not supported; the message says what to change.
     """
     if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
-            "strategy='ea_pipe' makes the backward passes itself, outside of training_step: set "
+            f"strategy={name!r} makes the backward passes itself, outside of training_step: set "
             "self.automatic_optimization = True."
         )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            "strategy='ea_pipe' runs training_step twice for each batch, which needs a batch as its argument, not the "
+            f"strategy={name!r} runs training_step twice for each batch, which needs a batch as its argument, not the "
             "loader's iterator: write training_step(batch, batch_idx)."
         )
     if scaler_of(precision) is not None:
@@ -55,16 +55,16 @@ def check_training(trainer: Trainer, precision: Precision) -> None:
         if any(cls.__name__ in AVERAGING for cls in type(callback).__mro__):
             raise ValueError(
                 f"{type(callback).__name__} averages the weights of a whole model, and each process has only some of "
-                "its layers: remove the callback. The master of strategy='ea_pipe' is an average already."
+                f"its layers: remove the callback. The weights of strategy={name!r} are an average already."
             )
 
 
 def broadcast_rng_state(broadcast: Broadcast) -> None:
     """Broadcasts rank 0's random states, so that data sets and steps draw the same numbers on all ranks."""
-    states = broadcast((torch.get_rng_state(), np.random.get_state(), random.getstate()))
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+    of_torch, of_numpy, of_python = broadcast((torch.get_rng_state(), np.random.get_state(), random.getstate()))
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:

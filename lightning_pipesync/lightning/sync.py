@@ -90,7 +90,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
             problem = ValueError(
                 f"StochasticWeightAveraging writes the average before its pass for BatchNorm's statistics, and "
                 f"strategy={self.name!r} would change it after that: use EMAWeightAveraging or WeightAveraging, or "
-                "strategy='dear'."
+                "strategy='ddp'."
             )
         raise_on_all_ranks(method.transport, problem)
         found = [(one, value) for one in callbacks for value in vars(one).values() if isinstance(value, AveragedModel)]

@@ -55,8 +55,8 @@ def clip_norm(
         error_if_nonfinite: whether a norm that is not finite is an error.
 
     Raises:
-        ValueError: each rank has only a part of the gradients (DeAR), and ``parameters`` are not all of one optimizer's
-            or ``norm_type`` is not 2.
+        ValueError: each rank has only a part of the gradients, and ``parameters`` are not all of one optimizer's or
+            ``norm_type`` is not 2.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
     if all(step.method.applies_grad for step in steps):
@@ -81,7 +81,7 @@ def clip_value(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor], max
     """Clips every value of the gradients of ``parameters`` to ``[-max_value, max_value]``.
 
     Raises:
-        ValueError: each rank has only a part of the gradients (DeAR), and these are not all of one optimizer.
+        ValueError: each rank has only a part of the gradients, and these are not all of one optimizer.
     """
     if all(step.method.applies_grad for step in steps):
         nn.utils.clip_grad_value_([*parameters, *_clipped_along(steps, parameters)], max_value)
