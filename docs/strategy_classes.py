@@ -14,6 +14,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from settings_tables import docs_of
 
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
@@ -56,14 +58,14 @@ class Types:
         return str(annotation.__name__)
 
 
-def mixins(base: type, suffix: str) -> tuple[Types, list[str]]:
+def mixins(base: type, ddp_strategy: type, suffix: str) -> tuple[Types, list[str]]:
     """Returns the source of the classes with arguments, one for each method that ``base`` serves."""
     types, classes = Types(), []
     for method in OWN:
         mixin, without = _served_by(base, method)
         if mixin is None:
             continue
-        arguments = list(signature_of(method, mixin, without).parameters.values())[1:]
+        arguments = list(signature_of(method, ddp_strategy, without).parameters.values())[1:]
         classes.append(_mixin(method, mixin, suffix, arguments, types))
     return types, classes
 
@@ -107,9 +109,9 @@ class {method.__name__}{suffix}Mixin({mixin.__name__}):
 '''
 
 
-def arguments_file(base: type, suffix: str, framework: str) -> str:
+def arguments_file(base: type, ddp_strategy: type, suffix: str, framework: str) -> str:
     """Returns the file with the arguments of a framework's strategies."""
-    types, classes = mixins(base, suffix)
+    types, classes = mixins(base, ddp_strategy, suffix)
     names = {cls for cls in types.imported if cls.__name__ != "device"}
     used = {_served_by(base, method)[0] for method in OWN} - {None}
     imports = [f"from {_exported_by(cls)} import {cls.__name__}" for cls in [*names, *used] if cls is not None]
@@ -196,11 +198,12 @@ class {name}(arguments.{name}Mixin, DDPStrategy):{conflict}
 def files() -> Iterator[tuple[Path, str]]:
     """Yields each file that this script writes, and its text."""
     package = ROOT / "lightning_pipesync"
+    of_fabric = PipeSyncFabricStrategyMixin, FabricDDPStrategy
     texts = {
-        "lightning/arguments.py": arguments_file(SyncStrategyMixin, "Strategy", "the Trainer's"),
+        "lightning/arguments.py": arguments_file(SyncStrategyMixin, DDPStrategy, "Strategy", "the Trainer's"),
         "lightning/__init__.py": trainer_file("lightning.pytorch"),
         "lightning/twin.py": trainer_file("pytorch_lightning"),
-        "fabric/arguments.py": arguments_file(PipeSyncFabricStrategyMixin, "FabricStrategy", "Fabric's"),
+        "fabric/arguments.py": arguments_file(*of_fabric, "FabricStrategy", "Fabric's"),
         "fabric/__init__.py": fabric_file("lightning.fabric"),
         "fabric/twin.py": fabric_file("lightning_fabric"),
     }

@@ -23,15 +23,9 @@ from lightning_pipesync.training.state import check_digest, state_of_rank
 def save_rank_states(
     folder: str | Path, methods: Sequence[Method], name: str, rank: int, world_size: int, models: Sequence[nn.Module]
 ) -> None:
-    """Writes the state that this rank needs to resume bit for bit, to its file.
+    """Writes the states of ``methods`` on this rank, and a checksum of the models' weights, to the rank's file.
 
-    Args:
-        folder: the checkpoint's folder, which machines need not share.
-        methods: the methods in the order of preparation; if empty, the file of an earlier checkpoint is removed.
-        name: the method's name.
-        rank: this process's rank.
-        world_size: number of processes.
-        models: the models in the checkpoint; the file holds a checksum of their weights.
+    Machines need not share the folder. Without methods, the file of an earlier checkpoint is removed.
     """
     if not methods:
         _file(folder, rank).unlink(missing_ok=True)
@@ -46,18 +40,9 @@ def save_rank_states(
 def read_rank_states(
     folder: str | Path, num_methods: int, transport: Transport, name: str, models: Sequence[nn.Module], config: Settings
 ) -> list[Any]:
-    """Returns the states that :func:`save_rank_states` has written; a collective call.
+    """Returns the state of each method that :func:`save_rank_states` has written; a collective call.
 
-    Args:
-        folder: the checkpoint's folder.
-        num_methods: the number of prepared methods.
-        transport: communicates with the other ranks.
-        name: the name of the methods.
-        models: the models that were loaded from the checkpoint.
-        config: the settings of the methods.
-
-    Returns:
-        One state for each method; an empty list if the checkpoint is of plain Accelerate, or of another method.
+    The list is empty if the checkpoint is of plain Accelerate, or of another method than ``name``.
 
     Raises:
         ValueError: on all ranks: some ranks do not find their file, or it is damaged, or of other models or of another
@@ -103,11 +88,7 @@ def read_rank_states(
 
 
 def _read(path: Path, rank: int) -> dict[str, Any] | None:
-    """Returns what is in the file of a rank; None if there is no file.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Returns what is in the file of a rank; None if there is no file; a damaged one raises a ValueError."""
     if not path.exists():
         return None
     removable = f"{_file('', 0).name} and its like"

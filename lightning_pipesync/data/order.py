@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sized
+from typing import Any, Protocol, cast
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
@@ -95,35 +95,26 @@ def in_order(
     Args:
         loader: the loader of the training data.
         settings: of the training data.
-        order: see :func:`replaceable_order`.
+        order: as :func:`replaceable_order` returned it.
         num_samples: the batch size; None: that of the loader.
-        limit: as in :func:`with_seldp`.
+        limit: the part of the loader that an epoch uses: a number of batches, or a fraction.
 
     Raises:
         ValueError: the data set has fewer samples than there are ranks.
     """
     if settings.partition == "seldp" and order is not None:
-        return with_seldp(loader, order, full_pass=settings.full_pass, num_samples=num_samples, limit=limit)
+        return _with_seldp(loader, order, settings.full_pass, num_samples, limit)
     return loader if num_samples is None else with_order(loader, sampler_of(loader), num_samples)
 
 
-def with_seldp(
+def _with_seldp(
     loader: DataLoader[Any],
     order: DistributedSampler[Any],
-    *,
     full_pass: bool,
-    num_samples: int | None = None,
-    limit: int | float = 1.0,
+    num_samples: int | None,
+    limit: int | float,
 ) -> DataLoader[Any]:
-    """Returns a loader of the same data in the order of SelDP (SelSync III-D).
-
-    Args:
-        loader: a loader of a map-style data set.
-        order: the sampler to replace, whose data set, ranks, shuffle, seed and ``drop_last`` stay.
-        full_pass: see :class:`SelDPSampler`.
-        num_samples: a new batch size; None: that of the loader.
-        limit: the part of the loader that an epoch uses: a number of batches, or a fraction.
-    """
+    """Returns a loader of the same data in the order of SelDP (SelSync III-D), with ranks and seed of ``order``."""
     sampler = SelDPSampler(
         order.dataset,
         num_replicas=order.num_replicas,
@@ -204,16 +195,9 @@ def begin_at(
 
 
 def check_num_samples(loader: DataLoader[Any], world_size: int) -> None:
-    """Checks that there is at least one sample for each rank, if the data is divided among the ranks.
-
-    Raises:
-        ValueError: there are fewer samples than ranks.
-    """
-    sampler = sampler_of(loader)
-    if not isinstance(sampler, DistributedSampler):
-        return
-    num_samples = len(sampler.dataset)  # type: ignore[arg-type]
-    if num_samples < world_size:
+    """Raises a ValueError if the data is divided among the ranks and has fewer samples than there are ranks."""
+    sampler: Any = sampler_of(loader)
+    if isinstance(sampler, DistributedSampler) and (num_samples := len(cast("Sized", sampler.dataset))) < world_size:
         raise ValueError(f"The training data set has {num_samples} samples, too few for {world_size} ranks.")
 
 

@@ -223,8 +223,7 @@ class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
         period: tau of ``easgd``: steps of a learner from one pull to the next.
         elastic_force: alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers'
             weights move. ``auto``: 0.9 / number of learners.
-        servers: Number of ranks, the first ones, that serve a share of the weights, beside their own training. None:
-            all.
+        servers: Number of ranks, the first ones, that serve a share of the weights, and train. None: all.
         dedicated_servers: Whether the servers only serve, as in the papers, and the other ranks train. In plain loops.
         staleness_lr: How the learning rate depends on the staleness of gradients, the number of updates since the
             weights at which they were computed. ``mean``: it is divided by the mean staleness so far, where that is
@@ -232,23 +231,23 @@ class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
             ``distance_bound`` over the squared distance of the weights from those at which it was computed, 1 at most
             (Dutta et al., AISTATS 2018, Eq. 13); the servers keep the weights of each learner for that.
         distance_bound: C / eta_max of that rule: the squared distance from which on the rate falls.
-        delay_compensation: How it is compensated that gradients are stale. ``momentum``: learners get the weights that
-            they are expected to update: where momentum alone takes them, in as many updates as gradients have been
-            stale on average (SpecTrain). ``dc_asgd``: the servers add to each gradient what a Taylor expansion has for
-            the distance that the weights have moved since; they keep the weights of each learner for that.
+        delay_compensation: How stale gradients are compensated. ``momentum``: learners get predicted weights, to which
+            momentum alone leads in as many updates as gradients have been stale on average (SpecTrain). ``dc_asgd``:
+            the servers add to each gradient the Taylor expansion for the distance that the weights have moved since;
+            they keep the weights of each learner for that.
         dc_lambda: lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian.
         elementwise: Classes of further element-wise optimizers, which can be divided among several servers.
         compression: Codec of the gradients: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         fetch_compression: Codec of the weights that learners fetch, as differences to those that they have; the servers
-            keep these for each learner. After a flush all ranks have the same weights nevertheless.
+            keep these for each learner. A flush sends the weights as they are.
         keep_log: Whether rank 0 keeps the log of all updates, from which the run can be replayed.
         partition: Which rank trains on which data: ``defdp`` is the framework's order, with the same number of batches
             for all. ``work_queue``: each rank asks for its next batch, so that an epoch is the whole data set, whoever
             trains on which part of it. Except in a Trainer, with ``prepare_train_loader``.
-        on_lost_rank: What a rank that is lost means for the others: ``raise``: they raise an error that names it.
-            ``continue``: they go on without it, unless it serves weights; in plain loops, where not all ranks serve.
-            ``auto``: they go on where they can, if the policy is asynchronous: not with ``sync``, ``k_sync``,
+        on_lost_rank: What the others do when a rank is lost. ``raise``: they raise an error that names it.
+            ``continue``: they train without it, unless it serves weights; in plain loops, where not all ranks serve.
+            ``auto``: they continue where they can, if the policy is asynchronous: not with ``sync``, ``k_sync``,
             ``k_batch_sync`` and ``ssp``.
         timeout_s: Seconds after which a rank that is not heard of counts as lost.
         accelerator: as in DDPStrategy.

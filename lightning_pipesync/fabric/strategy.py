@@ -8,12 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -36,6 +34,7 @@ from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.session import MethodPlan, Sessions
+from lightning_pipesync.training.strategies import settings_in
 
 
 class BackwardSyncControl:
@@ -54,42 +53,17 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         config: the method's settings.
 
     Args:
-        accelerator: as in DDPStrategy.
-        parallel_devices: devices of this host's ranks.
-        cluster_environment: determines the rank and the number of ranks.
-        checkpoint_io: writes and reads checkpoints.
-        precision: the precision.
-        process_group_backend: with ``"gloo"``, CUDA tensors are sent through host memory.
-        start_method: how the processes are started.
-        settings: the method's settings, by name.
+        arguments: the method's settings and those of DDPStrategy, by name, as the derived classes state them.
 
     Raises:
         ValueError: a setting does not exist or is out of its range; the message names it and its value.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **settings: Any,
-    ) -> None:
+    def __init__(self, **arguments: Any) -> None:
+        settings = settings_in(arguments)
         self.config = make_config(self.name, settings)
         check_for_loop(type(self.config), settings)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=self.config.timeout_s),
-            start_method=start_method,
-        )
+        super().__init__(timeout=timedelta(seconds=self.config.timeout_s), **arguments)
         control_backward_sync(self, BackwardSyncControl())
         self._sessions = Sessions()
         self._ends_at_shutdown = False

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_trainer(trainer: Trainer, precision: Any) -> None:
-    """Checks, before a training, that a Trainer and its precision plugin have the private names used later.
-
-    Raises:
-        RuntimeError: a name is missing.
-    """
+    """Raises a RuntimeError, before a training, if a Trainer or its precision plugin lacks a private name."""
     require(trainer, "_logger_connector")
     require(trainer._logger_connector, "should_update_logs")
     require(trainer._logger_connector, "_callback_metrics", "_logged_metrics", "_progress_bar_metrics")

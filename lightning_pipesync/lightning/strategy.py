@@ -6,12 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -32,6 +28,7 @@ from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.settings import Settings
 from lightning_pipesync.training.registry import make_config
 from lightning_pipesync.training.state import CHECKPOINT_KEY, rank_state, section_of, state_of_rank
+from lightning_pipesync.training.strategies import settings_in
 
 if TYPE_CHECKING:  # the mixin serves `lightning` and its twin distribution `pytorch_lightning`, whose classes differ
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -53,14 +50,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         method: the method that trains in the current ``fit``; None outside one.
 
     Args:
-        accelerator: as in DDPStrategy.
-        parallel_devices: devices of this host's ranks.
-        cluster_environment: determines the rank and the number of ranks.
-        checkpoint_io: writes and reads checkpoints.
-        precision_plugin: the precision.
-        process_group_backend: with ``"gloo"``, CUDA tensors are sent through host memory.
-        start_method: how the processes are started.
-        settings: the method's settings, by name.
+        arguments: the method's settings and those of DDPStrategy, by name, as the derived classes state them.
 
     Raises:
         ValueError: a setting does not exist or is out of its range; the message names it and its value.
@@ -76,31 +66,13 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     _job_watch: PeerWatch | None = None
     _until_teardown = ExitStack()
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **settings: Any,
-    ) -> None:
+    def __init__(self, **arguments: Any) -> None:
+        settings = settings_in(arguments)
         self.config = make_config(self.name, settings)
         for name, instead in self.config.set_by_trainer.items():
             if name in settings:
                 raise ValueError(f"{name}={settings[name]!r} cannot be set under the Trainer: set {instead}.")
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=self.config.timeout_s),
-            start_method=start_method,
-        )
+        super().__init__(timeout=timedelta(seconds=self.config.timeout_s), **arguments)
 
     # --- set-up and end ---------------------------------------------------------------------------------------------
 

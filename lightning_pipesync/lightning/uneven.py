@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class UnevenBatches:
-    """Hands out the batches of a Trainer's loader, and makes its schedulers and ``max_steps`` follow the job.
-
-    Args:
-        world_size: number of ranks.
-        ask: asks for the next batch.
-    """
+    """A Trainer's loader that takes its batches from the work queue; schedulers and ``max_steps`` follow all ranks."""
 
     def __init__(self, world_size: int, ask: Ask) -> None:
         self._world_size, self._ask = world_size, ask
@@ -76,18 +71,15 @@ class UnevenBatches:
         return self._max_batches - self._batches.num_taken < self._world_size
 
     def pace_schedulers(self, module: LightningModule) -> Callable[[], object]:
-        """Makes schedulers that count steps go to where an average rank is, however many steps this one takes.
+        """Makes schedulers that count steps go to where an average rank is; returns a function that undoes it.
 
         Those that wait for a metric stay as they are.
-
-        Returns:
-            A function that undoes it.
         """
         step = module.lr_scheduler_step
 
         def to_position(scheduler: Any, metric: Any) -> None:
             trainer = module.trainer
-            config = next(one for one in trainer.lr_scheduler_configs if one.scheduler is scheduler)
+            config = next(config for config in trainer.lr_scheduler_configs if config.scheduler is scheduler)
             if config.interval != "step" or isinstance(scheduler, ReduceLROnPlateau) or self._batches is None:
                 step(scheduler, metric)
                 return

@@ -33,10 +33,7 @@ def section_of(
 def rank_state(methods: dict[str, Any], precision: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Returns the state that this rank needs, besides a plain checkpoint, to resume bit for bit.
 
-    Args:
-        methods: states of the methods.
-        precision: state of the precision plugin, such as this rank's loss scale; may be empty.
-        device: the device whose random state is included.
+    The precision plugin's state, such as this rank's loss scale, may be empty.
     """
     return {**methods, **({"precision": precision} if precision else {}), "rng": rng_states(device)}
 
@@ -50,17 +47,15 @@ def state_of_rank(
 ) -> dict[str, Any] | None:
     """Returns the state of this rank from the section under :data:`CHECKPOINT_KEY`; a collective call.
 
-    Rank 0 warns if the checkpoint is of another strategy, or if something is lost with this number of ranks.
+    None, if the checkpoint does not hold one or the rank cannot use it: rank 0 warns if the checkpoint is of another
+    strategy, or if something is lost with this number of ranks.
 
     Args:
         saved: the section; None if the checkpoint has none.
-        strategy: name of the strategy that resumes.
+        strategy: name of the strategy that resumes, with ``config``.
         transport: communicates with the ranks that resume.
-        config: settings of the strategy that resumes.
+        config: its settings.
         removable: what a user may remove from the checkpoint to resume without the states of the ranks.
-
-    Returns:
-        The state; None if the checkpoint does not hold one, or the rank cannot use it.
 
     Raises:
         ValueError: on every rank: the state of some rank is damaged; or the checkpoint was written with another number
@@ -76,11 +71,7 @@ def state_of_rank(
 
 
 def check_digest(state: Any, expected: str, rank: int, where: str, removable: str) -> None:
-    """Compares the state of a rank with the digest that was saved with it.
-
-    Raises:
-        ValueError: they do not fit.
-    """
+    """Raises a ValueError if the state of a rank does not fit the digest that was saved with it."""
     if (found := digest(state)) != expected:
         raise ValueError(
             f"The state of rank {rank} {where} is damaged: its digest is {found}, and {expected} was saved. Resume "
@@ -118,6 +109,5 @@ def _state_in(
 
 
 def _warn_once(rank: int, message: str) -> None:
-    """Warns on rank 0 only."""
     if rank == 0:
         warnings.warn(message, stacklevel=5)

@@ -17,6 +17,12 @@ from lightning_pipesync.training.registry import METHODS
 
 P = ParamSpec("P")
 
+#: The arguments of a framework's DDPStrategy that strategies have, too, besides a method's settings.
+OF_DDP = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"),
+    *("process_group_backend", "start_method"),
+)
+
 
 class Strategies:
     """Registers the strategies of all methods with one distribution of a framework.
@@ -65,23 +71,21 @@ def passes_to(base: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
     return decorate
 
 
-def signature_of(method: type[Method], base: type, without: Collection[str]) -> inspect.Signature:
-    """Returns the signature of a strategy: that of ``base``, with a method's settings in place of ``**settings``.
+def settings_in(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Removes the settings from a strategy's arguments, and returns them; those of DDPStrategy stay."""
+    return {name: arguments.pop(name) for name in list(arguments) if name not in OF_DDP}
 
-    Args:
-        method: the method's class.
-        base: the mixin that translates a framework's hooks.
-        without: settings that are not arguments.
-    """
-    init = base.__init__  # type: ignore[misc]
+
+def signature_of(method: type[Method], ddp_strategy: type, without: Collection[str]) -> inspect.Signature:
+    """Returns the signature of a strategy: the method's settings but ``without``, and arguments of ``ddp_strategy``."""
+    init = ddp_strategy.__init__  # type: ignore[misc]
     types = {**get_type_hints(init), **get_type_hints(method.config_type)}
-    of_framework = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
-    del of_framework["self"], of_framework["settings"]
     settings = {field.name: field.default for field in fields(method.config_type) if field.name not in without}
+    of_ddp = {name: given.default for name, given in inspect.signature(init).parameters.items() if name in OF_DDP}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     arguments = [
         inspect.Parameter(name, kind, default=default, annotation=types[name])
-        for name, default in {**settings, **of_framework}.items()
+        for name, default in {**settings, **of_ddp}.items()
     ]
     return inspect.Signature([inspect.Parameter("self", kind), *arguments])
 
@@ -101,7 +105,7 @@ def strategy_class(
 
     def __init__(self: Any) -> None: ...
 
-    signature = signature_of(method, bases[0], without)
+    signature = signature_of(method, bases[-1], without)
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     __init__.__annotations__ = {name: argument.annotation for name, argument in signature.parameters.items()}
     summary = inspect.cleandoc(method.__doc__ or "").partition("\n\n")[0]
