@@ -38,9 +38,11 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Most tests wait for processes that start: two files at a time.
+# Ranks wait for each other, and for those that are lost, about as long as they compute: twice as many files at a time as
+# two cores would need.
+WORKERS ?= 4
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Before each commit: what needs no other process than pytest's.
 test-fast: lint
@@ -68,7 +70,7 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 test-core: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(CORE_TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(CORE_TESTS)
 
 # The lower bounds in pyproject.toml are what this proves.
 test-oldest:

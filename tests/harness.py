@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -9,12 +10,14 @@ import pickle
 import random
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,17 @@ def default_signals() -> None:
     """Undoes, in a child that is about to begin, what ``nohup`` and a shell's background have its parents ignore."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+
+
+def end_with_tests() -> None:
+    """Has the system kill this rank, also one that is stopped, when the process that has forked it ends."""
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:  # it ends with the tests, once no rank holds this either
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    set_parent_death_signal = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def launch(
@@ -81,18 +95,21 @@ def launch(
             )
             for rank in range(world_size)
         ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + timeout_s
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        for rank in hung:
-            os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(1.0 if hung else 0.0)
-        for rank in hung:
-            ranks[rank].kill()
-            ranks[rank].join()
+        try:
+            for process in ranks:
+                process.start()
+            deadline = time.monotonic() + timeout_s
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
+            hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            for rank in hung:
+                os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
+            time.sleep(1.0 if hung else 0.0)
+        finally:  # also after Ctrl-C
+            for process in ranks:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         problems, results = [], []
         for rank, process in enumerate(ranks):
             outcome = folder / f"{rank}.result"
@@ -121,6 +138,7 @@ def _run_rank(
     group_timeout_s: float,
 ) -> None:
     default_signals()
+    end_with_tests()
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
 import lightning_pipesync  # noqa: F401  # registers the strategies
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch, raised
 from tests.lightning_models import Classifier, train_loader, trainer, val_loader
 
@@ -83,12 +84,27 @@ def late_ema() -> WeightAveraging:
     return EMAWeightAveraging(decay=0.8, update_starting_at_step=9)
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """By strategy, settings and callback."""
+    run = partial(average, tmp_path_factory.mktemp("running"))
+    return launch_cases(
+        {
+            (strategy, str(settings), callback): partial(run, strategy, settings, callback)
+            for strategy, settings in [("ddp", {}), *CASES]
+            for callback in (ema, late_ema)
+        },
+        2,
+        init=False,
+    )
+
+
 @pytest.mark.parametrize("callback", [ema, late_ema])
 @pytest.mark.parametrize(("strategy", "settings"), CASES)
 def test_running_averages_are_the_same_on_all_ranks(
-    strategy: str, settings: dict[str, Any], callback: Any, tmp_path: Path
+    strategy: str, settings: dict[str, Any], callback: Any, running: Outcomes
 ) -> None:
-    first, second = launch(partial(average, tmp_path, strategy, settings, callback), 2, init=False)
+    first, second = running[strategy, str(settings), callback]
     assert len(first) > 3
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         for kind, mine, theirs in zip(("parameters", "buffers"), one, other, strict=True):
@@ -96,10 +112,10 @@ def test_running_averages_are_the_same_on_all_ranks(
 
 
 @pytest.mark.parametrize("strategy", EXACT)
-def test_exact_methods_have_the_running_average_of_ddp(strategy: str, tmp_path: Path) -> None:
+def test_exact_methods_have_the_running_average_of_ddp(strategy: str, running: Outcomes) -> None:
     """The buffers, too: those of rank 0; the average of the ranks' with local SGD, which DDP does not have."""
-    [expected, _] = launch(partial(average, tmp_path, "ddp", {}, ema), 2, init=False)
-    [actual, _] = launch(partial(average, tmp_path, strategy, EXACT[strategy], ema), 2, init=False)
+    [expected, _] = running["ddp", "{}", ema]
+    [actual, _] = running[strategy, str(EXACT[strategy]), ema]
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one[0], other[0])
         if strategy != "local_sgd":
@@ -120,19 +136,30 @@ KEEPING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings", "batch_norm"),
-    [
-        *((*one, True) for one in KEEPING.items()),
-        *((*one, False) for one in {**KEEPING, "parameter_server": {"policy": "sync"}}.items()),
-    ],
-)
-def test_stochastic_weight_averaging_is_that_of_ddp(
-    strategy: str, settings: dict[str, Any], batch_norm: bool, tmp_path: Path
-) -> None:
-    fit = partial(average, tmp_path, callback=Swa, epochs=4, batch_norm=batch_norm)
-    [expected, _] = launch(partial(fit, strategy="ddp", settings={}), 2, init=False)
-    for actual in launch(partial(fit, strategy=strategy, settings=settings), 2, init=False):
+SWA_CASES = [
+    *((*one, True) for one in KEEPING.items()),
+    *((*one, False) for one in {**KEEPING, "parameter_server": {"policy": "sync"}}.items()),
+]
+
+
+@pytest.fixture(scope="module")
+def stochastic(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """By strategy, and by whether the network has BatchNorm."""
+    run = partial(average, tmp_path_factory.mktemp("stochastic"), callback=Swa, epochs=4)
+    return launch_cases(
+        {
+            (strategy, batch_norm): partial(run, strategy=strategy, settings=settings, batch_norm=batch_norm)
+            for strategy, settings, batch_norm in [("ddp", {}, True), ("ddp", {}, False), *SWA_CASES]
+        },
+        2,
+        init=False,
+    )
+
+
+@pytest.mark.parametrize(("strategy", "batch_norm"), [(strategy, batch_norm) for strategy, _, batch_norm in SWA_CASES])
+def test_stochastic_weight_averaging_is_that_of_ddp(strategy: str, batch_norm: bool, stochastic: Outcomes) -> None:
+    [expected, _] = stochastic["ddp", batch_norm]
+    for actual in stochastic[strategy, batch_norm]:
         torch.testing.assert_close(actual[-1][0], expected[-1][0])
 
 

@@ -1,0 +1,57 @@
+"""A table of cases that runs on ranks which are launched once; one that fails is named, and the others are told of."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from tests.harness import launch
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a case raised on a rank."""
+
+    traceback: str
+
+
+class Outcomes:
+    """What each case has returned."""
+
+    def __init__(self, of_ranks: list[dict[Hashable, Any]]) -> None:
+        self._of_ranks = of_ranks
+
+    def __getitem__(self, case: Hashable) -> list[Any]:
+        """Returns what each rank has returned.
+
+        Raises:
+            AssertionError: the case raised on a rank.
+        """
+        outcomes = [of_rank[case] for of_rank in self._of_ranks]
+        failures = [
+            f"--- {case!r} raised on rank {rank}:\n{outcome.traceback}"
+            for rank, outcome in enumerate(outcomes)
+            if isinstance(outcome, Failure)
+        ]
+        assert not failures, "\n".join(failures)
+        return outcomes
+
+
+def launch_cases(cases: Mapping[Any, Callable[[], Any]], world_size: int, *, init: bool = True) -> Outcomes:
+    """Calls the function of each case on ``world_size`` ranks, one case after the other."""
+    return Outcomes(launch(_run_cases, world_size, dict(cases), init=init, timeout_s=60 + 20 * len(cases)))
+
+
+def _run_cases(cases: dict[Hashable, Callable[[], Any]]) -> dict[Hashable, Any]:
+    outcomes: dict[Hashable, Any] = {}
+    for case, function in cases.items():
+        with mock.patch.dict(os.environ):  # a Trainer removes what a launcher has set
+            try:
+                outcomes[case] = function()
+            except Exception:
+                outcomes[case] = Failure(traceback.format_exc())
+    return outcomes

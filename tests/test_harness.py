@@ -1,0 +1,102 @@
+"""What `launch` says of ranks that do not return, and that none outlives the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.commands import ROOT, environment
+from tests.harness import DIED, default_signals, launch
+
+
+def sum_of_ranks() -> float:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return float(total)
+
+
+def misbehave(how: str) -> None:
+    if dist.get_rank() == 0:
+        return
+    if how == "raises":
+        raise KeyError("of rank 1")
+    if how == "dies":
+        os._exit(3)
+    time.sleep(1000)
+
+
+def sleep(folder: Path) -> None:
+    """Writes down its process. Rank 1 is stopped, so that only the system can end it."""
+    (folder / f"{os.getpid()}.rank").touch()
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
+def test_results_are_by_rank() -> None:
+    assert launch(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", ["rank 1 raised", "KeyError: 'of rank 1'", "in misbehave"]),
+        ("dies", ["rank 1 died with exit code 3"]),
+        ("hangs", ["rank 1 hung", "in misbehave"]),
+    ],
+)
+def test_a_rank_that_does_not_return_is_named(how: str, words: list[str]) -> None:
+    with pytest.raises(AssertionError) as caught:
+        launch(misbehave, 2, how, timeout_s=20 if how == "hangs" else 120)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "rank 0" not in str(caught.value)
+
+
+def test_a_rank_may_be_expected_to_die() -> None:
+    assert launch(misbehave, 2, "dies", may_die=(1,)) == [None, DIED]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_tests(number: signal.Signals, tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from tests import harness, test_harness as test
+harness.launch(test.sleep, 2, Path({str(tmp_path)!r}), init=False)
+"""
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL, preexec_fn=default_signals
+    )
+    try:
+        until(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(process.pid, number)
+        process.wait(200)
+    finally:
+        process.kill()
+        process.wait()
+    ranks = [int(file.stem) for file in tmp_path.iterdir()]
+    until(lambda: not any(lives(rank) for rank in ranks))
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 200) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there, and not only its status, which nobody has asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
