@@ -210,7 +210,7 @@ def order_of_events() -> list[str]:
             sync.synchronize()
             events.clear()
             for i, layer in enumerate(model):
-                bucket = sync._fused.with_parameter(layer.weight)
+                bucket = sync._fused.buckets[sync._fused.index_of[id(layer.weight)]]
                 assert {id(member.tensor) for member in bucket.members} == {id(p) for p in layer.parameters()}
                 names[bucket.gradients.flat.untyped_storage().data_ptr()] = i
                 names[bucket.values.flat.untyped_storage().data_ptr()] = i

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -35,7 +36,7 @@ class Settings:
     former_names: ClassVar[Mapping[str, str]] = {}
     former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = {}
 
-    timeout_s: float
+    timeout_s: float = 1800.0
 
     # Which data each rank trains on; settings of SelSync.
     partition: str = "defdp"
@@ -48,7 +49,7 @@ class Settings:
     checkpoint_replicas: bool = True
 
     def __post_init__(self) -> None:
-        """Checks that each setting is of its type.
+        """Checks that each setting is of its type, and those that all methods have.
 
         Raises:
             ValueError: one is not; the message names it, its type and its value.
@@ -57,6 +58,9 @@ class Settings:
         for field in fields(self):
             value = checked(field.name, annotations[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
+        get_codec(self.compression)
 
     def _check(self, name: str, fits: bool, words: str) -> None:
         """Raises a ValueError that says what a setting must be, and its value, unless it ``fits``."""

@@ -112,9 +112,6 @@ class DeARConfig(Settings):
                 f"topology='torus2d' sums in two directions, and would compress what is compressed already: "
                 f"use compression='none' with it, or topology='flat' with compression={self.compression!r}."
             )
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
-        get_codec(self.compression)
 
     @property
     def usual_update(self) -> Update:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
@@ -14,7 +14,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.feedpipe import FeedPipeSchedule
+from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
 from lightning_pipesync.methods.gradients.reshard import Slices, reshard, whole_state
 
 V = TypeVar("V")
@@ -27,12 +27,12 @@ class FusedBuckets:
         order: the observed order of gradients and of the forward pass.
         optimizers: the user's own.
         config: the settings.
-        transport: the way to the other ranks.
+        transport: carries what the ranks agree on.
+        feedpipe: waits for the buckets.
 
     Attributes:
         buckets: in the order in which their gradients become ready.
         index_of: by the id of a parameter the index of its bucket.
-        awaited: by module the buckets that its forward pass waits for.
         version: is another number when the buckets are others.
     """
 
@@ -42,26 +42,20 @@ class FusedBuckets:
         optimizers: Sequence[Optimizer],
         config: DeARConfig,
         transport: Transport,
+        feedpipe: FeedPipe[FusedBucket],
     ) -> None:
         self._order, self._optimizers = order, optimizers
-        self._config, self._transport = config, transport
+        self._config, self._transport, self._feedpipe = config, transport, feedpipe
         self._parameters: Sequence[NamedParameter] = ()
         self._ready: Sequence[NamedParameter] = ()  # in the order of their gradients
-        self._needed: Sequence[str] = ()  # names, in the order of the forward pass
+        self._needed: Sequence[NamedParameter] = ()  # in the order of the forward pass
         self.buckets: list[FusedBucket] = []
         self.index_of: dict[int, int] = {}
-        self.awaited: dict[nn.Module, list[FusedBucket]] = {}
         self.version = 0
-        self._gather_order: list[FusedBucket] = []
-
-    def with_parameter(self, parameter: Tensor) -> FusedBucket | None:
-        """Returns the bucket of a parameter; None if no optimizer has it."""
-        index = self.index_of.get(id(parameter))
-        return None if index is None else self.buckets[index]
 
     def of_optimizer(self, index: int) -> list[FusedBucket]:
         """Returns the buckets of an optimizer, in the order of their all-gathers."""
-        return [bucket for bucket in self._gather_order if bucket.group[0] == index]
+        return [bucket for bucket in self._feedpipe.buckets if bucket.group[0] == index]
 
     def reset(self, parameters: Sequence[NamedParameter]) -> None:
         """Releases the buckets; the next :meth:`fuse` fuses ``parameters``."""
@@ -77,7 +71,7 @@ class FusedBuckets:
         ready += sorted(set(everything).difference(ready), reverse=True)  # those not observed come last
         needed += sorted(set(everything).difference(needed))
         self._ready = [self._parameters[index] for index in ready]
-        self._needed = [self._parameters[index].name for index in needed]
+        self._needed = [self._parameters[index] for index in needed]
         self._set_buckets(self.divide(fusion))
 
     def divide(self, fusion: Fusion) -> list[list[NamedParameter]]:
@@ -134,15 +128,14 @@ class FusedBuckets:
         """Releases the buckets; every parameter has memory of its own afterwards."""
         for bucket in self.buckets:
             bucket.release()
-        self.buckets, self._gather_order = [], []
-        self.index_of, self.awaited = {}, {}
+        self._set_buckets([])
         self.version += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the parameters of each bucket, the observed orders, and this rank's state of each bucket."""
         return {
             "ready": [parameter.name for parameter in self._ready],
-            "needed": self._needed,
+            "needed": [parameter.name for parameter in self._needed],
             "plan": [[member.name for member in bucket.members] for bucket in self.buckets],
             "buckets": [bucket.state_dict() for bucket in self.buckets],
         }
@@ -151,7 +144,7 @@ class FusedBuckets:
         """Resumes from what :meth:`state_dict` returned on this rank."""
         self.release()
         by_name = {parameter.name: parameter for parameter in self._parameters}
-        self._ready, self._needed = [by_name[name] for name in state["ready"]], state["needed"]
+        self._ready, self._needed = ([by_name[name] for name in state[order]] for order in ("ready", "needed"))
         self._set_buckets([[by_name[name] for name in names] for names in state["plan"]])
         for bucket, saved in zip(self.buckets, state["buckets"], strict=True):
             bucket.load_state_dict(saved)
@@ -159,12 +152,7 @@ class FusedBuckets:
     def _set_buckets(self, layout: Sequence[Sequence[NamedParameter]]) -> None:
         self.buckets = [FusedBucket(members, self._optimizers, self._config, self._transport) for members in layout]
         self.index_of = {id(member.tensor): i for i, members in enumerate(layout) for member in members}
-        names = {id(parameter.tensor): parameter.name for parameter in self._parameters}
-        schedule = FeedPipeSchedule(_names(layout), self._needed)
-        self._gather_order = [self.buckets[index] for index in schedule.order]
-        for module in self._order.modules:
-            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
-            self.awaited[module] = [self.buckets[index] for index in schedule.awaited(own)]
+        self._feedpipe.set_buckets(self.buckets, [parameter.tensor for parameter in self._needed])
 
     def _by_rank(
         self, slices_of: Callable[[FusedBucket, int], Slices], buckets: Sequence[FusedBucket] | None = None

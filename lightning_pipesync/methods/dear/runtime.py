@@ -15,6 +15,7 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_norm, mark_stepped
+from lightning_pipesync.methods.dear.bucket import FusedBucket
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
@@ -25,7 +26,6 @@ from lightning_pipesync.methods.dear.tuning_file import TuningFile
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
-from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.sync_method import SyncMethod
 
@@ -76,19 +76,16 @@ class DeAR(SyncMethod):
         self._order = order = ExecutionOrder(self._module, self.transport.device)
         self._queue = queue = CommQueue("pipesync-dear", self.transport.device, self.transport.traffic)
         config = self._effective_config
-        self._fused = FusedBuckets(order, self.optimizers, config, self.transport)
+        self._feedpipe: FeedPipe[FusedBucket] = FeedPipe(self._module, order, queue)
+        self._fused = FusedBuckets(order, self.optimizers, config, self.transport, self._feedpipe)
         self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
         self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
         self._backpipe = BackPipe(
             self._fused, queue, self._may_start, self._wait_for_all, lambda index: self._early.start_after(index, queue)
         )
-        self._feedpipe = FeedPipe(self._fused, order, queue)
         self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
-        arrived = ModuleHook(self._before_state_dict)
-        self._hooks = [child.register_state_dict_pre_hook(arrived) for child in self._module.modules()]
-        self._hooks += [child.register_load_state_dict_pre_hook(arrived) for child in self._module.modules()]
-        self._hooks += [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self.optimizers]
+        self._hooks = [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self.optimizers]
         self._set_parameters(parameters)
 
     @property
@@ -300,10 +297,6 @@ class DeAR(SyncMethod):
         self._queue.close(timeout_s)
         self._fused.release()
         super()._detach(timeout_s)
-
-    def _before_state_dict(self, *_: Any) -> None:
-        """Waits for the weights of the last step, which a state_dict holds, or is about to replace."""
-        self.synchronize()
 
     def _return_states(self, index: int) -> None:
         """Sets the whole state of an optimizer, unless one was loaded, on this rank alone maybe; a collective call."""

@@ -5,7 +5,7 @@ DeAR's all-gathers run so, and SelSync's averages.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ K = TypeVar("K", bound=Hashable)
 class GatheredBucket(Protocol):
     """Parameters that one collective brings up to date."""
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters."""
+
     def start_update(self, queue: CommQueue) -> None:
         """Starts to bring the weights up to date."""
 
@@ -31,19 +35,7 @@ class GatheredBucket(Protocol):
         """
 
 
-class GatheredBuckets(Protocol):
-    """All buckets of a model; both properties change when it is fused anew."""
-
-    @property
-    def buckets(self) -> Sequence[GatheredBucket]:
-        """The buckets."""
-
-    @property
-    def awaited(self) -> Mapping[nn.Module, Sequence[GatheredBucket]]:
-        """The buckets that a module's forward pass waits for."""
-
-    def with_parameter(self, parameter: Tensor) -> GatheredBucket | None:
-        """Returns the bucket of a parameter; None if there is none."""
+B = TypeVar("B", bound=GatheredBucket)
 
 
 class FeedPipeSchedule(Generic[K]):
@@ -67,22 +59,43 @@ class FeedPipeSchedule(Generic[K]):
         return list(dict.fromkeys(self._bucket_of[p] for p in parameters if p in self._bucket_of))
 
 
-class FeedPipe:
+class FeedPipe(Generic[B]):
     """Starts the updates of a step; each module waits for its own weights before its forward pass.
 
+    A ``state_dict`` of the module, and what is about to replace its weights, waits for all.
+
     Args:
-        buckets: the fused parameters.
-        order: observes in which order modules run.
+        module: the model.
+        order: observes in which order its modules run.
         queue: runs the collectives.
+
+    Attributes:
+        buckets: in the order of their updates: the one that the forward pass needs first comes first.
     """
 
-    def __init__(self, buckets: GatheredBuckets, order: ExecutionOrder, queue: CommQueue) -> None:
-        self._fused, self._order, self._queue = buckets, order, queue
+    def __init__(self, module: nn.Module, order: ExecutionOrder, queue: CommQueue) -> None:
+        self._order, self._queue = order, queue
+        self.buckets: list[B] = []
+        self._bucket_of: dict[int, B] = {}  # by the id of a parameter
+        self._awaited: dict[nn.Module, list[B]] = {}
         # Before the hooks of others, such as those of weight_norm, which read the weights.
-        hook = ModuleHook(self._before_forward)
-        self._hooks = [child.register_forward_pre_hook(hook, prepend=True) for child in order.modules]
+        before_forward, before_state = ModuleHook(self._before_forward), ModuleHook(self._before_state_dict)
+        self._hooks = [child.register_forward_pre_hook(before_forward, prepend=True) for child in order.modules]
+        self._hooks += [child.register_state_dict_pre_hook(before_state) for child in module.modules()]
+        self._hooks += [child.register_load_state_dict_pre_hook(before_state) for child in module.modules()]
 
-    def start(self, buckets: Iterable[GatheredBucket]) -> None:
+    def set_buckets(self, buckets: Sequence[B], needed: Sequence[Tensor]) -> None:
+        """Sets the buckets; ``needed`` are their parameters, in the order in which the forward pass needs them."""
+        members = [[id(parameter) for parameter in bucket.parameters] for bucket in buckets]
+        schedule = FeedPipeSchedule(members, [id(parameter) for parameter in needed])
+        self.buckets = [buckets[index] for index in schedule.order]
+        self._bucket_of = {key: bucket for bucket, keys in zip(buckets, members, strict=True) for key in keys}
+        self._awaited = {
+            module: [buckets[i] for i in schedule.awaited([id(p) for p in module.parameters(recurse=False)])]
+            for module in self._order.modules
+        }
+
+    def start(self, buckets: Iterable[B]) -> None:
         """Starts the updates of ``buckets``, in the order in which the forward pass needs them."""
         for bucket in buckets:
             bucket.start_update(self._queue)
@@ -92,21 +105,24 @@ class FeedPipe:
         """Blocks until the weights are up to date that may be read where no module's forward pass waits for them."""
         self._order.begin_step()
         for parameter in self._order.used_elsewhere:
-            if (bucket := self._fused.with_parameter(parameter)) is not None:
+            if (bucket := self._bucket_of.get(id(parameter))) is not None:
                 bucket.wait()
 
     def wait(self) -> None:
         """Blocks until all weights are up to date."""
-        for bucket in self._fused.buckets:
+        for bucket in self.buckets:
             bucket.wait()
 
     def remove_hooks(self) -> None:
-        """Removes all forward hooks."""
+        """Removes all hooks on modules."""
         for hook in self._hooks:
             hook.remove()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         began = self._order.times.now() if self._order.forward_begins(module) else None
-        for bucket in self._fused.awaited.get(module, ()):
+        for bucket in self._awaited.get(module, ()):
             bucket.wait()
         self._order.times.module_has_waited(module, began)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.wait()

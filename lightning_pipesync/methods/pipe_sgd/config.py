@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Literal
 
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
 from lightning_pipesync.methods.settings import Settings
 
@@ -84,11 +83,8 @@ class PipeSGDConfig(Settings):
             )
         if not 0 < self.distance_constant < math.inf:
             raise ValueError(f"distance_constant must be a positive number, got {self.distance_constant!r}.")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
         if self.bucket_mb is not None:
             Fusion(bucket_mb=self.bucket_mb)
-        get_codec(self.compression)
 
     @property
     def reduces_learning_rate(self) -> bool:

@@ -6,9 +6,8 @@ arrive: a step takes t_bp + max(t_ff, t_ar) instead of t_ff + t_bp + t_ar.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +16,6 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
-from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 
@@ -26,6 +24,7 @@ class AveragedBucket:
 
     def __init__(self, replicas: ReplicatedTensors, index: int) -> None:
         self._replicas, self._index = replicas, index
+        self.parameters = replicas.tensors[index]
         self._average: Queued[Tensor] | None = None
 
     def start_update(self, queue: CommQueue) -> None:
@@ -47,25 +46,11 @@ class ForwardOverlap:
         self._queue = CommQueue("pipesync-selsync", transport.device, transport.traffic)
         # Of one optimizer: the buckets are in the reverse order of the parameters, which stands for that of forward.
         self._of_optimizer = [[AveragedBucket(r, i) for i in reversed(range(len(r.tensors)))] for r in replicas]
-        self._bucket_of = {
-            id(tensor): bucket
-            for r, buckets in zip(replicas, self._of_optimizer, strict=True)
-            for tensors, bucket in zip(r.tensors, reversed(buckets), strict=True)
-            for tensor in tensors
-        }
         self.buckets = [bucket for buckets in self._of_optimizer for bucket in buckets]
-        self.awaited = {child: self._buckets_of(child.parameters(recurse=False)) for child in order.modules}
-        self._feedpipe = FeedPipe(self, order, self._queue)
-        arrived = ModuleHook(self._before_state_dict)
-        self._hooks = [child.register_state_dict_pre_hook(arrived) for child in module.modules()]
-        self._hooks += [child.register_load_state_dict_pre_hook(arrived) for child in module.modules()]
-        self._hooks += [
-            hook_gradient(tensor, order.gradient_is_ready) for r in replicas for ts in r.tensors for tensor in ts
-        ]
-
-    def with_parameter(self, parameter: Tensor) -> AveragedBucket | None:
-        """Returns the bucket of a parameter; None if no optimizer has it."""
-        return self._bucket_of.get(id(parameter))
+        needed = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        self._feedpipe: FeedPipe[AveragedBucket] = FeedPipe(module, order, self._queue)
+        self._feedpipe.set_buckets(self.buckets, needed)
+        self._hooks = [hook_gradient(parameter, order.gradient_is_ready) for parameter in needed]
 
     def start(self, optimizer: int) -> None:
         """Starts the averages of the parameters of the optimizer of index ``optimizer``."""
@@ -85,11 +70,3 @@ class ForwardOverlap:
             hook.remove()
         self._feedpipe.remove_hooks()
         self._queue.close(timeout_s)
-
-    def _before_state_dict(self, *_: Any) -> None:
-        """Waits for the weights of the last step, which a state_dict holds, or is about to replace."""
-        self.wait()
-
-    def _buckets_of(self, parameters: Iterable[Tensor]) -> list[AveragedBucket]:
-        found = [self.with_parameter(parameter) for parameter in parameters]
-        return list(dict.fromkeys(bucket for bucket in found if bucket is not None))
