@@ -107,14 +107,7 @@ def gathers_in_gaps(buckets: Sequence[BucketTimes], share: float, pieces: Sequen
 
 
 class EagerGathers:
-    """The schedule of early all-gathers, made when there are times, and again when the buckets change.
-
-    Args:
-        buckets: the fused parameters.
-        order: has the times of the first steps.
-        transport: the way to the other ranks.
-        enabled: whether all-gathers may start early.
-    """
+    """The schedule of early all-gathers, made when there are times, and again when the buckets change."""
 
     def __init__(self, buckets: FusedBuckets, order: ExecutionOrder, transport: Transport, enabled: bool) -> None:
         self._fused, self._times, self._transport = buckets, order.times, transport

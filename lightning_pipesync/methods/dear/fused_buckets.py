@@ -23,13 +23,6 @@ V = TypeVar("V")
 class FusedBuckets:
     """The parameters, fused into buckets; there are no buckets before the first :meth:`fuse`.
 
-    Args:
-        order: the observed order of gradients and of the forward pass.
-        optimizers: the user's own.
-        config: the settings.
-        transport: carries what the ranks agree on.
-        feedpipe: waits for the buckets.
-
     Attributes:
         buckets: in the order in which their gradients become ready.
         index_of: by the id of a parameter the index of its bucket.

@@ -36,9 +36,6 @@ class FusionTuner:
     step. All ranks change after the next backward pass, in which no reduce-scatter starts.
 
     Args:
-        config: the settings.
-        buckets: the fused parameters.
-        transport: the way to the other ranks.
         file: the measurements of earlier runs, on rank 0; None: there is no file, or this is another rank.
 
     Attributes:

@@ -32,7 +32,7 @@ class Piece:
     Attributes:
         index: of the parameter in its bucket.
         name: of the parameter.
-        parameter: the user's own.
+        parameter: the user's.
         values: of this part.
         gradient: of this part.
         place: the slice of the parameter, flattened in its order in memory; None: the whole parameter, in its shape.
@@ -71,7 +71,7 @@ class BucketUpdate:
     step was taken. The user's optimizer never steps; a scheduler may change it while the step is still in flight.
 
     Args:
-        optimizer: the user's own.
+        optimizer: the user's.
         group: which of its parameter groups the pieces belong to.
         pieces: the parts to update.
         values: 1-D buffer that holds those of all pieces, if the optimizer is element-wise, else None.

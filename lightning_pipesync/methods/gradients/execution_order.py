@@ -14,10 +14,6 @@ CPU = torch.device("cpu")
 class ExecutionOrder:
     """Observes in which order gradients become ready and weights are needed.
 
-    Args:
-        module: the model.
-        device: where it computes.
-
     Attributes:
         modules: those that register parameters themselves.
         ready: ids of parameters in the order of their gradients.

@@ -47,7 +47,7 @@ def reshard(
             parameter.
         old: for each rank, its old slices.
         new: for each rank, its new slices.
-        transport: the way to the other ranks.
+        transport: carries them.
 
     Returns:
         The states of this rank's new slices. The state of a slice that it had before is not copied.

@@ -17,9 +17,6 @@ WARM_UP, MEASURED = 1, 3
 class StepTimes:
     """Measures some steps after :meth:`begin`; before and afterwards it costs nothing.
 
-    Args:
-        device: where the model computes.
-
     Attributes:
         measuring: whether the present step is measured; the same on all ranks.
         ready: seconds since the first gradient of backward at which a gradient was ready, by id of the parameter.

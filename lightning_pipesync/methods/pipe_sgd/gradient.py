@@ -18,31 +18,11 @@ from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
 from lightning_pipesync.methods.pipe_sgd.own_gradient import OwnGradient
 
 
-class GradientMask:
-    """Which parameters have a gradient in one step, on this rank and on any rank.
-
-    Most models use the same parameters at every step. So each rank sends one byte with the gradient: whether its mask
-    differs from that of the last comparison. Ranks compare masks again only if one differs.
-
-    Args:
-        own: for each parameter, whether this rank has a gradient.
-        compared: the masks of the last comparison: of this rank, and of any.
-        transport: carries the flags.
-    """
-
-    def __init__(self, own: Sequence[bool], compared: tuple[list[bool], list[bool]], transport: Transport) -> None:
-        self._own, self._compared, self._transport = list(own), compared, transport
-        self._flags: Handle[list[int]] = transport.exchange_flags(self._own != compared[0])
-
-    def wait(self) -> tuple[list[bool], list[bool]]:
-        """Returns the mask of this rank, and that of any rank; a collective call."""
-        if any(self._flags.wait()):
-            return self._own, self._transport.union(self._own).wait()
-        return self._compared
-
-
 class GradientInFlight:
     """The gradient of one step, which is averaged over the ranks while the next steps run.
+
+    Most models use the same parameters at every step. So each rank sends one byte with the gradient: whether the mask
+    of its parameters that have one differs from that of the last comparison. Ranks compare masks only if one differs.
 
     Attributes:
         buckets: hold it.
@@ -60,8 +40,9 @@ class GradientInFlight:
         self._layout, self._transport = layout, transport
         self.buckets = layout.acquire_buckets()
         self._weights: list[GradientBucket] | None = None
-        self._mask: GradientMask | None = None
-        self._present: list[bool] = []
+        self._compared = layout.compared
+        self._differs: Handle[list[int]] | None = None  # by rank, whether its mask has changed
+        self._present: list[bool] = []  # by parameter: on this rank, and on any once that is known
         self.own = OwnGradient(layout.members, layout.config)
 
     @torch.no_grad()
@@ -69,13 +50,14 @@ class GradientInFlight:
         """Keeps what the update will need, once the all-reduces have started (Algorithm 1, lines 9 and 10).
 
         Args:
-            optimizer: whose gradient it is.
-            loss_scale: by which it is too large.
+            optimizer: has the hyper-parameters of the update.
+            loss_scale: by which the gradient is too large.
             num_updates: updates that have been made so far.
             grad_is_reused: whether the memory of ``p.grad`` will be written to.
         """
-        present = [present for bucket in self.buckets for present in bucket.present]
-        self._mask = GradientMask(present, self._layout.compared, self._transport)
+        self._present = [present for bucket in self.buckets for present in bucket.present]
+        self._compared = self._layout.compared
+        self._differs = self._transport.exchange_flags(self._present != self._compared[0])
         self.hyperparameters, self.loss_scale, self.num_updates = current(optimizer), loss_scale, num_updates
         if self._layout.config.predicts:
             self.own.keep(loss_scale, grad_is_reused)
@@ -92,10 +74,11 @@ class GradientInFlight:
         """
         for bucket in self.buckets:
             bucket.wait()
-        if self._mask is not None:
-            self._layout.compared = self._mask.wait()
-            self._present = self._layout.compared[1]
-            self._mask = None
+        if self._differs is not None:
+            if any(self._differs.wait()):
+                self._compared = self._present, self._transport.union(self._present).wait()
+            self._layout.compared, self._differs = self._compared, None
+            self._present = self._compared[1]
 
     @torch.no_grad()
     def set_gradients(self, optimizer: Optimizer, loss_scale: float) -> None:

@@ -16,12 +16,9 @@ from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 class OwnGradient:
     """The unscaled gradient that this rank has computed, until the average of all ranks is applied.
 
-    Args:
-        members: the parameters.
-        config: the settings. With ``delay_compensation="momentum"`` all values are zero, and none is stored.
-
     Attributes:
-        values: by the id of the parameter; None for zeros. Empty if no weights are predicted with it.
+        values: by the id of the parameter; None for zeros, as all are with ``delay_compensation="momentum"``. Empty if
+            no weights are predicted with it.
     """
 
     def __init__(self, members: Sequence[NamedParameter], config: PipeSGDConfig) -> None:

@@ -30,18 +30,10 @@ from lightning_pipesync.methods.user_steps import StepGuard
 class GradientPipe:
     """Submits the gradient of each step, and updates the weights by the gradient of ``staleness`` steps before.
 
-    Args:
-        optimizer: the user's own.
-        parameters: its parameters, in the order of registration.
-        config: the settings.
-        queue: runs the all-reduces (Algorithm 1, communication thread).
-        transport: carries them.
-        guard: allows the steps that are taken through this object.
-        may_start: returns whether a pass starts all-reduces, with ``pipeline_level=2``.
-
     Attributes:
-        optimizer: the user's own.
+        optimizer: the user's.
         pipeline: the gradients in flight.
+        predicted: the weights after the updates in flight, if the settings predict them.
     """
 
     def __init__(
@@ -63,7 +55,7 @@ class GradientPipe:
         self._started: GradientInFlight | None = None  # the all-reduce of some of its buckets has started
         self._due: GradientInFlight | None = None  # about to be applied
         self._in_grad: GradientInFlight | None = None  # p.grad are views of its buffers
-        self._predicted = PredictedWeights(optimizer) if config.predicts else None
+        self.predicted = PredictedWeights(optimizer)
         self._set_layout(parameters)
 
     @property
@@ -76,26 +68,11 @@ class GradientPipe:
         """By the id of a parameter the index of its bucket."""
         return self._layout.index_of
 
-    @property
-    def has_predicted_weights(self) -> bool:
-        """Whether the parameters hold the predicted weights."""
-        return self._predicted is not None and self._predicted.in_use
-
     def use_predicted_weights(self) -> None:
         """Swaps in the weights after the updates in flight, as this rank predicts them."""
-        if self._predicted is not None and not self._predicted.in_use:
+        if self._config.predicts and not self.predicted.in_use:
             expected = [gradient for gradient in self.pipeline.in_flight if gradient.own.is_finite]
-            self._predicted.use([TrialStep(gradient.own.values, gradient.hyperparameters) for gradient in expected])
-
-    def restore_true_weights(self, check: bool = True) -> None:
-        """Swaps in the weights after the last update, which are the same on all ranks."""
-        if self._predicted is not None:
-            self._predicted.restore(check)
-
-    def forget_prediction(self) -> None:
-        """Restores the true weights and drops the prediction, since the weights or the gradients in flight change."""
-        if self._predicted is not None:
-            self._predicted.forget()
+            self.predicted.use([TrialStep(gradient.own.values, gradient.hyperparameters) for gradient in expected])
 
     def own_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` is this rank's part of the gradient that was submitted last."""
@@ -128,7 +105,7 @@ class GradientPipe:
         """
         self._check()
         gradient = self._start_all()
-        self.forget_prediction()
+        self.predicted.forget()
         grad_is_reused = self._in_grad is not None  # the gradient was added to, and is a view of a buffer
         gradient.submit(self.optimizer, loss_scale, self.pipeline.num_updates, grad_is_reused)
         self.pipeline.submit(gradient)
@@ -165,7 +142,7 @@ class GradientPipe:
         """Updates the weights by the gradient that is due, if there is one (Algorithm 1, line 5)."""
         if self._due is None:
             return
-        self.forget_prediction()  # a forward pass may have run since the gradient was submitted
+        self.predicted.forget()  # a forward pass may have run since the gradient was submitted
         late = self.pipeline.num_updates - self._due.num_updates
         later = [gradient.hyperparameters for gradient in self.pipeline.in_flight]
         with self._guard.stepping(), in_use(self.optimizer, self._compensated(self._due, late), later):
@@ -180,7 +157,7 @@ class GradientPipe:
 
     def drain(self, before_update: Callable[[Optimizer], object]) -> None:
         """Applies all gradients in flight, in order; a collective call."""
-        self.forget_prediction()
+        self.predicted.forget()
         try:
             while self.pipeline.in_flight:
                 self._set_gradients(self.pipeline.in_flight[0], loss_scale=1.0)
@@ -205,7 +182,7 @@ class GradientPipe:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes from what :meth:`state_dict` returned; a collective call."""
-        self.forget_prediction()
+        self.predicted.forget()
         pipeline = self.pipeline
         pipeline.num_steps, pipeline.num_updates, pipeline.staleness = state["steps"]
         pipeline.in_flight.clear()
@@ -220,8 +197,7 @@ class GradientPipe:
         self._layout = GradientLayout(parameters, self._config, self._transport)
         if self._config.pipeline_level == 2:
             self._backpipe.hook_gradients(parameter.tensor for parameter in parameters)
-        if self._predicted is not None:
-            self._predicted.names = {id(parameter.tensor): parameter.name for parameter in parameters}
+        self.predicted.names = {id(parameter.tensor): parameter.name for parameter in parameters}
 
     def _begin_gradient(self) -> None:
         """Begins the gradient of this step."""

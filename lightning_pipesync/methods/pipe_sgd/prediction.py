@@ -66,7 +66,7 @@ class PredictedWeights:
     A swap exchanges the data of parameters without a copy, and only of parameters that a trial step updates.
 
     Args:
-        optimizer: the user's own. One of ``torch.optim`` takes its trial steps block by block. Any other one takes them
+        optimizer: the user's. One of ``torch.optim`` takes its trial steps block by block. Any other one takes them
             as a whole, since it may use several parameters at once.
 
     Attributes:
@@ -250,7 +250,7 @@ def takes_fused_steps(
     and that of SGD needs the momentum of all parameters, or of none.
 
     Args:
-        optimizer: the user's own.
+        optimizer: the user's.
         parameters: what is updated.
         gradients: of each step, by the id of their parameter.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.torch_private import in_function_transform
@@ -22,16 +23,44 @@ class PredictionHooks:
     Args:
         module: the model.
         pipes: of its optimizers.
+        predicts: whether weights are predicted; otherwise there are no hooks.
         is_flushed: returns whether the module holds the true weights also if gradients are enabled.
     """
 
-    def __init__(self, module: nn.Module, pipes: Sequence[GradientPipe], is_flushed: Callable[[], bool]) -> None:
+    def __init__(
+        self, module: nn.Module, pipes: Sequence[GradientPipe], predicts: bool, is_flushed: Callable[[], bool]
+    ) -> None:
         self._pipes, self._is_flushed = pipes, is_flushed
         self._saved: nn.Module | None = None  # whose state_dict is being made
         self._restored: list[GradientPipe] = []
+        self._hooks: list[RemovableHandle] = []
+        if predicts:
+            self._register_hooks(module)
+
+    def use_predicted_weights(self) -> None:
+        """Swaps the predicted weights in, if there are any."""
+        self._saved = None
+        for pipe in self._pipes:
+            pipe.use_predicted_weights()
+
+    def restore_true_weights(self) -> list[GradientPipe]:
+        """Restores the true weights; returns the pipes whose predicted weights were in use."""
+        in_use = [pipe for pipe in self._pipes if pipe.predicted.in_use]
+        for pipe in in_use:
+            pipe.predicted.restore()
+        return in_use
+
+    def remove(self) -> None:
+        """Removes the hooks, and restores the true weights."""
+        for hook in self._hooks:
+            hook.remove()
+        for pipe in self._pipes:
+            pipe.predicted.restore(check=False)
+
+    def _register_hooks(self, module: nn.Module) -> None:
         # Before the hooks of others, such as those of weight_norm, which read the weights. A model that is compiled as
         # a whole needs the hook of the whole model only: those of its submodules would break its graph.
-        self._hooks = [module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)]
+        self._hooks.append(module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True))
         before_child = EagerHook(self._before_forward)
         for child in modules_with_parameters(module):
             if child is not module:
@@ -42,26 +71,6 @@ class PredictionHooks:
             self._hooks.append(child.register_state_dict_pre_hook(saving))
             self._hooks.append(child.register_state_dict_post_hook(saved))
             self._hooks.append(child.register_load_state_dict_pre_hook(loading))
-
-    def use_predicted_weights(self) -> None:
-        """Swaps the predicted weights in, if there are any."""
-        self._saved = None
-        for pipe in self._pipes:
-            pipe.use_predicted_weights()
-
-    def restore_true_weights(self) -> list[GradientPipe]:
-        """Restores the true weights; returns the pipes whose predicted weights were in use."""
-        in_use = [pipe for pipe in self._pipes if pipe.has_predicted_weights]
-        for pipe in in_use:
-            pipe.restore_true_weights()
-        return in_use
-
-    def remove(self) -> None:
-        """Removes the hooks, and restores the true weights."""
-        for hook in self._hooks:
-            hook.remove()
-        for pipe in self._pipes:
-            pipe.restore_true_weights(check=False)
 
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._is_flushed() and not in_function_transform():
@@ -80,4 +89,4 @@ class PredictionHooks:
 
     def _before_loading(self, *_: Any) -> None:
         for pipe in self._pipes:
-            pipe.forget_prediction()
+            pipe.predicted.forget()

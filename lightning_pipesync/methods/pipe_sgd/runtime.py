@@ -66,10 +66,8 @@ class PipeSGD(SyncMethod):
                 self.optimizers, self._by_optimizer(parameters), self.user_steps.guards, strict=True
             )
         ]
-        self._prediction: PredictionHooks | None = None
+        self._prediction = PredictionHooks(self._module, self._pipes, self.config.predicts, lambda: self.flushed)
         self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
-        if self.config.predicts:
-            self._prediction = PredictionHooks(self._module, self._pipes, lambda: self.flushed)
 
     @property
     def trains_written_weights(self) -> bool:
@@ -81,7 +79,7 @@ class PipeSGD(SyncMethod):
         Every forward pass of the module or of a submodule calls this first, if gradients are enabled. Call it before
         reading parameters outside of a forward pass. Does nothing without a prediction.
         """
-        if self._prediction is not None and not self.flushed:
+        if not self.flushed:
             self._prediction.use_predicted_weights()
 
     def restore_true_weights(self) -> None:
@@ -92,7 +90,7 @@ class PipeSGD(SyncMethod):
         Raises:
             RuntimeError: the predicted weights were written to, which would be lost.
         """
-        self._restore_true_weights()
+        self._prediction.restore_true_weights()
 
     def begin_pass(self) -> None:
         self.use_predicted_weights()
@@ -103,12 +101,12 @@ class PipeSGD(SyncMethod):
     @contextmanager
     def true_weights(self) -> Iterator[None]:
         """Within it the parameters hold the true weights, to be read or written between a forward pass and the step."""
-        restored = self._restore_true_weights()
+        restored = self._prediction.restore_true_weights()
         try:
             yield
         finally:
             for pipe in restored:
-                pipe.forget_prediction()  # the true weights may have been written to
+                pipe.predicted.forget()  # the true weights may have been written to
                 pipe.use_predicted_weights()
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
@@ -165,7 +163,7 @@ class PipeSGD(SyncMethod):
 
     def flush(self) -> None:
         """Restores the true weights, which are the same on all ranks, and broadcasts rank 0's buffers; collective."""
-        self._flushed_pipes += self._restore_true_weights()
+        self._flushed_pipes += self._prediction.restore_true_weights()
         self._compare_loaded()  # and waits: broadcasts and all-reduces have one order on all ranks
         self._broadcast_buffers()
         self.flushed = True
@@ -212,9 +210,7 @@ class PipeSGD(SyncMethod):
 
     def _detach(self, timeout_s: float) -> None:
         """Ends the threads and the process groups. The weights stay as they are; gradients in flight are dropped."""
-        if self._prediction is not None:
-            self._prediction.remove()
-            self._prediction = None
+        self._prediction.remove()
         for pipe in self._pipes:
             pipe.close()
         self._queue.close(timeout_s)
@@ -225,10 +221,6 @@ class PipeSGD(SyncMethod):
             [parameter for parameter in parameters if parameter.group and parameter.group[0] == index]
             for index in range(len(self.optimizers))
         ]
-
-    def _restore_true_weights(self) -> list[GradientPipe]:
-        """Restores the true weights; returns the pipes whose predicted weights were in use."""
-        return [] if self._prediction is None else self._prediction.restore_true_weights()
 
     def _shape_settings(self) -> dict[str, Any]:
         """Returns the settings that determine the structure of :meth:`state_dict`."""

@@ -26,7 +26,7 @@ class SynchronousGradients:
     named, and no all-reduce waits for it.
 
     Args:
-        optimizer: the user's own.
+        optimizer: the user's.
         buckets: its parameters, in the order of the forward pass.
         transport: of all ranks.
         in_group: whether the ranks of a group average them, or all.
