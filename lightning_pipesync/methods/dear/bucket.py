@@ -43,7 +43,7 @@ class FusedBucket(GradientBucket):
     ) -> None:
         super().__init__([member.tensor for member in members], transport, config.compression)
         assert members[0].group is not None
-        self.members, self.group, self._transport = list(members), members[0].group, transport
+        self.members, self.group = list(members), members[0].group
         optimizer, lossless = optimizers[self.group[0]], self._codec.lossless
         self.sharded = config.shards(optimizer)
         self.values = Bucket(self.parameters)
@@ -73,7 +73,7 @@ class FusedBucket(GradientBucket):
         """What this rank has of the averaged gradient after backward: its shard, and what was gathered early."""
         if self._all_early:
             return [self.gradients.flat]
-        early = self._transport.parts(self.gradients.flat, slice(self._num_early))
+        early = self._collectives.parts(self.gradients.flat, slice(self._num_early))
         return [*early, self.own_gradient[self._num_early :]]
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class FusedBucket(GradientBucket):
 
     def start(self, piece: int = 0) -> Handle[Tensor]:
         """Starts the reduce-scatter of what :meth:`pack` has copied."""
-        return self._transport.reduce_scatter(
+        return self._collectives.reduce_scatter(
             self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
         )
 
@@ -168,7 +168,7 @@ class FusedBucket(GradientBucket):
 
     def shard_slices(self, rank: int) -> dict[str, slice]:
         """Returns the slices of the parameters, by name, in a rank's shard."""
-        shard = self._transport.shard_slice(self.values.flat.numel(), rank)
+        shard = self._collectives.shard_slice(self.values.flat.numel(), rank)
         return slices_in_shard(shard, self._places())
 
     def whole_slices(self) -> dict[str, slice]:
@@ -178,10 +178,10 @@ class FusedBucket(GradientBucket):
     def _in_shard(self, shard: Tensor) -> dict[str, Tensor]:
         """Returns the views of each parameter, by name, of a tensor of the shape of this rank's shard."""
         places = self._places()
-        begin = self._transport.shard_slice(self.values.flat.numel(), self._transport.rank).start
+        begin = self._collectives.shard_slice(self.values.flat.numel(), self._collectives.rank).start
         return {
             name: shard[places[name].start + place.start - begin : places[name].start + place.stop - begin]
-            for name, place in self.shard_slices(self._transport.rank).items()
+            for name, place in self.shard_slices(self._collectives.rank).items()
         }
 
     def _places(self) -> dict[str, slice]:
@@ -194,7 +194,7 @@ class FusedBucket(GradientBucket):
         if not self.sharded:
             rows = zip(names, tensors, self.values.views, self.gradients.views, strict=True)
             return [Piece(i, *row, None) for i, row in enumerate(rows)]
-        slices = self.shard_slices(self._transport.rank)
+        slices = self.shard_slices(self._collectives.rank)
         values, gradients = self._in_shard(self._updated), self._in_shard(self.own_gradient)
         return [
             Piece.in_shard(i, name, tensor, values[name], gradients[name], slices[name])
@@ -213,20 +213,20 @@ class FusedBucket(GradientBucket):
             return self._gather_gradient(slice(self._num_early, None) if self._num_early else None)
         if self._difference is None:
             self.update.apply(self.present)
-            return self._transport.all_gather(self.values.flat, codec=self._codec)
+            return self._collectives.all_gather(self.values.flat, codec=self._codec)
         self._updated.copy_(self._own)
         if self._dropped is not None:
             self._updated.add_(self._dropped)
         self.update.apply(self.present)
-        torch.sub(self._updated, self._own, out=self._transport.shard(self._difference))
-        return self._transport.all_gather(self._difference, codec=self._codec)
+        torch.sub(self._updated, self._own, out=self._collectives.shard(self._difference))
+        return self._collectives.all_gather(self._difference, codec=self._codec)
 
     def _gather_gradient(self, part: slice | None) -> Handle[Tensor]:
-        return self._transport.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback, part=part)
+        return self._collectives.all_gather(self.gradients.flat, codec=self._codec, feedback=self._feedback, part=part)
 
     @property
     def _largest_shard(self) -> int:
-        return shard_numel(self.gradients.flat.numel(), self._transport.world_size)
+        return shard_numel(self.gradients.flat.numel(), self._collectives.world_size)
 
     @property
     def _all_early(self) -> bool:

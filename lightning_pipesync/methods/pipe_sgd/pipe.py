@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ class GradientPipe:
 
     Attributes:
         optimizer: the user's.
+        index_of: by the id of a parameter the index of its bucket.
         pipeline: the gradients in flight.
         predicted: the weights after the updates in flight, if the settings predict them.
     """
@@ -62,11 +63,6 @@ class GradientPipe:
     def buckets(self) -> Sequence[GradientBucket]:
         """Those of the gradient whose all-reduce has started."""
         return [] if self._started is None else self._started.buckets
-
-    @property
-    def index_of(self) -> Mapping[int, int]:
-        """By the id of a parameter the index of its bucket."""
-        return self._layout.index_of
 
     def use_predicted_weights(self) -> None:
         """Swaps in the weights after the updates in flight, as this rank predicts them."""
@@ -195,6 +191,7 @@ class GradientPipe:
 
     def _set_layout(self, parameters: Sequence[NamedParameter]) -> None:
         self._layout = GradientLayout(parameters, self._config, self._transport)
+        self.index_of = self._layout.index_of
         if self._config.pipeline_level == 2:
             self._backpipe.hook_gradients(parameter.tensor for parameter in parameters)
         self.predicted.names = {id(parameter.tensor): parameter.name for parameter in parameters}
