@@ -94,10 +94,8 @@ class EAPipeConfig(PipelineSettings):
             raise ValueError(
                 f"prediction_smoothing must be at least 0 and less than 1, got {self.prediction_smoothing!r}."
             )
-        for name in ("clip_norm", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}.")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be a positive number, got {self.clip_norm!r}.")
         if self.clip_norm is not None and self.algorithm in UNCLIPPED:
             raise ValueError(
                 f"clip_norm={self.clip_norm!r} needs the norm over all stages, and algorithm={self.algorithm!r} "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.buckets import Fusion
-from lightning_pipesync.core.codecs import Codec, get_codec
+from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.methods.replicas.agreed import MakeOptimizer
 from lightning_pipesync.methods.settings import Settings
 
@@ -39,9 +38,7 @@ class ReplicaSettings(Settings):
         self._check("lssr", 0 <= self.lssr < 1, "in [0, 1)")
         self._check("window", self.window >= 1, "a whole number of at least 1")
         self._check("smoothing", 0 < self.smoothing <= 1, "in (0, 1]")
-        self._check("timeout_s", 0 < self.timeout_s < math.inf, "a positive number of seconds")
         self._check_data()
-        get_codec(self.compression)
         Fusion(bucket_mb=self.bucket_mb)
 
     #: Whether ranks compare the numbers of their steps when an average starts, and before weights are consolidated.

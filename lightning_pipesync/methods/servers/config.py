@@ -144,9 +144,8 @@ class ParameterServerConfig(Settings):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-        for name in ("distance_bound", "timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}.")
+        if not 0 < self.distance_bound < math.inf:
+            raise ValueError(f"distance_bound must be a positive number, got {self.distance_bound!r}.")
         if self.elastic_force != "auto" and not 0 < self.elastic_force < 1:
             raise ValueError(f"elastic_force must be 'auto' or in (0, 1), got {self.elastic_force!r}.")
         if not 0 <= self.dc_lambda < math.inf:
