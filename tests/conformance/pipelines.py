@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,18 @@ class PipelineLoop(Loop):
     def train_on(self, index: int, x: Tensor, y: Tensor) -> None:
         accumulate = self.options.accumulate
 
-        def loss(output: Tensor, part: int, num_parts: int) -> Tensor:
-            return loss_of(output, y) / accumulate
+        def loss(output: Tensor, part: Callable[[Any], Any]) -> Tensor:
+            return loss_of(output, part(y)) / accumulate
 
         with autocast(self.options):
             self.engine.feed(lambda: x, loss, completes=(index + 1) % accumulate == 0)
-        for stage in self.engine.backward():
-            self.update(stage)
+        if self.engine.backward():
+            self.update()
 
-    def update(self, stage: Any) -> None:
+    def update(self) -> None:
         if self.options.clip_value is not None:
             nn.utils.clip_grad_value_(self.model.parameters(), self.options.clip_value)
-        stage.update()
+        self.engine.step()
 
     def save(self, path: Path) -> None:
         self.engine.flush(self.update)
