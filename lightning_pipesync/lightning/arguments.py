@@ -161,7 +161,7 @@ class EAPipeStrategyMixin(PipelineStrategyMixin):
 
 
 class LocalSGDStrategyMixin(SyncStrategyMixin):
-    """Steps on each rank's own weights, which are averaged every ``period`` steps.
+    """Local steps on each rank's weights, which are averaged every ``period`` steps.
 
     Args:
         period: H: each fragment is averaged every so many steps. 1: after every step. ``"0.25 epoch"``: that share of
@@ -175,7 +175,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
             the number of ranks.
         lr_scale: Factor on the optimizer's learning rate in local steps. ``auto``: for torch's Adam, AdamW, NAdam and
             RAdam as measured, from 1 to the root of the number of replicas, so that a step, which the noise of a rank's
-            own batch shortens, is as long as with averaged gradients; 1 for others.
+            batch shortens, is as long as with averaged gradients; 1 for others.
         warmup_steps: Steps at the beginning whose gradients are averaged, as DDP does (post-local SGD).
         outer_optimizer: What moves the agreed weights, with agreed weights minus the replicas' average as their
             gradient. ``none``: they become the average. ``sgd``, ``nesterov`` (DiLoCo) and ``adam``: torch's optimizer
@@ -191,8 +191,8 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
             period (Streaming DiLoCo): the most traffic at a time falls by this factor.
         overlap_steps: tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied,
             at most ``period``. 0: the step waits for it.
-        own_share: With ``overlap_steps``: what stays of a rank's own weights when an average is applied. ``progress``:
-            what they have moved since it started is added to it (CoCoD-SGD). A number in [0, 1]: that share (Streaming
+        own_share: With ``overlap_steps``: what stays of a rank's weights when an average is applied. ``progress``: what
+            they have moved since it started is added to it (CoCoD-SGD). A number in [0, 1]: that share (Streaming
             DiLoCo's alpha).
         delta: With ``period="selsync"``: threshold on the relative gradient change. ``auto``: so that the share
             ``lssr`` of the steps is local.
@@ -200,7 +200,7 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         window: With ``period="selsync"``: steps over which the squared gradient norm is smoothed.
         smoothing: With ``period="selsync"``: smoothing factor of the moving average, in (0, 1].
         average_optimizer_states: Whether the optimizers' states are averaged at the end of each period, too. Otherwise
-            each rank keeps its own.
+            they stay as they are.
         compression: Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes the
             difference to the agreed weights.
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
@@ -211,9 +211,9 @@ class LocalSGDStrategyMixin(SyncStrategyMixin):
         bucket_mb: The most MiB of a bucket, which is exchanged in one collective.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
         on_lost_rank: What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``:
-            they repeat the average without it, and go on, and a process that is started again takes its place at a
+            they repeat the average without it, and continue, and a process that is started again takes its place at a
             ``flush()``. In plain loops, with Gloo, and as long as rank 0 lives.
-        checkpoint_replicas: Whether a checkpoint holds each rank's own weights and optimizer state besides the average.
+        checkpoint_replicas: Whether a checkpoint holds each rank's weights and optimizer state besides the average.
             Without them it is smaller by a factor of the number of ranks, and a resumed run starts from the average.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
@@ -453,10 +453,10 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         lssr: With ``delta="auto"``: the target share of local steps (Eq. 4), in [0, 1).
         aggregation: What a synchronized step averages (Section III-C): the updated parameters, or the gradients before
             the update.
-        overlap: With ``aggregation="parameters"``: under what a synchronized step's average runs. ``none``: nothing,
-            the step waits for it; ``forward``: the next forward pass, in which a module waits for its own weights only.
-            Then set a smaller ``bucket_mb``, and let nothing else read or write weights right after a step. A model
-            with compiled modules gets ``none``.
+        overlap: With ``aggregation="parameters"``: where a synchronized step's average runs. ``none``: before
+            ``step()`` returns; ``forward``: under the next forward pass, in which each module waits for its weights
+            only. Then set a smaller ``bucket_mb``, and let nothing else read or write weights right after a step. A
+            model with compiled modules gets ``none``.
         window: Steps over which the squared gradient norm is smoothed (Section III-A).
         smoothing: Smoothing factor of the moving average, in (0, 1]. The paper uses number of ranks / 100, 0.16 for its
             16 ranks; then the meaning of ``delta`` depends on the number of ranks.
@@ -464,7 +464,7 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
             synchronized step to the average of the replicas. 1: to the average, as in the paper.
         outer_momentum: With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo
             and SlowMo. ``auto``: 0.3 with ``delta="auto"`` and an optimizer with ``betas`` such as Adam, whose steps
-            are shorter because of the noise of one rank's batch; otherwise 0.
+            are shorter because of the noise of a rank's batch; otherwise 0.
         partition: Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the
             framework's order.
         full_pass: With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data.
@@ -476,7 +476,7 @@ class SelSyncStrategyMixin(SyncStrategyMixin):
         error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
         bucket_mb: The most MiB of a bucket, which is exchanged in one collective, and awaited as a whole.
         timeout_s: Seconds after which a rank that does not answer counts as lost.
-        checkpoint_replicas: Whether a checkpoint holds each rank's own weights and optimizer state besides the average.
+        checkpoint_replicas: Whether a checkpoint holds each rank's weights and optimizer state besides the average.
             Without them it is smaller by a factor of the number of ranks, and a resumed run starts from the average.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.

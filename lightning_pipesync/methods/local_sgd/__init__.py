@@ -1,4 +1,4 @@
-"""Local SGD: steps on each rank's own weights, averaged periodically, from FedAvg to DiLoCo."""
+"""Local SGD: steps on each rank's weights, averaged periodically, from FedAvg to DiLoCo."""
 
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.runtime import LocalSGD

@@ -51,7 +51,7 @@ class LocalSGDConfig(ReplicaSettings):
 
     lr_scale: float | Literal["auto"] = "auto"
     """Factor on the optimizer's learning rate in local steps. ``auto``: for torch's Adam, AdamW, NAdam and RAdam as
-    measured, from 1 to the root of the number of replicas, so that a step, which the noise of a rank's own batch
+    measured, from 1 to the root of the number of replicas, so that a step, which the noise of a rank's batch
     shortens, is as long as with averaged gradients; 1 for others."""
 
     warmup_steps: int = 0
@@ -82,7 +82,7 @@ class LocalSGDConfig(ReplicaSettings):
     ``period``. 0: the step waits for it."""
 
     own_share: float | Literal["progress"] = "progress"
-    """With ``overlap_steps``: what stays of a rank's own weights when an average is applied. ``progress``: what they
+    """With ``overlap_steps``: what stays of a rank's weights when an average is applied. ``progress``: what they
     have moved since it started is added to it (CoCoD-SGD). A number in [0, 1]: that share (Streaming DiLoCo's alpha).
     """
 
@@ -100,7 +100,7 @@ class LocalSGDConfig(ReplicaSettings):
     """With ``period="selsync"``: smoothing factor of the moving average, in (0, 1]."""
 
     average_optimizer_states: bool = False
-    """Whether the optimizers' states are averaged at the end of each period, too. Otherwise each rank keeps its own."""
+    """Whether the optimizers' states are averaged at the end of each period, too. Otherwise they stay as they are."""
 
     compression: Compression = "none"
     """Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes
@@ -127,11 +127,11 @@ class LocalSGDConfig(ReplicaSettings):
 
     on_lost_rank: OnLostRank = "raise"
     """What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``: they repeat
-    the average without it, and go on, and a process that is started again takes its place at a ``flush()``. In plain
+    the average without it, and continue, and a process that is started again takes its place at a ``flush()``. In plain
     loops, with Gloo, and as long as rank 0 lives."""
 
     checkpoint_replicas: bool = True
-    """Whether a checkpoint holds each rank's own weights and optimizer state besides the average. Without them it is
+    """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
@@ -169,17 +169,17 @@ class LocalSGDConfig(ReplicaSettings):
             return
         if self.period == BY_GRADIENT:
             raise ValueError(
-                "on_lost_rank='continue' goes on from one average to the next, and period='selsync' needs all ranks at "
+                "on_lost_rank='continue' needs no rank between two averages, and period='selsync' needs all ranks at "
                 "each step: set a period in steps or epochs."
             )
         if self.ranks_per_replica > 1:
             raise ValueError(
-                f"on_lost_rank='continue' cannot go on with ranks_per_replica={self.ranks_per_replica!r}, as "
+                f"on_lost_rank='continue' excludes ranks_per_replica={self.ranks_per_replica!r}, as "
                 "the group of a lost rank has one less: set ranks_per_replica=1."
             )
         if self.injection is not None:
             raise ValueError(
-                f"on_lost_rank='continue' cannot go on with injection={self.injection!r}, which needs all ranks' rows "
+                f"on_lost_rank='continue' excludes injection={self.injection!r}, which needs all ranks' rows "
                 "in each batch: set injection=None."
             )
 
@@ -233,5 +233,5 @@ class LocalSGDConfig(ReplicaSettings):
         if not self.overlap_steps:
             ignored["own_share"] = "with overlap_steps=0, where ranks continue from the average: set overlap_steps"
         elif kind == "elastic":
-            ignored["own_share"] = "with outer_optimizer='elastic', which does not replace a rank's own weights"
+            ignored["own_share"] = "with outer_optimizer='elastic', which does not replace a rank's weights"
         return ignored

@@ -23,7 +23,7 @@ from lightning_pipesync.methods.replicas.unit import number_of_participants
 
 
 class LocalSGD(ElasticReplicaMethod):
-    """Steps on each rank's own weights, which are averaged every ``period`` steps.
+    """Local steps on each rank's weights, which are averaged every ``period`` steps.
 
     With an outer optimizer the average of how far the ranks have moved is the gradient of the agreed weights, from
     which all ranks continue (DiLoCo). With fragments and overlap the average of a part of the model runs under some
@@ -40,7 +40,7 @@ class LocalSGD(ElasticReplicaMethod):
                 sync.step()                             # in place of optimizer.step()
             sync.flush()                                # the weights are the average of the replicas
             validate(model)
-            sync.resume()                               # each rank's own replica again
+            sync.resume()                               # each rank's replica again
         sync.flush()
         sync.detach()
 

@@ -29,9 +29,7 @@ class OuterStep:
     lines 12 to 14), so that SGD with a learning rate of 1 sets the agreed weights to that average. A rank has the state
     of its shards only.
 
-    Args:
-        shards: this rank's shards of flat buffers with the agreed weights.
-        make: returns the outer optimizer of some of them; it must be element-wise.
+    ``make`` returns the outer optimizer of a shard, which must be element-wise.
     """
 
     def __init__(self, shards: Sequence[Tensor], make: MakeOptimizer) -> None:
@@ -40,12 +38,7 @@ class OuterStep:
 
     @torch.no_grad()
     def step(self, index: int, movement: Tensor) -> Tensor:
-        """Takes a step on one of the shards, and returns it.
-
-        Args:
-            index: index of the shard.
-            movement: the average of the replicas minus the agreed weights, of the shard.
-        """
+        """Takes a step on a shard, and returns it; ``movement`` is the replicas' average minus the agreed weights."""
         shard = self._shards[index]
         shard.grad = -movement
         self._optimizers[index].step()
@@ -111,12 +104,7 @@ class AgreedWeights:
         return self._feedback[index] if self.flats else None
 
     def between(self, index: int, count: int | None) -> Callable[[Tensor], object] | None:
-        """Returns what replaces this rank's shard of a sum by what is gathered; None: nothing.
-
-        Args:
-            index: index of the bucket.
-            count: by what the sum is divided; None: it is an average.
-        """
+        """Returns what replaces this rank's shard of a bucket's average, or sum to be divided by ``count``."""
         return partial(self._outer_step, index, count) if self._outer or count else None
 
     @torch.no_grad()

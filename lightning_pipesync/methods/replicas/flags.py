@@ -41,7 +41,7 @@ def check_flags(flags: Sequence[int], ranks: Sequence[int] | None = None) -> Non
 def exchange_flags(transport: Transport, flag: int) -> list[int]:
     """All-gathers ``flag``, first in the group of ranks that train one replica, if there are such groups.
 
-    The ranks of a group meet in each step: one that consolidates or loads weights alone meets the others there.
+    The ranks of a group meet in each step: a rank that consolidates or loads weights alone meets the others there.
 
     Returns:
         The flags by rank.

@@ -1,4 +1,4 @@
-"""The fragments of one optimizer's parameters, and their averages under way."""
+"""The fragments of an optimizer's parameters, and their averages under way."""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ class GradientChangeTracker:
 
         E_i = sum_j (1 - smoothing)^j x_{i-j} / sum_j (1 - smoothing)^j,    j = 0 .. min(i, window) - 1
 
-    Args:
-        window: number of values that are smoothed.
-        smoothing: weight of the newest value in an infinite window, in (0, 1].
+    ``smoothing`` is the weight of the newest value in an infinite window, in (0, 1].
     """
 
     def __init__(self, window: int, smoothing: float) -> None:
@@ -178,10 +176,7 @@ class SelectiveSync:
     def measure(self, squared_norm: float, missing_gradient: bool = False, skipping: bool = False) -> int:
         """Updates the tracker with this step's gradient (line 8); returns this rank's flag (lines 11 and 12).
 
-        Args:
-            squared_norm: squared L2 norm of the gradient.
-            missing_gradient: whether a parameter has no gradient.
-            skipping: whether the user has skipped the step before this rank sends its flag.
+        ``skipping``: whether the user has skipped the step before this rank sends its flag.
         """
         self._change = self.tracker.update(squared_norm)
         flag = SYNCHRONIZE * (self._change >= self.threshold.delta and not self.is_local)

@@ -1,4 +1,4 @@
-"""Base class of the methods whose ranks train replicas of their own."""
+"""Base class of the methods whose ranks train replicas of the weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Changes:
 
 
 class ReplicaMethod(SyncMethod):
-    """Every rank trains its own weights with its own optimizer. The consolidated weights are their average.
+    """Each rank trains a replica of the weights with an optimizer of its own. Consolidated, they are their average.
 
     A method implements :meth:`_policy` and :meth:`_shape_settings`. Arguments, errors and further calls are those of
     :class:`SyncMethod`.
@@ -61,7 +61,7 @@ class ReplicaMethod(SyncMethod):
         overlaps = self.config.overlaps_forward and self.transport.world_size > 1 and not is_compiled(self._module)
         self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
         loaded = ModuleHook(self._after_loading)
-        compared = [one for one in self._replicas if one.agreed.flats or self.config.overlap_steps]
+        compared = [r for r in self._replicas if r.agreed.flats or self.config.overlap_steps]
         ids = {id(tensor) for replicas in compared for tensors in replicas.tensors for tensor in tensors}
         # Not of a teacher, into which the trained weights may be loaded at every step.
         children = [child for child in self._module.modules() if any(id(p) in ids for p in child.parameters())]
@@ -121,9 +121,9 @@ class ReplicaMethod(SyncMethod):
         """
         unit = self._units[index]
         with unit.in_step():
-            result = self.user_steps.update_own(index, update)
+            result = self.user_steps.update_own(index, update)  # SelSync, Algorithm 1, line 9
         if unit.meets_next:
-            self._together(partial(self._end_step, index))
+            self._together(partial(self._end_step, index))  # lines 15 to 17
             self._non_trainable.keep_average()
         else:
             self._end_step(index)
@@ -189,7 +189,7 @@ class ReplicaMethod(SyncMethod):
             follower.keep_average()
 
     def resume(self) -> None:
-        """Restores this rank's own replica, except the tensors that were written to since the flush."""
+        """Restores this rank's replica, except the tensors that were written to since the flush."""
         self._end_flush()
         for replicas in self._replicas:
             replicas.swap_back()

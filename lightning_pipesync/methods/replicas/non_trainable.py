@@ -60,7 +60,7 @@ class NonTrainableTensors:
 
         Args:
             keep: whether to keep this rank's values for :meth:`undo_average`, until :meth:`keep_average`.
-            with_parameters: whether to average the parameters, too; False: all ranks have changed them alike.
+            with_parameters: False: all ranks have changed the parameters alike.
         """
         changed = [index for index in self._changed_anywhere() if with_parameters or self._is_buffer(index)]
         if keep:

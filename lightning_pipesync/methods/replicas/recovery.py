@@ -148,7 +148,7 @@ class Recovery:
             raise
 
     def _commit(self) -> None:
-        """Tells all other ranks that this one has all data of the section, and waits until all have told it."""
+        """Tells all ranks that this rank has all data of the section, and waits until all have told it."""
         self._method.transport.exchange_flags(1).wait()
 
     def _agree(self, error: RuntimeError) -> Agreement:

@@ -1,4 +1,4 @@
-"""What the engine reads of the settings of a method whose ranks train replicas of their own."""
+"""What the engine reads of the settings of a method whose ranks train replicas of the weights."""
 
 from __future__ import annotations
 

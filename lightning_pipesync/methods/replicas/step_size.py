@@ -1,4 +1,4 @@
-"""The length of local steps: Adam's, divided by a rank's own noise, are shorter than those of averaged gradients.
+"""The length of local steps: Adam divides them by a rank's noise, and they are shorter than with averaged gradients.
 
 Adam divides by the root of the second moment. Of the gradient of one of P ranks that is G + S, where G is the squared
 norm of the expected gradient, and S the variance of a batch's; of the average over the ranks, which DDP takes, it is

@@ -89,13 +89,7 @@ class ReplicatedTensors:
 
     @torch.no_grad()
     def start(self, index: int, participants: Sequence[int] | None = None, background: bool = False) -> Handle[Tensor]:
-        """Starts to average a bucket, by way of codec and outer step; collective. :meth:`finish` sets its tensors.
-
-        Args:
-            index: index of the bucket.
-            participants: the replicas whose values are averaged; None: all.
-            background: as in :meth:`Collectives.all_reduce`.
-        """
+        """Starts to average a bucket over the ``participants``, or all replicas; collective. :meth:`finish` ends it."""
         bucket = self._buckets[index]
         bucket.pack(self.tensors[index])
         self.agreed.subtract_from(index, bucket.flat)
@@ -124,12 +118,7 @@ class ReplicatedTensors:
 
     @torch.no_grad()
     def apply(self, index: int, own_share: float = 0.0) -> None:
-        """Sets the tensors of a bucket, unless an elastic force alone moves them.
-
-        Args:
-            index: index of the bucket.
-            own_share: the share of this rank's present values that stays, from 0 to 1.
-        """
+        """Sets the tensors of a bucket, of which ``own_share`` stays; an elastic force alone has moved them already."""
         bucket = self._buckets[index]
         if self._elastic_force:
             return
@@ -142,9 +131,7 @@ class ReplicatedTensors:
     def add_progress(self, index: int, before: Tensor) -> None:
         """Adds to the average of a bucket, which has arrived, what its tensors have moved since it started.
 
-        Args:
-            index: index of the bucket.
-            before: its values when the average started, fused; they are on the CPU after a resume.
+        They were ``before`` then, fused; that is on the CPU after a resume.
         """
         bucket = self._buckets[index]
         if not self._elastic_force:
@@ -201,10 +188,8 @@ class ReplicatedTensors:
     def snapshot(self, agreed: Mapping[int, Agreed]) -> dict[str, Any]:
         """Returns copies on the CPU of all that an average changes, except a codec's residuals; not collective.
 
-        With it the average can be undone, and repeated with other ranks, see :meth:`restore`.
-
-        Args:
-            agreed: what :meth:`AgreedWeights.copies` returned of the buckets whose average is under way, before that.
+        With it the average can be undone, and repeated with other ranks. ``agreed`` is what was agreed on before those
+        averages that are under way, see :meth:`AgreedWeights.copies`.
         """
         return {
             "own": self._values(),

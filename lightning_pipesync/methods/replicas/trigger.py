@@ -1,4 +1,4 @@
-"""What decides, by the gradients of one optimizer, which steps the ranks synchronize."""
+"""Decides by the gradients of an optimizer which steps the ranks synchronize."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY_LOCAL_STEPS = 500
 
 
 class GradientTrigger(AveragingPolicy):
-    """Exchanges the flags of one optimizer's gradient, by which all ranks take the same decision (Algorithm 1).
+    """Exchanges the flags of an optimizer's gradient, by which all ranks take the same decision (Algorithm 1).
 
     Error messages call the optimizer ``name``. ``last`` is the decision about the last step.
     """

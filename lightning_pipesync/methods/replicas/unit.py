@@ -1,4 +1,4 @@
-"""What a method has of one optimizer: local steps, and averages of its parameters."""
+"""What a method has of each optimizer: local steps, and averages of its parameters."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ class SelSyncConfig(ReplicaSettings):
     """What a synchronized step averages (Section III-C): the updated parameters, or the gradients before the update."""
 
     overlap: Overlap = "none"
-    """With ``aggregation="parameters"``: under what a synchronized step's average runs. ``none``: nothing, the step
-    waits for it; ``forward``: the next forward pass, in which a module waits for its own weights only. Then set a
-    smaller ``bucket_mb``, and let nothing else read or write weights right after a step. A model with compiled modules
-    gets ``none``."""
+    """With ``aggregation="parameters"``: where a synchronized step's average runs. ``none``: before ``step()`` returns;
+    ``forward``: under the next forward pass, in which each module waits for its weights only. Then set a smaller
+    ``bucket_mb``, and let nothing else read or write weights right after a step. A model with compiled modules gets
+    ``none``."""
 
     window: int = 25
     """Steps over which the squared gradient norm is smoothed (Section III-A)."""
@@ -62,7 +62,7 @@ class SelSyncConfig(ReplicaSettings):
     outer_momentum: float | Literal["auto"] = "auto"
     """With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo and SlowMo.
     ``auto``: 0.3 with ``delta="auto"`` and an optimizer with ``betas`` such as Adam, whose steps are shorter because of
-    the noise of one rank's batch; otherwise 0."""
+    the noise of a rank's batch; otherwise 0."""
 
     partition: Partition = "seldp"
     """Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the framework's order."""
@@ -88,7 +88,7 @@ class SelSyncConfig(ReplicaSettings):
     """Seconds after which a rank that does not answer counts as lost."""
 
     checkpoint_replicas: bool = True
-    """Whether a checkpoint holds each rank's own weights and optimizer state besides the average. Without them it is
+    """Whether a checkpoint holds each rank's weights and optimizer state besides the average. Without them it is
     smaller by a factor of the number of ranks, and a resumed run starts from the average."""
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class SelSyncConfig(ReplicaSettings):
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run resumes with as many ranks as before only: each rank has its own replica."""
+        """Whether a run resumes with as many ranks as before only: each rank has a replica."""
         return True
 
     def without_effect(self) -> dict[str, str]:

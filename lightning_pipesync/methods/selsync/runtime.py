@@ -19,7 +19,7 @@ from lightning_pipesync.methods.selsync.lab import SelSyncLab
 class SelSync(ReplicaMethod):
     """Local steps, synchronized only when some rank's gradient changes by more than delta.
 
-    Every rank trains its own replica with its own optimizer. At each step it compares the norm of its gradient with
+    Every rank trains a replica with an optimizer of its own. At each step it compares the norm of its gradient with
     that of earlier steps, and sends a flag of one byte: whether the relative change is at least ``delta``. If it is on
     any rank, all ranks average their parameters after the update, or with ``aggregation="gradients"`` their gradients
     before it. They also average floating-point buffers that changed, and copy other buffers from rank 0. A local step
@@ -36,12 +36,12 @@ class SelSync(ReplicaMethod):
                 sync.step()                             # in place of optimizer.step()
             sync.flush()                                # the weights are the average of the replicas
             validate(model)
-            sync.resume()                               # each rank's own replica again
+            sync.resume()                               # each rank's replica again
         sync.flush()
         sync.detach()
 
     With ``overlap="forward"`` the average of a synchronized step runs under the next forward pass. Then call
-    ``sync.synchronize()`` before anything but that, a ``state_dict`` or :meth:`flush` reads or changes this rank's own
+    ``sync.synchronize()`` before anything but that, a ``state_dict`` or :meth:`flush` reads or changes this rank's
     weights.
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in :class:`SelSyncConfig`.
