@@ -24,7 +24,7 @@ def launch(arguments: Sequence[str]) -> int:
     ``pipesync launch --config_file FILE SCRIPT ...``; all options are those of ``accelerate launch``.
 
     Args:
-        arguments: options, the script, and the script's own.
+        arguments: options, the script, and its arguments.
     """
     from lightning_pipesync.accelerate.launch import launch_with_accelerate
 
@@ -95,12 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _imported(components: Any) -> dict[str, Any]:
     """Returns subcommands, of which those that are given by name are imported."""
-    named = {name: one for name, one in components.items() if isinstance(one, str) and name != "_help"}
-    return {**components, **{name: resolve_name(one) for name, one in named.items()}}
+    places = {name: place for name, place in components.items() if isinstance(place, str) and name != "_help"}
+    return {**components, **{name: resolve_name(place) for name, place in places.items()}}
 
 
 def _check_subcommand(words: Sequence[str]) -> None:
-    """Raises ValueError if a subcommand does not exist, with the one that is meant, if there is one like it."""
+    """Raises ValueError if a subcommand does not exist; its message names one with a similar name."""
     known: Any = SUBCOMMANDS
     for depth, word in enumerate(words):
         if not isinstance(known, dict) or word.startswith("-"):
@@ -142,7 +142,7 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
 
 def _with_lists(options: list[str], component: Any) -> Iterator[str]:
     """Writes ``--hosts 2 4`` as ``--hosts [2,4]`` for those options of a subcommand that take several values."""
-    types = {name: str(one.annotation) for name, one in inspect.signature(component).parameters.items()}
+    types = {name: str(option.annotation) for name, option in inspect.signature(component).parameters.items()}
     several = {f"--{name}" for name, annotation in types.items() if re.match(r"list|tuple", annotation)} - {"--slow"}
     starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
     for start, end in zip(starts, [*starts[1:], len(options)], strict=True):

@@ -117,7 +117,7 @@ def test_ranks_that_share_cores_are_named() -> None:
 def test_an_interface_that_reaches_nobody_is_refused_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     store.set("pipesync/facts/1", json.dumps(asdict(facts(1, backend_interface="lo"))))
-    monkeypatch.setattr(preflight, "own_facts", facts)
+    monkeypatch.setattr(preflight, "facts_of_this_host", facts)
     with pytest.raises(
         ValueError, match=r"rank 1 \(node1, 10.0.0.1\): Gloo uses .* lo, .* Set GLOO_SOCKET_IFNAME=eth0"
     ):

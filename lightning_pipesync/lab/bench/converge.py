@@ -76,7 +76,7 @@ class Converge(Benchmark):
         if self.evaluate_on not in EVALUATED_ON:
             raise ValueError(f"evaluate_on must be one of {', '.join(EVALUATED_ON)}, got {self.evaluate_on!r}.")
         if not self.methods or len(set(self.methods)) < len(self.methods):
-            raise ValueError(f"methods must be one or more different ones, got {self.methods!r}.")
+            raise ValueError(f"methods must be one or more different values, got {self.methods!r}.")
         for method in self.methods:
             config_of(method)
         if not self.seeds:

@@ -132,10 +132,10 @@ Steps, seconds and MiB (sent by rank 0) until the {result["metric"]} was {better
 {seeds} trainings, and how many of them got there; it was measured {settings["evaluations"]} times a training, for
 which the weights were consolidated: that is not counted, and takes up to {consolidations:.1f} MiB each time. Best and
 final: of a training, the mean of all ± 95 % confidence interval, and how much better than DDP's with the same seed the
-best is. LSSR: share of all steps that stayed local. Spread: root mean square of the distances of the ranks' own
-weights to those that were measured, over their norm, the mean of all measurements. Limit: DDP's steps to the target,
-each without communication, as the ranks of `alone` take them. Ranks that go at their own pace do not wait for a
-measurement: their weights are copied, and a step is as many batches as there are hosts.
+best is. LSSR: share of all steps that stayed local. Spread: root mean square of the distances of each rank's weights
+to those that were measured, over their norm, the mean of all measurements. Limit: DDP's steps to the target, each
+without communication, as the ranks of `alone` take them. Asynchronous ranks do not wait for a measurement: their
+weights are copied, and a step is as many batches as there are hosts.
 """)
         parts.append(table_of(rows_of(result), COLUMNS))
     return "\n".join(parts)

@@ -24,7 +24,7 @@ from lightning_pipesync.lab.netlab import Network
 #: The number of lines of output that an error message quotes.
 QUOTED = 20
 
-#: Seconds in which the other ranks end, by themselves or by an error that names the one that has failed.
+#: Seconds in which the other ranks end, by themselves or by an error that names the rank that has failed.
 GRACE_S = 150.0
 
 
@@ -89,7 +89,7 @@ def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[s
 def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
     """Runs ``command`` as ``num_ranks`` ranks on this machine; returns the first exit status that is not 0, else 0.
 
-    Those that have not ended some time after another one are killed, so that none waits for ever.
+    When one has ended, the others are killed after :data:`GRACE_S`.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -21,8 +21,8 @@ TOKEN_BYTES, TOKEN_S = 32, 5.0
 class JobSockets:
     """A socket that listens for other ranks, until the end of a ``with`` block; constructing one is a collective call.
 
-    Each rank draws a token, which the process group carries to the others. Who connects sends it first; a connection
-    without it is closed, and the next one is taken.
+    Each rank draws a token, which the process group carries to the others. A connection that does not begin with it is
+    closed.
 
     Attributes:
         addresses: host and port of each rank, by rank.

@@ -15,9 +15,9 @@ SLICE_S = 5e-3
 class Passes:
     """Runs passes that take at least a given time each.
 
-    The rest of it is slept between forward and backward, so that what a method exchanges under the backward pass comes
-    as late as it would if all layers took longer, and so that the hosts do not compete for this machine's processors.
-    The time of the backward pass to come is taken to be the last one's processor time.
+    The rest of the time is slept between forward and backward, so that what a method exchanges under the backward pass
+    comes as late as it would if all layers took longer, and so that the hosts do not compete for this machine's
+    processors. The next backward pass is expected to take the processor time of the last.
 
     Args:
         seconds: the least seconds of each pass.

@@ -62,7 +62,7 @@ def exchange_facts(store: dist.Store, rank: int, world_size: int) -> list[HostFa
         ValueError: on all ranks: Gloo cannot reach other hosts; the message names them and the way out.
         RuntimeError: a rank does not come.
     """
-    store.set(f"pipesync/facts/{rank}", json.dumps(asdict(own_facts(rank))))
+    store.set(f"pipesync/facts/{rank}", json.dumps(asdict(facts_of_this_host(rank))))
     facts = [HostFacts(**json.loads(store.get(f"pipesync/facts/{other}"))) for other in range(world_size)]
     lost = [host.other_interface for host in facts if host.backend_interface == LOOPBACK]
     if lost and len({host.address for host in facts}) > 1:
@@ -70,7 +70,7 @@ def exchange_facts(store: dist.Store, rank: int, world_size: int) -> list[HostFa
     return facts
 
 
-def own_facts(rank: int) -> HostFacts:
+def facts_of_this_host(rank: int) -> HostFacts:
     """Returns the facts of this process, a rank."""
     addresses, address = dict(_addresses()), address_of_this_host()
     interface = next((name for name, found in addresses.items() if found == address), "unknown")

@@ -76,8 +76,8 @@ class Step(StepBenchmark):
             which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
             pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
-        bucket_mb: Bucket sizes of DDP, DeAR without a fusion of its own and SelSync under forward, and ByteScheduler's
-            pieces, in MiB; DDP's best one is the baseline.
+        bucket_mb: Bucket sizes in MiB of DDP, of methods with buckets whose settings choose no size, and of
+            ByteScheduler's pieces; the baseline is DDP with its best size.
         steps: Steps of one measurement; of local SGD whole periods.
         rounds: Number of measurements of each candidate, in turns.
     """
@@ -96,7 +96,7 @@ class Step(StepBenchmark):
         if self.ratio is not None:
             if not self.model.startswith(EMULATED):
                 raise ValueError(
-                    f"ratio={[*self.ratio]} is a setting of emulated models: {self.model} takes its own time."
+                    f"ratio={[*self.ratio]} is a setting of emulated models: {self.model} takes the time that it needs."
                 )
             if not all(ratio > 0 for ratio in self.ratio):
                 raise ValueError(f"ratio must be positive, got {self.ratio!r}.")

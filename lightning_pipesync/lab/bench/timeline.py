@@ -50,7 +50,7 @@ class Recorder:
         self._backward: dict[int, list[float]] = {}  # by layer: its start, and when its gradients were ready
 
     def watch(self, candidate: Candidate) -> None:
-        """Registers hooks on the modules with parameters of their own, and on the communication."""
+        """Registers hooks on the modules that hold parameters themselves, and on the communication."""
         for number, module in enumerate(modules_with_parameters(candidate.model.module)):
             started: list[float] = []
             module.register_forward_pre_hook(lambda *_, started=started: started.append(time.perf_counter()))
@@ -124,7 +124,7 @@ class Timeline(StepBenchmark):
             emulated-bert-large, whose layers sleep.
         methods: What is drawn: ddp and methods of this package, with settings as in `bench step`.
         ratio: Communication time over computation time.
-        bucket_mb: Bucket sizes of DDP and DeAR in MiB.
+        bucket_mb: Bucket sizes in MiB of DDP and of methods with buckets.
         steps: Steps that are drawn.
     """
 

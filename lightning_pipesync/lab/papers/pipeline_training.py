@@ -80,7 +80,7 @@ class PipelineOptions(Command):
         for name in ("methods", "learning_rates", "batch_sizes", "seeds"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must be one or more different ones, got {values!r}.")
+                raise ValueError(f"{name} must be one or more different values, got {values!r}.")
         self._check_positive("stages", "epochs", "evaluations")
         self._check_all_positive("batch_sizes", self.batch_sizes, "numbers")
         self._check_all_positive("learning_rates", self.learning_rates, "numbers")

@@ -25,7 +25,7 @@ from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.method_candidate import lab_of
-from lightning_pipesync.lab.bench.preflight import findings, own_facts
+from lightning_pipesync.lab.bench.preflight import facts_of_this_host, findings
 from lightning_pipesync.lab.plan.costs import (
     Waitable,
     measure_backend,
@@ -99,7 +99,7 @@ def plan_for(
         ``work`` of the slowest rank; ``codecs``: bytes per second, on rank 0; ``changes``: none; ``predictions``; and
         ``measured``: by name of the :class:`Prediction` seconds of a step in each round, or an error; there are none.
     """
-    facts, everyones = gathered(own_facts(dist.get_rank())), gathered(work)
+    facts, everyones = gathered(facts_of_this_host(dist.get_rank())), gathered(work)
     names, device = [one.name for one in facts], device_of(module)
     cluster = measure_cluster(device, max(one.num_bytes for one in everyones))
     progress("the network")

@@ -22,7 +22,7 @@ class Throughput:
     def __init__(self, policy: Policy, passes: Sequence[Iterator[float]]) -> None:
         num_hosts = len(passes)
         self._sequencer = Sequencer.of(policy, range(num_hosts))
-        self._cancels, self._goes_on = policy.cancels, policy.local
+        self._cancels, self._keeps_computing = policy.cancels, policy.local
         self._seconds = passes
         self._now, self._used = 0.0, 0
         self._versions = [0] * num_hosts
@@ -38,7 +38,7 @@ class Throughput:
             if number == self._passes[host]:  # it was not cancelled
                 gradient = Gradient(host, number, self._versions[host])
                 self._follow(self._sequencer.push(gradient))
-                if self._goes_on:
+                if self._keeps_computing:
                     self._begin(host)
         return self._used / self._now
 

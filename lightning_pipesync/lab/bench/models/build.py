@@ -53,7 +53,7 @@ def build_model(
         if (scale, forward_seconds, backward_seconds) != (1.0, 0.0, 0.0):
             raise ValueError(
                 f"scale={scale!r}, forward_seconds={forward_seconds!r} and backward_seconds={backward_seconds!r} are "
-                f"settings of emulated models: {name} has a size and takes time of its own."
+                f"settings of emulated models: {name} has its true size, and takes the time that it needs."
             )
         if batch_size is None:
             return _REAL[name]()
@@ -75,8 +75,8 @@ def stand_in(model: nn.Module, scale: float = 0.0) -> BenchModel:
     """Returns a model with as many layers and trainable tensors as another, on its device, that takes no time.
 
     Args:
-        model: the other one.
-        scale: number of values of a tensor over that of the other one's; 0: each has one value.
+        model: the other model.
+        scale: number of values of a tensor over that of the other model's; 0: each has a single value.
     """
     table, seen = ModelTable(type(model).__name__), set[Tensor]()
     for name, module in model.named_modules():

@@ -37,7 +37,7 @@ class Horovod(OverTransport):
         self._worker = Worker("pipesync-horovod")
         self._index = {id(parameter.tensor): index for index, parameter in enumerate(self.in_ready_order)}
         self._ready = [False] * len(self._index)
-        self._buffers: dict[tuple[int, ...], Bucket] = {}  # kept, as its one buffer is
+        self._buffers: dict[tuple[int, ...], Bucket] = {}  # kept, like its fusion buffer
         self.hooks = [hook_gradient(parameter.tensor, self._gradient_is_ready) for parameter in self.in_ready_order]
 
     def step(self) -> None:
