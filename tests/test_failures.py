@@ -20,8 +20,9 @@ from torch import nn
 from lightning_pipesync import DeAR, EAPipe, PipeSGD, SelSync
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.diagnosis import chain, find_fault
-from lightning_pipesync.core.faults.failure import FRACTION_OF_TIMEOUT, PeerWatch, is_connection_error
-from lightning_pipesync.core.faults.heartbeat import Beat, Wait
+from lightning_pipesync.core.faults.errors import is_connection_error
+from lightning_pipesync.core.faults.failure import PeerWatch
+from lightning_pipesync.core.faults.heartbeat import FRACTION_OF_TIMEOUT, Beat, Wait
 from tests.harness import DIED, free_port, kill_stopped_siblings, launch, raised
 from tests.lightning_models import Classifier, make_strategy, train_loader, trainer
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.faults.failure import is_normal_end
+from lightning_pipesync.core.faults.errors import is_normal_end
 from lightning_pipesync.core.faults.shutdown import AFTER_ERROR_S
 from lightning_pipesync.methods.laboratory import LabEntry
 from lightning_pipesync.methods.settings import Settings

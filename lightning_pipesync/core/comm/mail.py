@@ -33,7 +33,8 @@ from lightning_pipesync.core.comm.handle import Worker
 from lightning_pipesync.core.comm.messages import Messages
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.wire import packed, start_unpacking
-from lightning_pipesync.core.faults.failure import KNOWN, is_normal_end
+from lightning_pipesync.core.faults.errors import is_normal_end
+from lightning_pipesync.core.faults.failure import KNOWN
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown, join_thread
 
 #: The most seconds between two messages, and the most as a fraction of the timeout.

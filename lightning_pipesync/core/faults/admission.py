@@ -1,17 +1,15 @@
 """How a process takes the place of a lost rank in a running job, through the job's store.
 
-[Note: who starts, and who comes back]
+[Note: new and returning processes]
 A process that starts counts itself in the store. The first one of its rank makes process groups with the others. A
-later one takes the place of the first, which is lost: it makes a group of its own, in which a method attaches, and
-applies for admission: it publishes beats under keys of applicants, as those of its rank are its predecessor's. When all
-members can take it in, the leader looks for applicants that live, and writes them the agreement with which they are
-members (:class:`Membership`).
+later one takes the place of the first, which is lost. It makes a group with itself alone, in which a method attaches,
+and applies for admission: it publishes beats under keys of applicants, as those of its rank are its predecessor's. When
+all members can admit it, the leader looks for living applicants, and writes them the agreement that makes them members
+(:class:`Membership`).
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -20,8 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.faults.failure import FRACTION_OF_TIMEOUT, GOODBYE_S, INTERVAL, STORE_S
-from lightning_pipesync.core.faults.heartbeat import Beat, Heartbeat
+from lightning_pipesync.core.faults.heartbeat import GOODBYE_S, STORE_S, Beat, Heartbeat, interval_of
 from lightning_pipesync.core.faults.membership import LEADER, PATIENCE, Agreement, Silence
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 
@@ -31,13 +28,13 @@ LISTENED = 3
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as a process that takes part finds it.
+    """A job and this process's rank in it.
 
     Attributes:
-        store: has keys of its own, and outlives process groups.
-        rank: the rank of this process.
+        store: outlives process groups; nothing else uses its keys.
+        rank: of this process.
         world_size: the number of ranks at first.
-        start: the number of processes that have started with this rank, this one included.
+        start: the number of processes that have started with this rank, including this one.
     """
 
     store: dist.Store
@@ -54,10 +51,7 @@ class Job:
 def start_job(timeout_s: float) -> Job:
     """Makes the default process group, with Gloo, from the environment variables that ``torchrun`` sets.
 
-    It has all ranks, or, if this process comes back to a running job, this rank alone.
-
-    Args:
-        timeout_s: of the group, in seconds.
+    It has all ranks, or this rank alone if the process returns to a running job. ``timeout_s``: of the group.
 
     Raises:
         ValueError: an environment variable is missing.
@@ -74,22 +68,17 @@ def start_job(timeout_s: float) -> Job:
 
 
 class Application:
-    """A process's wish to take the place of a lost rank.
-
-    Args:
-        job: the job.
-        timeout_s: seconds after which a rank that is not heard of counts as lost.
-    """
+    """A process's application for the place of a lost rank."""
 
     def __init__(self, job: Job, timeout_s: float) -> None:
         self._job = job
-        self._interval = min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
+        self._interval = interval_of(timeout_s)
         store = dist.PrefixStore(_key_of(job.rank, job.start), job.store)
-        self._heartbeat = Heartbeat(store, job.rank, job.world_size, self._interval, _describe)
+        self._heartbeat = Heartbeat(store, job.rank, job.world_size, self._interval, Beat.of_this_process)
         self._at_end = at_shutdown(lambda _: self._close(), first=True)
 
     def wait(self) -> Agreement:
-        """Waits until the members take this rank in, and returns the agreement; it ends the application.
+        """Waits until the members admit this rank, and returns the agreement.
 
         Raises:
             RuntimeError: the leader is lost, or has ended.
@@ -120,12 +109,9 @@ class Application:
 
 
 class Applicants:
-    """The processes that want to take the place of lost ranks, as the leader finds them.
+    """The applicants for the places of lost ranks, as the leader finds them.
 
-    Args:
-        job: the job.
-        interval: seconds between two beats of an applicant.
-        call: returns the result of a function that calls the store.
+    ``interval``: seconds between two beats of an applicant. ``call``: calls a function that calls the store.
     """
 
     def __init__(self, job: Job, interval: float, call: Callable[[Callable[[], Any]], Any]) -> None:
@@ -135,11 +121,7 @@ class Applicants:
         self._heard: dict[tuple[int, int], Beat] = {}  # the last beat of each applicant, by rank and process
 
     def living(self, absent: Collection[int]) -> dict[int, str]:
-        """Returns the applicants that live, by rank, each with its host and process id in words.
-
-        Args:
-            absent: the ranks that are not members.
-        """
+        """Returns the living applicants for ``absent`` ranks, by rank, each with its host and process id in words."""
         found = {}
         for rank in absent:
             start = self._start_of(rank)
@@ -150,18 +132,17 @@ class Applicants:
         return found
 
     def admit(self, agreement: Agreement) -> None:
-        """Writes the agreement for those who have joined."""
+        """Writes the agreement for the ranks that have joined."""
         for rank in agreement.joined:
             start = self._members[rank] = self._found[rank]
             self._call(lambda: self._job.store.set(_admission_key(rank, start), agreement.to_json()))  # noqa: B023
 
     def _start_of(self, rank: int) -> int:
-        """Returns the number of processes that have started with a rank."""
         start: int = self._call(lambda: self._job.store.add(f"starts/{rank}", 0))
         return start
 
     def _lives(self, rank: int, start: int) -> bool:
-        """Returns whether an applicant has published a beat since it was heard last; waits for one if it is new."""
+        """Returns whether an applicant has published a beat since the last call; waits for one at the first call."""
         store, before = dist.PrefixStore(_key_of(rank, start), self._job.store), self._heard.get((rank, start))
         now: Beat = self._call(lambda: Heartbeat.last_beat(store, rank))
         if before is None:
@@ -179,7 +160,3 @@ def _key_of(rank: int, start: int) -> str:
 
 def _admission_key(rank: int, start: int) -> str:
     return f"admissions/{rank}/{start}"
-
-
-def _describe(number: int) -> Beat:
-    return Beat(number, time.monotonic(), socket.gethostname(), os.getpid())

@@ -2,8 +2,9 @@
 
 [Note: the first fault]
 A lost rank brings down the others: a rank that waits for it gives up, and is then lost to the ranks that wait for it.
-So the rank at fault is the first one that raised an exception of its own or fell silent; a silent rank may have lived
-for one more beat. If there is none, it is the rank at the end of the chain of waiting ranks, which waits for no other.
+So the rank at fault is the first one that raised an exception which no other rank caused, or that fell silent; a silent
+rank may have lived for one more beat. If there is none, it is the rank at the end of the chain of waiting ranks, which
+waits for no other.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     """Returns the rank at fault, see [Note: the first fault]; None if the beats do not tell.
 
     Args:
-        beats: the last beat of each rank, by rank.
-        silent: ranks whose beats have stopped.
-        rank: the rank whose wait has timed out.
+        beats: the last beat of each rank.
+        silent: the ranks whose beats have stopped.
+        rank: whose wait has timed out.
         interval: seconds between two beats.
     """
     missing = [peer for peer in silent if not beats[peer].number]
@@ -47,21 +48,21 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     ahead = [peer for peer in live if beats[peer].ahead is not None]
     if len(ahead) == 1 < len(live):
         return _fault("ahead", ahead[0], beats[ahead[0]], beats[ahead[0]].at)
-    own_waits = beats[rank].waits
-    if not own_waits:
+    waits_here = beats[rank].waits
+    if not waits_here:
         return None
-    since = min(wait.since for wait in own_waits)
+    since = min(wait.since for wait in waits_here)
     reached = [peer for peer in _reached(beats, rank) if peer != rank]
     if absent := absent_ranks(beats, rank):
         peer = min(absent, key=lambda peer: beats[peer].exchanges)
-        behind = [one for one in absent if beats[one].exchanges == beats[peer].exchanges]
+        behind = [other for other in absent if beats[other].exchanges == beats[peer].exchanges]
         # A rank in an operation of another library publishes no wait.
         return _fault("absent", peer, beats[peer], since) if len(behind) == 1 else None
     ended = [(beats[peer].at, peer) for peer in reached if beats[peer].left == "" and beats[peer].blames is None]
     if ended:
         peer = min(ended)[1]
         return _fault("ended", peer, beats[peer], beats[peer].at)
-    peers = [wait.peer for wait in own_waits if wait.peer is not None]
+    peers = [wait.peer for wait in waits_here if wait.peer is not None]
     return _fault("unconnected", peers[0], beats[peers[0]], since) if peers else None
 
 
@@ -71,7 +72,7 @@ def has_raised(beat: Beat) -> bool:
 
 
 def describe_suspects(beats: Sequence[Beat], silent: Collection[int], rank: int) -> str:
-    """Returns in words who may be at fault, if no rank is known to be."""
+    """Returns in words which ranks may be at fault, if none is known to be."""
     if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
         return f" (not heard of yet: ranks {', '.join(map(str, missing))})"
     absent = ", ".join(map(str, absent_ranks(beats, rank)))
@@ -89,10 +90,10 @@ def chain(beats: Sequence[Beat], rank: int, end: int) -> list[int]:
     before = _reached(beats, rank)
     if end not in before:
         return []
-    way = [end]
-    while way[-1] != rank:
-        way.append(before[way[-1]])
-    return way[::-1]
+    ranks = [end]
+    while ranks[-1] != rank:
+        ranks.append(before[ranks[-1]])
+    return ranks[::-1]
 
 
 def _reached(beats: Sequence[Beat], rank: int) -> dict[int, int]:

@@ -1,16 +1,13 @@
 """The error of a lost peer: which rank is at fault, and why.
 
 [Note: nobody waits for a rank that is lost]
-A rank that raises publishes it, and may live on, so that no connection to it breaks. Who learns of a fault, and has not
-ended itself a beat later, ends all waits of its process groups with an error. In that beat an error that all ranks
+A rank that raises publishes it, and may live on, so that no connection to it breaks. A rank that learns of a fault, and
+has not ended a beat later, ends all waits of its process groups with an error. Within that beat an error that all ranks
 raise, such as a setting that is refused, ends them without breaking a group that a later training could use.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import socket
 import sys
 import threading
 import time
@@ -22,12 +19,19 @@ from typing import TypeAlias, TypeVar
 import torch.distributed as dist
 
 from lightning_pipesync.core.faults.diagnosis import SENTENCES, chain, describe_suspects, find_fault, has_raised
-from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat, Wait, call_in_time
+from lightning_pipesync.core.faults.errors import cause_of, in_short, is_connection_error, is_lost_peer, is_normal_end
+from lightning_pipesync.core.faults.heartbeat import (
+    GOODBYE_S,
+    STORE_S,
+    Beat,
+    Fault,
+    Heartbeat,
+    Wait,
+    call_in_time,
+    interval_of,
+)
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown
 from lightning_pipesync.core.torch_private import address_of, store_of
-
-#: The most seconds between two beats, and the most as a fraction of the timeout.
-INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
 
 #: The number of beats that a rank may miss before it counts as silent.
 PATIENCE = 3
@@ -42,18 +46,6 @@ UNKNOWN = "No rank is known to be at fault: one has died, hangs, or is too slow"
 #: Why a wait has ended that the watch has ended.
 KNOWN = "the job's store says so"
 
-#: The start of a connection error's message: a place in Gloo's source; none if the call has its own timeout or the
-#: connection has timed out before.
-CONNECTION_ERROR = re.compile(
-    r"(Gloo connectFullMesh failed with )?\[\S*/gloo/|Application timeout caused pair closure|Operation timed out!"
-)
-
-#: The timeout of the store, in seconds.
-STORE_S = 5.0
-
-#: The most seconds that a process waits to publish that it ends.
-GOODBYE_S = 1.0
-
 
 class PeerWatch:
     """Publishes what this rank waits for, and names the rank at fault when a wait times out.
@@ -65,7 +57,6 @@ class PeerWatch:
         ahead: what this rank has done that others may not have, in words, such as that it has ended its epoch.
 
     Args:
-        timeout: the time after which a peer that does not answer counts as lost.
         exchanges: returns the number of operations that this rank has started.
         end_waits: ends all waits of this rank with a connection error, see [Note: nobody waits for a rank that ...].
     """
@@ -78,7 +69,6 @@ class PeerWatch:
         self.ahead: str | None = None
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
-        self._host, self._pid = socket.gethostname(), os.getpid()
         self._waits: dict[int, Waited] = {}  # by thread
         self._error: BaseException | None = None
         self._left = False
@@ -100,13 +90,13 @@ class PeerWatch:
             store = store_of(group)
             self._address = address_of(store)
             world_size = dist.get_world_size()
-            # A later watch of the same process, also in a later group if an agent keeps the store, has keys of its own.
+            # A later watch of the same process, also in a later group if an agent keeps the store, has other keys.
             try:
                 number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._patience_s)
             except RuntimeError as error:
                 raise RuntimeError(f"{self._accuse_store()}; rank {self._rank} has not joined it yet.") from error
             store = dist.PrefixStore(f"pipesync/{number}", store)
-            interval = min(INTERVAL, self.timeout.total_seconds() * FRACTION_OF_TIMEOUT)
+            interval = interval_of(self.timeout.total_seconds())
             self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe, self._act_on_fault)
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
 
@@ -114,7 +104,7 @@ class PeerWatch:
         """Returns a context in which this rank waits; a connection error becomes one that names the rank at fault.
 
         Args:
-            what: a description of what it waits for.
+            what: what it waits for, in words.
             peer: the rank that it waits for; None: any other.
             ahead: whether a thread waits before this rank needs the result.
 
@@ -124,7 +114,7 @@ class PeerWatch:
         return Waiting(self, what, peer, ahead)
 
     def begin_wait(self, what: str, peer: int | None, ahead: bool) -> Waited | None:
-        """Publishes that the calling thread waits, unless ``ahead``; returns what it has waited for until now."""
+        """Publishes that the calling thread waits, unless ``ahead``; returns what it has waited for so far."""
         thread = threading.get_ident()
         outer = self._waits.get(thread)
         if not ahead:
@@ -185,7 +175,7 @@ class PeerWatch:
         self._left, self._error = True, None if is_normal_end(error) else error
         last = self._describe(0)
         if has_raised(last) and self.fault is None:
-            self._heartbeat.tell(Fault("raised", self._rank, self._host, self._pid, last.left or "", last.at))
+            self._heartbeat.tell(Fault("raised", self._rank, last.host, last.pid, last.left or "", last.at))
             if self._rank == 0:
                 self._wait_until_known({0})
         self._heartbeat.close(GOODBYE_S)
@@ -199,18 +189,15 @@ class PeerWatch:
     def _accusation(self, what: str, error: BaseException) -> str:
         """Returns one line that names the rank at fault for the failed wait for ``what``."""
         seconds = f"timeout_s={self.timeout.total_seconds():g}"
-        # The message without the place in the backend's source and without its advice.
-        cause = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0].strip()
-        if self._has_ended_waits:
-            cause = KNOWN
+        cause = KNOWN if self._has_ended_waits else cause_of(error)
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
             if self._diagnosis is None:
                 self._diagnosis = self._diagnose()
-            who, way = self._diagnosis
-        return f"{who}; rank {self._rank} waited in vain for {what}{way} ({seconds}; {cause})."
+            fault, through = self._diagnosis
+        return f"{fault}; rank {self._rank} waited in vain for {what}{through} ({seconds}; {cause})."
 
     def _diagnose(self) -> tuple[str, str]:
-        """Returns who is at fault, and through which ranks this one has waited for it; publishes the fault."""
+        """Returns which rank is at fault, and through which ranks this one has waited for it; publishes the fault."""
         if self._heartbeat is None:
             return UNKNOWN, ""
         heartbeat = self._heartbeat
@@ -231,16 +218,12 @@ class PeerWatch:
             heartbeat.tell(fault)
         if self._rank == 0:
             self._wait_until_known(silent | {fault.rank})
-        way = chain(beats, self._rank, fault.rank)
-        through = "".join(_because(beats[waiting]) for waiting in way[1:-1])
+        waiting = chain(beats, self._rank, fault.rank)
+        through = "".join(_because(beats[rank]) for rank in waiting[1:-1])
         return self._accuse(fault), through
 
     def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
-        """Waits until all ranks have published a beat since ``first``, or have had the time for it.
-
-        Returns:
-            The last beats, and the ranks that are silent.
-        """
+        """Waits for a beat of each rank after ``first``; returns the last beats, and the ranks that are silent."""
         for beats in self._later_beats():
             pairs = enumerate(zip(first, beats, strict=True))
             silent = {rank for rank, (before, now) in pairs if now.number == before.number and now.left is None}
@@ -257,7 +240,7 @@ class PeerWatch:
                     break
 
     def _later_beats(self) -> Iterator[list[Beat]]:
-        """Yields the last beats repeatedly, for the time in which a live rank publishes one.
+        """Yields the last beats repeatedly, until each live rank has had the time to publish one.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -284,23 +267,21 @@ class PeerWatch:
 
     def _describe(self, number: int) -> Beat:
         error = self._error
-        left = None if not self._left else "" if error is None else _in_short(error)
-        return Beat(
+        left = None if not self._left else "" if error is None else in_short(error)
+        return Beat.of_this_process(
             number,
             self._now(),
-            self._host,
-            self._pid,
-            self._exchanges(),
-            [Wait(*waited) for waited in list(self._waits.values())],
-            None if self.fault is None else self.fault.rank,
-            left,
-            self.ahead,
+            exchanges=self._exchanges(),
+            waits=[Wait(*waited) for waited in list(self._waits.values())],
+            blames=None if self.fault is None else self.fault.rank,
+            left=left,
+            ahead=self.ahead,
             lost_peer=error is not None and is_lost_peer(error),
         )
 
     @property
     def _patience_s(self) -> float:
-        """Seconds to wait for the store before the training: it is slow where many ranks ask it at the same time."""
+        """Seconds to wait for the store before training starts: it is slow when many ranks ask at the same time."""
         return self.timeout.total_seconds()
 
     @property
@@ -310,7 +291,7 @@ class PeerWatch:
 
     @property
     def fault(self) -> Fault | None:
-        """The fault that this rank or another one has found."""
+        """The fault that some rank has found."""
         return None if self._heartbeat is None else self._heartbeat.fault
 
     def _now(self) -> float:
@@ -318,7 +299,7 @@ class PeerWatch:
 
 
 class Waiting:
-    """A context in which a thread waits, see :meth:`PeerWatch.waiting`. A class, as each message is in some of them."""
+    """A context in which a thread waits, see :meth:`PeerWatch.waiting`. A class, for speed: each message makes some."""
 
     __slots__ = ("_ahead", "_outer", "_peer", "_watch", "_what")
 
@@ -337,32 +318,8 @@ class Waiting:
             self._watch.end_wait(self._outer)
 
 
-def is_connection_error(error: BaseException | None) -> bool:
-    """Returns whether ``error`` is a connection error of PyTorch."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and CONNECTION_ERROR.match(str(error)) is not None
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Returns whether another rank has caused ``error``: a connection error, or what names the rank at fault."""
-    return is_connection_error(error) or is_connection_error(error.__cause__)
-
-
-def is_normal_end(error: BaseException | None) -> bool:
-    """Returns whether a process that ends with ``error``, or with none, has succeeded."""
-    if type(error) is SystemExit:  # not one derived from it, such as that of Lightning after a SIGTERM
-        return error.code in (0, None)
-    return error is None or isinstance(error, (GeneratorExit, StopIteration))
-
-
 def _because(beat: Beat) -> str:
     """Returns a clause that says why a rank has made another one wait."""
     if beat.waits:
         return f", which waited for {beat.waits[0].what}"
     return f", which has given up because of rank {beat.blames}"
-
-
-def _in_short(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()[:200]}" if lines else type(error).__name__

@@ -1,14 +1,16 @@
 """Heartbeats: each rank publishes its state in the job's store, so that a lost rank can be named.
 
 [Note: only the heartbeat's thread calls the store]
-A call to a store whose server is frozen may never return, whatever its timeout. So the thread of the heartbeat makes
-all calls, and other threads wait for it with a timeout.
+A call to a store whose server is frozen may never return, whatever its timeout. So the heartbeat's thread makes all
+calls, and other threads wait for it with a timeout.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
+import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -25,18 +27,26 @@ from lightning_pipesync.core.faults.shutdown import join_thread
 #: The key of the first fault that a rank has found.
 _FAULT_KEY = "pipesync/fault"
 
+#: The most seconds between two beats, and the most as a fraction of the timeout.
+INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
+
+#: The timeout of the store, in seconds.
+STORE_S = 5.0
+
+#: The most seconds that a process waits to publish that it ends.
+GOODBYE_S = 1.0
+
 T = TypeVar("T")
+
+
+def interval_of(timeout_s: float) -> float:
+    """Returns the seconds between two beats with a timeout."""
+    return min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for.
-
-    Attributes:
-        what: a description.
-        peer: the rank that it waits for; None: any other.
-        since: seconds since the start of the job's clock.
-    """
+    """What a rank waits for, in words; for which peer, None: any other; and since when, by the job's clock."""
 
     what: str
     peer: int | None
@@ -57,7 +67,7 @@ class Beat:
         blames: the rank that it has found at fault.
         left: None while it takes part; then the exception that it ended with, empty if there was none.
         ahead: what it has done that others may not have, in words; None: nothing.
-        lost_peer: whether that exception is a connection error, so that another rank is the cause.
+        lost_peer: whether another rank has caused that exception.
     """
 
     number: int = 0
@@ -70,6 +80,11 @@ class Beat:
     left: str | None = None
     ahead: str | None = None
     lost_peer: bool = False
+
+    @classmethod
+    def of_this_process(cls, number: int, at: float | None = None, **state: Any) -> Beat:
+        """Returns a beat with the host and the id of this process, at this moment if ``at`` is None."""
+        return cls(number, time.monotonic() if at is None else at, socket.gethostname(), os.getpid(), **state)
 
 
 @dataclass(frozen=True)
@@ -102,10 +117,9 @@ class Heartbeat:
         interval: seconds between two beats.
 
     Args:
-        store: a store with keys of its own.
+        store: nothing else uses its keys.
         rank: the rank of this process.
         world_size: the number of ranks.
-        interval: seconds between two beats.
         describe: returns this rank's beat, given its number.
         on_fault: called once a fault has been known for the time of a beat.
     """
@@ -121,12 +135,12 @@ class Heartbeat:
     ) -> None:
         self._store, self._describe, self._on_fault = store, describe, on_fault
         self._keys = [_key_of(peer) for peer in range(world_size)]
-        self._own_key = self._keys[rank]
+        self._key = self._keys[rank]
         self.interval = interval
         self._told: Fault | None = None
         self._known: tuple[Fault, float] | None = None  # the last fault, and when this thread learned of it
         self._acted_on: Fault | None = None
-        self._left_behind: set[int] = set()
+        self._forgotten: set[int] = set()
         self._number = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
@@ -140,18 +154,18 @@ class Heartbeat:
 
     @property
     def fault(self) -> Fault | None:
-        """The fault that a rank has published, if any, and if this rank has not gone on without the one at fault."""
+        """The fault that some rank has published; None if there is none, or the rank at fault is forgotten."""
         told = self._told
-        return None if told is None or told.rank in self._left_behind else told
+        return None if told is None or told.rank in self._forgotten else told
 
     def forget_rank(self, rank: int) -> None:
         """Marks ``rank`` as lost; later waits never blame it."""
-        self._left_behind.add(rank)
+        self._forgotten.add(rank)
 
     def read(self, timeout_s: float) -> list[Beat]:
         """Publishes a beat, and returns the last beat of each rank, by rank; updates :attr:`fault`.
 
-        The beat of a rank that this one has gone on without is that of one that is nobody's fault.
+        The beat of a forgotten rank is that of one that another rank has ended.
 
         Raises:
             RuntimeError: as :meth:`call`.
@@ -203,7 +217,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._number += 1
-        self._store.set(self._own_key, json.dumps(asdict(self._describe(self._number))))
+        self._store.set(self._key, json.dumps(asdict(self._describe(self._number))))
 
     def _learn_fault(self) -> None:
         if self.fault is None and self._store.check([_FAULT_KEY]):
@@ -226,7 +240,7 @@ class Heartbeat:
             beats = [_read_as(_beat_from, key, value) or Beat() for key, value in values]
         else:
             beats = [self.last_beat(self._store, peer) for peer in range(len(self._keys))]
-        return [Beat(left="", blames=peer) if peer in self._left_behind else beat for peer, beat in enumerate(beats)]
+        return [Beat(left="", blames=peer) if peer in self._forgotten else beat for peer, beat in enumerate(beats)]
 
 
 def call_in_time(function: Callable[[], T], timeout_s: float) -> T:

@@ -1,10 +1,10 @@
 """The meeting of all ranks, before they make process groups, and the watch over a job until then.
 
-[Note: who makes a group waits in the store]
-A rank that makes a process group waits in the store for the addresses of all others, for as long as the group's timeout
-if one of them has raised or died. No other call of its process passes the store meanwhile, so that it learns nothing of
-that, and is silent itself. So all meet before: in a barrier of the default process group, which breaks at once if a
-process dies, or, where that is not Gloo's, by asking the store again and again.
+[Note: making a group blocks the store]
+A rank that makes a process group waits in the store for the addresses of all others: for the group's whole timeout if
+one of them has raised or died. Meanwhile its process cannot call the store, so that it does not learn of that, and is
+silent. So all ranks meet before: in a barrier of the default process group, which breaks at once if a process dies, or,
+if that group is not Gloo's, by asking the store repeatedly.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_pipesync.core.comm.messages import end_waits
-from lightning_pipesync.core.faults.failure import INTERVAL, KNOWN, PeerWatch
+from lightning_pipesync.core.faults.failure import KNOWN, PeerWatch
+from lightning_pipesync.core.faults.heartbeat import INTERVAL
 from lightning_pipesync.core.torch_private import store_of
 
-#: The time between two questions, as a fraction of the time that they have been asked: few ask long.
+#: The time between two questions, as a fraction of the time waited so far, and the least: most waits are short.
 FRACTION_OF_WAIT, SHORTEST_S = 1 / 20, 0.001
 
 #: The watch of an adapter.
@@ -29,10 +30,8 @@ _job: PeerWatch | None = None
 def watch_job(timeout: timedelta) -> PeerWatch:
     """Starts to watch all ranks, as soon as there is a default process group; a collective call.
 
-    If one is lost, waits in that group end, too. Close the watch when the job ends.
-
-    Args:
-        timeout: the time after which a rank that does not answer counts as lost.
+    If a rank is lost, waits in that group end, too. Close the watch when the job ends. ``timeout`` is the time after
+    which a rank that does not answer counts as lost.
     """
     global _job
     group = dist.group.WORLD
@@ -44,7 +43,7 @@ def watch_job(timeout: timedelta) -> PeerWatch:
 
 
 def meet(timeout: timedelta) -> None:
-    """Waits until all ranks have come, see the note above; a collective call.
+    """Waits for all ranks, see [Note: making a group blocks the store]; a collective call.
 
     Raises:
         RuntimeError: a rank is known to be lost, or has not come within ``timeout``; it is named.

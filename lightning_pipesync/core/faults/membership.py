@@ -1,10 +1,10 @@
 """The members of a job: which ranks are left, agreed through the job's store.
 
 [Note: agreement on the members]
-The ranks go through numbered sections; each completes a section when it has all other ranks' data of it. A rank that
+The ranks pass through numbered sections; each completes a section when it has all other ranks' data of it. A rank that
 finds a section broken reports how many it has completed. Rank 0 leads: when each member has reported, or has fallen
-silent, it publishes who goes on, and the fewest sections that one of them has completed. All that have completed
-more undo the last one. No two members differ by more than one: a section takes part of all of them.
+silent, it publishes who remains, and the fewest sections that one of them has completed. All that have completed more
+undo the last one. No two members differ by more than one, as a section needs all of them.
 
 A process that takes a lost rank's place applies for it (:class:`Application`), and the leader adds it to the members of
 an agreement that all of them ask for.
@@ -13,8 +13,6 @@ an agreement that all of them ask for.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,15 +20,14 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.faults.failure import FRACTION_OF_TIMEOUT, GOODBYE_S, INTERVAL, STORE_S
-from lightning_pipesync.core.faults.heartbeat import Beat, Heartbeat
+from lightning_pipesync.core.faults.heartbeat import GOODBYE_S, STORE_S, Beat, Heartbeat, interval_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 
 #: The rank that decides.
 LEADER = 0
 
 #: The number of beats after which a rank that has not published one counts as lost. More than when a fault is only
-#: named: who is taken for lost cannot come back.
+#: named, as such a rank cannot return.
 PATIENCE = 10
 
 T = TypeVar("T")
@@ -41,10 +38,10 @@ class Agreement:
     """What the leader has decided.
 
     Attributes:
-        ranks: the members that go on, by the ranks that they had at first, in ascending order.
+        ranks: the members that remain, by the ranks that they had at first, in ascending order.
         completed: the number of sections that all of them have completed.
-        lost: the members that do not go on, each with its host and process id in words.
-        joined: the members who have to be told what the others know, likewise.
+        lost: the members that do not remain, each with its host and process id in words.
+        joined: the members that need what the others know, with the same words.
         generation: the number of this agreement.
     """
 
@@ -55,7 +52,7 @@ class Agreement:
     generation: int
 
     def to_json(self) -> str:
-        """Returns the agreement as the store has it."""
+        """Returns the agreement for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -74,11 +71,11 @@ class Membership:
         generation: the number of agreements so far.
 
     Args:
-        store: a store with keys of its own, which outlives process groups.
+        store: outlives process groups; nothing else uses its keys.
         rank: the rank of this process.
         world_size: the number of ranks at first.
-        timeout_s: seconds after which a member that lives and has not reported counts as lost.
-        joins: the agreement by which this rank joins the others; None: it has been a member from the beginning.
+        timeout_s: seconds after which a living member that has not reported counts as lost.
+        joins: the agreement by which this rank joins the others; None: it is a member from the beginning.
     """
 
     def __init__(
@@ -88,10 +85,9 @@ class Membership:
         if joins is not None:
             self.ranks, self.generation = joins.ranks, joins.generation
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
-        self._host, self._pid = socket.gethostname(), os.getpid()
         self._left: str | None = None
         self._last_beat, self._longest_gap = time.monotonic(), 0.0
-        self._interval = min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
+        self._interval = interval_of(timeout_s)
         self._heartbeat = Heartbeat(store, rank, world_size, self._interval, self._describe)
         self._at_end = at_shutdown(lambda _: self.close(), first=True)
 
@@ -100,14 +96,14 @@ class Membership:
 
         Args:
             completed: the number of sections that this rank has completed.
-            joined: of the leader, those who join, or have and may not know what the others do, each with its host and
-                process id in words.
+            joined: on the leader, the ranks that join, or have joined and may not know what the others know, each with
+                its host and process id in words.
 
         Returns:
             None if the leader, or the store, does not answer, or this rank is the leader and was cut off from all.
 
         Raises:
-            RuntimeError: the others go on without this rank.
+            RuntimeError: the others continue without this rank.
         """
         self.generation += 1
         try:
@@ -122,14 +118,14 @@ class Membership:
             self.close()
             raise RuntimeError(
                 f"Rank {self._rank} did not answer in time, and counts as lost (timeout_s={self._timeout_s:g}): rank "
-                f"{', '.join(map(str, agreement.ranks))} went on without it, and its own weights are out of date. "
+                f"{', '.join(map(str, agreement.ranks))} went on without it, and its weights are out of date. "
                 "End this process; to take part again, restart the job from a checkpoint."
             )
         self.ranks = agreement.ranks
         return agreement
 
     def forget_pauses(self) -> None:
-        """Forgets pauses of this process: since then it has heard of others, or has waited for the store itself."""
+        """Forgets pauses of this process: it has heard from others since, or has waited for the store."""
         self._longest_gap, self._last_beat = 0.0, time.monotonic()
 
     def close(self) -> None:
@@ -143,7 +139,7 @@ class Membership:
         """Waits until each member has reported or is lost, and publishes the agreement.
 
         Returns:
-            None if no other member is left and this process itself was frozen: the others have given it up.
+            None if no other member is left and this process was frozen: it counts as lost for the others.
         """
         deadline = time.monotonic() + self._timeout_s
         silence = Silence(PATIENCE * self._interval)
@@ -194,7 +190,7 @@ class Membership:
         now = time.monotonic()
         self._longest_gap = max(self._longest_gap, now - self._last_beat)
         self._last_beat = now
-        return Beat(number, now, self._host, self._pid, left=self._left)
+        return Beat.of_this_process(number, left=self._left)
 
 
 class Silence:

@@ -14,7 +14,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-#: The most seconds that a thread is waited for after an error: peers may be gone, for whom it waits.
+#: The most seconds to wait for a thread after an error: the peers that it waits for may be gone.
 AFTER_ERROR_S = 1.0
 
 #: Threads that did not end in time.
@@ -22,17 +22,13 @@ _unfinished: list[Thread] = []
 
 
 def at_shutdown(close: Callable[[float], object], *, first: bool = False) -> Finalize:
-    """Calls ``close`` when this process ends, also in forked processes.
+    """Registers ``close`` to be called when this process ends, also in forked processes; can be cancelled.
 
-    So the messages of a rank's last step still arrive: a peer may be waiting for them. After an error peers may be
-    gone, and the time limit is shorter.
+    So the messages of a rank's last step still arrive, which a peer may wait for.
 
     Args:
-        close: called with the number of seconds that it may take.
+        close: called with the most seconds that it may take: fewer after an error, when peers may be gone.
         first: whether to call it before those that were registered without ``first``.
-
-    Returns:
-        A registration that can be cancelled.
     """
     return Finalize(
         None, lambda: close(10.0 if error_at_shutdown() is None else AFTER_ERROR_S), exitpriority=2 if first else 1
@@ -52,9 +48,9 @@ def destroy_process_groups_at_shutdown() -> None:
 def join_thread(thread: Thread, timeout_s: float) -> None:
     """Waits for a thread that may be in C++ code, of Gloo or of a store.
 
-    If it does not end in ``timeout_s`` seconds, nor until this process ends, the process ends at once, after all other
-    cleanup: the interpreter would stop the thread in the midst of C++ code, which aborts the process with SIGABRT. The
-    exit status is that of the error which ends the process: SIGINT after Ctrl-C, otherwise 1.
+    If it ends neither in ``timeout_s`` seconds nor by the end of this process, the process exits at once after all
+    other cleanup: the interpreter would stop the thread within C++ code, which aborts the process with SIGABRT. The
+    exit status is that of the error that ends the process: SIGINT after Ctrl-C, otherwise 1.
     """
     thread.join(timeout_s)
     if thread.is_alive():

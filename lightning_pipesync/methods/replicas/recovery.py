@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.admission import Applicants, Application, Job
-from lightning_pipesync.core.faults.failure import FRACTION_OF_TIMEOUT, INTERVAL, is_lost_peer
+from lightning_pipesync.core.faults.errors import is_lost_peer
+from lightning_pipesync.core.faults.heartbeat import interval_of
 from lightning_pipesync.core.faults.membership import LEADER, Agreement, Membership
 from lightning_pipesync.core.torch_private import store_of
 
@@ -81,7 +82,7 @@ class Recovery:
         self._membership = Membership(self._store, self._first_rank, world_size, timeout_s, joins)
         self._applicants: Applicants | None = None
         if job is not None:
-            interval = min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
+            interval = interval_of(timeout_s)
             self._applicants = Applicants(job, interval, self._membership.call)
         if joins is not None:
             self._come_back(joins)
