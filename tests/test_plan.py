@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_pipesync.cli import main
@@ -19,6 +20,7 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import LayerWork, MethodWork, Profile, Work
 from lightning_pipesync.lab.bench.candidate import Candidate
+from lightning_pipesync.lab.bench.method_candidate import MethodCandidate
 from lightning_pipesync.lab.bench.models import BenchModel, stand_in
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.step import predict_ddp
@@ -272,6 +274,49 @@ def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
         assert 3 * size < measured["ddp:bucket_mb=1.0"]["resident_bytes"] < measured["pipe_sgd"]["resident_bytes"]
         assert measured["pipe_sgd"]["resident_bytes"] < 12 * size
         assert len(measured["pipe_sgd"]["seconds"]) == 1
+
+
+class FailingLater(MethodCandidate):
+    """Fails in the third step that is timed."""
+
+    _left: int | None = None
+
+    def drain(self) -> None:
+        super().drain()
+        self._left = 4 if self._left is None else self._left  # one of them begins a measurement
+
+    def step(self, batch: Any = None) -> None:
+        if self._left == 0:
+            raise RuntimeError("no way")
+        self._left = None if self._left is None else self._left - 1
+        super().step(batch)
+
+
+def prove_later(ranks: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """The second method fails on some ranks, in a step that is timed."""
+    chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"}), Prediction("pipe_sgd")]
+    make = trials.candidate_of
+
+    def candidate(one: Prediction, model: BenchModel) -> Candidate:
+        made = make(one, model)
+        if one is chosen[1] and dist.get_rank() in ranks:
+            made.__class__ = FailingLater
+        return made
+
+    with patch.object(trials, "candidate_of", candidate):
+        return run_in_turns(chosen, PlanSettings("tests.test_plan:small_model", 1.0, 1.0, 2, 2), lambda _: None)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_trial_that_fails_later_is_a_row_with_its_error(ranks: tuple[int, ...]) -> None:
+    """On all ranks alike, though on one of them it is the other's error."""
+    first, second = launch(prove_later, 2, ranks)
+    for measured in (first, second):
+        assert list(measured) == ["ddp:bucket_mb=1.0", "dear:fusion=buffer", "pipe_sgd"]
+        assert list(measured["dear:fusion=buffer"]) == ["error"]
+        assert "no way" in measured["dear:fusion=buffer"]["error"]
+        assert len(measured["ddp:bucket_mb=1.0"]["seconds"]) == len(measured["pipe_sgd"]["seconds"]) == 2
+    assert first["dear:fusion=buffer"] == second["dear:fusion=buffer"]
 
 
 def test_ddp_and_dear_are_also_proven_with_larger_buckets() -> None:

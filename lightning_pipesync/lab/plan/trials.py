@@ -124,30 +124,47 @@ class Trials:
 
         Returns:
             By name, in the order of their beginning, the ``seconds`` of a step in each round, and the
-            ``resident_bytes`` of this rank's tensors between two steps; or the ``error`` of a method that cannot train
-            this model.
+            ``resident_bytes`` of this rank's tensors between two steps; or the ``error`` of a method that failed, the
+            same on all ranks.
         """
-        candidates = self._candidates
+        candidates, errors = self._candidates, dict[str, str]()
         # Whole periods: the average at their end is part of what a step takes.
         steps = {name: -(-self._settings.steps // one.period) * one.period for name, one in candidates.items()}
 
-        def run(name: str) -> None:
+        def attempt(name: str, action: Callable[[Candidate], object]) -> None:
+            """Does nothing for a candidate that has failed; one that fails now is closed, which tells the others."""
+            if name not in errors:
+                try:
+                    action(candidates[name])
+                except Exception as error:  # as in the first steps
+                    errors[name] = _described(error)
+                    candidates[name].close()
+
+        def run(name: str, candidate: Candidate) -> None:
             for _ in range(steps[name]):
-                candidates[name].step()
+                candidate.step()
 
         def after(name: str) -> None:
-            candidates[name].drain()
+            attempt(name, lambda candidate: candidate.drain())
+            failed = next(filter(None, gathered(errors.get(name))), None)
+            if failed is not None and name not in errors:
+                candidates[name].close()
+            if failed is not None:
+                errors[name] = failed
             progress(name)
 
         timed = time_round_robin(
-            {name: partial(run, name) for name in candidates},
+            {name: partial(attempt, name, partial(run, name)) for name in candidates},
             self._settings.rounds,
-            before=lambda name: candidates[name].begin(),
+            before=lambda name: attempt(name, lambda candidate: candidate.begin()),
             after=after,
         )
         for name, candidate in candidates.items():
-            candidate.close()
-            self._outcomes[name]["seconds"] = [seconds / steps[name] for seconds in timed[name].seconds]
+            if name in errors:
+                self._outcomes[name] = {"error": errors[name]}
+            else:
+                candidate.close()
+                self._outcomes[name]["seconds"] = [seconds / steps[name] for seconds in timed[name].seconds]
         return self._outcomes
 
 
@@ -162,8 +179,12 @@ def _try(one: Prediction, settings: PlanSettings) -> tuple[Candidate | None, str
     except Exception as error:  # whatever the user's model raises, perhaps on this rank alone
         if candidate is not None:
             candidate.close()  # which tells the others
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return None, _described(error)
     return candidate, None
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def gathered(value: T) -> list[T]:
