@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.parameters import hook_gradient
+from lightning_pipesync.methods.gradients.bucket import GradientBucket
 
 # The bits of a rank's flag; a method has further ones. A parameter has no gradient; one has changed after the
 # collective of its bucket started.
@@ -65,28 +66,11 @@ class BackPipeSchedule:
         return range(begin, self.num_started)
 
 
-class ReducedBucket(Protocol):
-    """Parameters whose gradients one collective reduces.
-
-    Attributes:
-        present: for each parameter whether this rank had a gradient when :meth:`reduce` was called.
-    """
-
-    present: list[bool]
-
-    @property
-    def num_gradients(self) -> int:
-        """Number of gradients that a backward pass computes."""
-
-    def reduce(self, queue: CommQueue, requires: Queued[Any] | None) -> None:
-        """Packs the gradients, zeros for missing ones, and queues their collective, after ``requires``."""
-
-
 class ReducedBuckets(Protocol):
     """All buckets of a model; both properties may change between passes."""
 
     @property
-    def buckets(self) -> Sequence[ReducedBucket]:
+    def buckets(self) -> Sequence[GradientBucket]:
         """In the order of their collectives."""
 
     @property
