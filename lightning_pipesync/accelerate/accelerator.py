@@ -256,8 +256,8 @@ class PipeSyncAccelerator(SavingAccelerator):
             super().unscale_gradients(optimizer)
             return
         chosen = self._optimizers_of_methods if optimizer is None else optimizer
-        for one in chosen if isinstance(chosen, (tuple, list)) else [chosen]:
-            one.take_gradient()
+        for known in chosen if isinstance(chosen, (tuple, list)) else [chosen]:
+            known.take_gradient()
 
     @override
     def clip_grad_norm_(
@@ -295,7 +295,7 @@ class PipeSyncAccelerator(SavingAccelerator):
         Raises:
             ValueError: ``even_batches`` is False, so that the ranks would take different numbers of steps.
         """
-        if not any(isinstance(one, SyncedModule) for one in joinables):
+        if not any(isinstance(joinable, SyncedModule) for joinable in joinables):
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
@@ -364,7 +364,7 @@ class PipeSyncAccelerator(SavingAccelerator):
 
     @property
     def _optimizers_of_methods(self) -> list[SynchronizedOptimizer]:
-        return [one for one in prepared_optimizers(self) if isinstance(one, SynchronizedOptimizer)]
+        return [known for known in prepared_optimizers(self) if isinstance(known, SynchronizedOptimizer)]
 
     def _steps_of(self, parameters: list[Tensor]) -> list[clipping.OptimizerStep]:
         """Returns the steps of the optimizers that have some of the parameters, after reducing their gradients."""

@@ -107,8 +107,8 @@ def _read(path: Path, rank: int) -> dict[str, Any] | None:
 
 def _agreed(found: list[tuple[str, int, int] | None]) -> tuple[tuple[str | None, int, int], bool]:
     """Returns the entry of the first rank that found its file, and whether all entries are the same."""
-    first = next((one for one in found if one is not None), None)
-    return first or (None, 0, 0), all(one == first for one in found)
+    first = next((entry for entry in found if entry is not None), None)
+    return first or (None, 0, 0), all(entry == first for entry in found)
 
 
 def _fingerprint(models: Sequence[nn.Module]) -> int:

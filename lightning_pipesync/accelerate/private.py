@@ -19,9 +19,9 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def check_marked(prepared: Any) -> None:
     """Checks that Accelerate marks prepared optimizers with the attribute that :func:`mark_prepared` sets."""
-    for one in prepared if isinstance(prepared, tuple) else (prepared,):
-        if isinstance(one, AcceleratedOptimizer):
-            require(one, "_is_accelerate_prepared")
+    for known in prepared if isinstance(prepared, tuple) else (prepared,):
+        if isinstance(known, AcceleratedOptimizer):
+            require(known, "_is_accelerate_prepared")
 
 
 def mark_prepared(prepared: Any) -> None:

@@ -71,6 +71,6 @@ class TrainLoader(LoaderWrapper):
 
     def _set_epoch_of_data(self) -> None:
         ordering: tuple[Any, ...] = (self.loader.dataset, self.loader.batch_sampler, sampler_of(self.loader))
-        for one in ordering:
-            if hasattr(one, "set_epoch"):
-                one.set_epoch(self.epoch)
+        for part in ordering:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)

@@ -35,7 +35,7 @@ class TrainingData:
 
     Args:
         settings: of the method.
-        transport: the way to the other ranks.
+        transport: communicates with the other ranks.
 
     Attributes:
         injection: appends other ranks' rows to a batch; None unless ``injection`` is set.
@@ -43,7 +43,7 @@ class TrainingData:
             to a framework that sees to the data itself sets it.
         steps_per_epoch: returns the number of steps of an epoch; None if it is not known. Set by an adapter to a
             framework, or by :meth:`prepare`, for which each batch is a step.
-        transport: the way to the other ranks; to be replaced when there are others.
+        transport: communicates with the other ranks; to be replaced when there are others.
         ask: asks for the next batch, where they are handed out. Set by the method.
     """
 

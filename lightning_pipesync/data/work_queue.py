@@ -23,7 +23,7 @@ class WorkQueueBatches(Sampler[list[int]]):
     Args:
         dataset: the data set.
         batch_size: the number of samples in a batch.
-        shuffle: whether the order of the samples is another one in each epoch.
+        shuffle: whether the samples are shuffled anew in each epoch.
         seed: of the order, the same on all ranks.
         drop_last: whether the last batch is left out if it is smaller.
         ask: asks for a batch.

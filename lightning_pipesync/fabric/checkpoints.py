@@ -103,7 +103,7 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
                 state of a rank is damaged.
         """
         objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
-        loaded = [one for one in objects.values() if isinstance(one, SyncedModule)]
+        loaded = [value for value in objects.values() if isinstance(value, SyncedModule)]
         for wrapper in loaded:
             if (session := self._sessions.session_of(wrapper)) is not None:
                 # Gradients in flight and state of the ranks belong to the weights that are replaced.
@@ -139,13 +139,13 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
     def _methods_in(self, state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> dict[str, SyncMethod]:
         """Returns the methods of the models in ``state`` whose optimizers are all in it, too, by a model's name.
 
-        Of several models with one method, it is the first one's name, or the one that ``saved`` has.
+        Of several models of a method, it is the first name, or the name that ``saved`` has.
         """
         optimizers = {id(value) for value in state.values() if isinstance(value, Optimizer)}
         names: dict[int, list[str]] = {}
         for name, value in state.items():
             session = self._sessions.session_of(value) if isinstance(value, SyncedModule) else None
-            if session is not None and {id(one) for one in session.optimizers} <= optimizers:
+            if session is not None and {id(optimizer) for optimizer in session.optimizers} <= optimizers:
                 names.setdefault(id(session), []).append(name)
-        chosen = {key: next((n for n in of_one if n in (saved or {})), of_one[0]) for key, of_one in names.items()}
-        return {chosen[id(one)]: one.method for one in self._sessions.sessions if id(one) in chosen}
+        chosen = {key: next((n for n in known if n in (saved or {})), known[0]) for key, known in names.items()}
+        return {chosen[id(session)]: session.method for session in self._sessions.sessions if id(session) in chosen}

@@ -58,7 +58,7 @@ def check_uneven_batches(trainer: Trainer) -> None:
 
 def writes_average_within_training(trainer: Trainer) -> bool:
     """Returns whether StochasticWeightAveraging will write its average in the midst of a training, for BatchNorm."""
-    averages = any(_is_lightnings(one, "StochasticWeightAveraging") for one in vars(trainer)["callbacks"])
+    averages = any(_is_lightnings(callback, "StochasticWeightAveraging") for callback in vars(trainer)["callbacks"])
     return averages and any(isinstance(child, _BatchNorm) for child in trainer.lightning_module.modules())
 
 
@@ -66,7 +66,8 @@ def change_train_loaders(trainer: Trainer, change: Callable[[DataLoader[Any]], D
     """Changes the training loaders, if they are set up already, and restarts the iteration over them."""
     loaders, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if loaders is not None and fetcher is not None:
-        loaders.flattened = [change(one) if isinstance(one, DataLoader) else one for one in loaders.flattened]
+        known = loaders.flattened
+        loaders.flattened = [change(loader) if isinstance(loader, DataLoader) else loader for loader in known]
         iter(fetcher)
 
 
@@ -104,7 +105,7 @@ def _model_checkpoints(trainer: Trainer) -> Iterator[Any]:
 
 
 def _is_lightnings(callback: object, name: str) -> bool:
-    """Returns whether an object is of the class with this name in either distribution, or of one derived from it."""
+    """Returns whether an object is of the class with this name in either distribution, or of a derived class."""
     of_lightning = (cls for cls in type(callback).__mro__ if cls.__module__.partition(".")[0] in LIGHTNING)
     return any(cls.__name__ == name for cls in of_lightning)
 

@@ -129,12 +129,12 @@ class StepReportMixin(ChecksOverrides, _Base):
         """Warns if a batch takes longer than was planned for the method, with the settings that are most alike."""
         strategy: Any = trainer.strategy
         method, config = getattr(strategy, "name", "ddp"), getattr(strategy, "config", None)
-        planned = [one for one in self._predictions if one["method"] == method]
+        planned = [prediction for prediction in self._predictions if prediction["method"] == method]
         if not planned:
             return
 
-        def likeness(one: Mapping[str, Any]) -> int:
-            return sum(getattr(config, name, None) == value for name, value in one["settings"].items())
+        def likeness(prediction: Mapping[str, Any]) -> int:
+            return sum(getattr(config, name, None) == value for name, value in prediction["settings"].items())
 
         predicted = max(planned, key=likeness)["seconds"]
         if seconds > DRIFT * predicted:

@@ -93,7 +93,8 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
                 "strategy='ddp'."
             )
         raise_on_all_ranks(method.transport, problem)
-        found = [(one, value) for one in callbacks for value in vars(one).values() if isinstance(value, AveragedModel)]
+        values = ((callback, value) for callback in callbacks for value in vars(callback).values())
+        found = [(callback, value) for callback, value in values if isinstance(value, AveragedModel)]
         names = ", ".join(type(callback).__name__ for callback, _ in found) or "none"
         check_same(method.transport, [("the callbacks that average weights", names)])
         for _, averaged in found:

@@ -41,11 +41,11 @@ def check_class_paths(name: str, annotation: Any, value: Any) -> None:
 def _class_paths(value: Any, also_texts: bool) -> Iterator[str]:
     """Yields what is, or with ``also_texts`` may be, the import path of a class."""
     if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _class_paths(one, also_texts or key == "class_path")
+        for key, part in value.items():
+            yield from _class_paths(part, also_texts or key == "class_path")
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _class_paths(one, also_texts)
+        for part in value:
+            yield from _class_paths(part, also_texts)
     elif isinstance(value, str) and also_texts and "." in value and all(map(str.isidentifier, value.split("."))):
         yield value
 

@@ -17,7 +17,7 @@ class LinearScalingLR(LRScheduler):
 
     If the global mini-batch is k times as large as the one that the learning rates were chosen for, they are to be k
     times as large. At step t they are those of the schedule at step t, times 1 + (k - 1) min(t / warmup_steps, 1): the
-    schedule goes on under the warm-up. What else changes the learning rates between two steps, such as a callback, or
+    schedule continues under the warm-up. What else changes the learning rates between two steps, such as a callback, or
     ``ReduceLROnPlateau`` beside this scheduler, changes those that are shown, and the change stays.
 
     [Note: why torch's schedulers do not suffice]

@@ -235,7 +235,7 @@ class Sessions:
             engine.gather()
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Returns the metrics of all methods: the first one's under ``name``, others' under ``name_1`` and so on."""
+        """Returns the metrics of all methods: those of the first under ``name``, others' under ``name_1`` and so on."""
         found: dict[str, float] = {}
         for index, method in enumerate(self.methods):
             prefix = f"{name}_{index}" if index else name
