@@ -15,7 +15,7 @@ from typing import Any
 from lightning_pipesync import __version__
 from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.netlab.command import netlab
-from lightning_pipesync.lab.plan.command import accuracy, plan
+from lightning_pipesync.lab.plan.command import plan
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
         "timeline": "lightning_pipesync.lab.bench.timeline:Timeline",
         "converge": "lightning_pipesync.lab.bench.converge:Converge",
         "pipeline": "lightning_pipesync.lab.papers.pipeline:Pipeline",
-        "plan": accuracy,
+        "plan": "lightning_pipesync.lab.plan.accuracy:Accuracy",
     },
 }
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[:1] == ["bench"]:
             components["bench"] = _imported(components["bench"])
         else:
-            components["bench"] = {name: components["bench"][name] for name in ("_help", "plan")}
+            components["bench"] = {"_help": components["bench"]["_help"]}
         options: dict[str, Any] = {"formatter_class": HelpFormatter, "prog": "pipesync", "allow_abbrev": False}
         options |= {"version": __version__, "as_positional": False, "return_instance": True}
         found = auto_cli(components, args=_for_parser(given, components), **options)

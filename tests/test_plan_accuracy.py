@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_pipesync.cli import main
-from lightning_pipesync.lab.plan.accuracy import AccuracySettings
+from lightning_pipesync.lab.plan.accuracy import Accuracy
 from lightning_pipesync.lab.plan.accuracy_report import as_markdown, draw, extrapolated, outcomes, read
 from lightning_pipesync.lab.plan.predictions import considered
 from tests.test_plan import WORK, cluster
@@ -85,7 +85,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 def test_tensors_have_the_size_that_has_the_ratio() -> None:
-    settings = AccuracySettings("emulated-resnet50", compute_ms=100.0, ratio=2.0, steps=1, rounds=1)
+    settings = Accuracy(compute_ms=100.0, ratio=(2.0,), steps=1, rounds=1)
     planned = settings.scaled_to(bandwidth=1e7, world_size=4)
     num_bytes = sum(4 * parameter.numel() for parameter in planned.build().module.parameters())
     assert 2 * 3 / 4 * num_bytes / 1e7 == pytest.approx(0.2, rel=0.02)

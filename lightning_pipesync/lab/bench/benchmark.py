@@ -47,11 +47,15 @@ class Command(ABC):
     def run(self) -> None:
         """Measures, writes the results and the pictures, and prints the tables."""
         if results := self.results():
-            text = self.report(results)
-            write_results(self.output, self.name, {"kind": self.name, "results": results}, text)
-            self.draw(results)
-            show(text)
+            show(self.write(results))
             print(f"Results and pictures: {self.output}")
+
+    def write(self, results: list[dict[str, Any]]) -> str:
+        """Writes the results, the tables, which are returned, and the pictures."""
+        text = self.report(results)
+        write_results(self.output, self.name, {"kind": self.name, "results": results}, text)
+        self.draw(results)
+        return text
 
     def settings(self) -> dict[str, Any]:
         """Returns what is saved with the results: the fields but for those that say where it runs."""

@@ -1,4 +1,4 @@
-"""``pipesync plan``, and ``pipesync bench plan``, which tells how far its predictions are off."""
+"""``pipesync plan``."""
 
 from __future__ import annotations
 
@@ -77,51 +77,3 @@ def plan(
         print(dumps(saved))
     else:
         print(text + (f"\nIn {output}: plan.json, plan.md, plan.png." if output else ""))
-
-
-def accuracy(
-    hosts: list[int] = [2],  # noqa: B006 - never changed; shown in the help
-    rates: list[str] | None = None,
-    models: list[str] = ["emulated-resnet50"],  # noqa: B006
-    ratio: list[float] = [1.0],  # noqa: B006
-    compute_ms: float = 150.0,
-    steps: int = 3,
-    rounds: int = 3,
-    output: Path = Path("outputs/bench"),
-) -> None:
-    """Makes plans, and runs all methods that they predict, the exact ones with all bucket sizes: how far they are off.
-
-    Args:
-        hosts: Numbers of hosts, one rank each. Not used if a launcher has started this process.
-        rates: Of each host's link in an emulated network, e.g. 50mbit 1gbit. Without it the ranks talk over loopback.
-        models: emulated-alexnet, emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
-            emulated-bert-large, each with tensors of the size that has the ratio.
-        ratio: Communication time over computation time.
-        compute_ms: Forward and backward pass, in milliseconds.
-        steps: Least number of steps of one measurement.
-        rounds: Number of measurements of each method, in turns.
-        output: Folder for accuracy.json, accuracy.md and accuracy.png. Plans that are there already are kept.
-    """
-    from itertools import product
-
-    from lightning_pipesync.lab.bench import benchmark
-    from lightning_pipesync.lab.bench.job import launched
-    from lightning_pipesync.lab.bench.tables import show, write_results
-    from lightning_pipesync.lab.plan import accuracy_report
-    from lightning_pipesync.lab.plan.accuracy import MOST_CANDIDATES, AccuracySettings, measure_accuracy
-
-    results = accuracy_report.read(output / "accuracy.json")
-    all_settings = [AccuracySettings(*one, steps, rounds) for one in product(models, [compute_ms], ratio)]
-    all_rates: list[str | None] = [*rates] if rates else [None]
-    all_hosts = [one for rate in all_rates for one in benchmark.make_hosts(hosts, rate, 1, None)]
-    if launched() and len(all_settings) > 1:
-        raise ValueError(f"models={models!r}, ratio={ratio!r}: under a launcher one model and one ratio are measured.")
-    for settings, emulated in product(all_settings, all_hosts[:1] if launched() else all_hosts):
-        measured = benchmark.run_on(measure_accuracy, settings, [emulated], 1 + (rounds + 1) * MOST_CANDIDATES)
-        if not measured:
-            return  # another rank has them
-        results += measured
-        text = accuracy_report.as_markdown(results)
-        write_results(output, "accuracy", {"kind": "accuracy", "results": results}, text)
-        accuracy_report.draw(results, output / "accuracy.png")
-    show(text)
