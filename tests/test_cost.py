@@ -80,12 +80,12 @@ def test_what_cannot_be_fitted(sizes: list[float], world_size: int) -> None:
 def test_what_dear_saves(halves: float, saved: float) -> None:
     """Eq. 9, with t_bp = 2 t_ff and t_ff = 1."""
     step = StepCost(forward=1.0, backward=2.0, update=0.25, reduce_scatter=halves, all_gather=halves)
-    assert step.baseline - step.dear == pytest.approx(saved)
+    assert step.baseline - step.two_halves == pytest.approx(saved)
     assert step.compute == 3.25
     assert step.serial == 3.25 + 2 * halves
     assert step.ratio == pytest.approx(2 * halves / 3)
-    assert step.pipe_sgd == max(3.25, 2 * halves)
-    assert step.compressed(4.0).pipe_sgd == max(3.25, 2 * halves / 4)
+    assert step.under_next_step == max(3.25, 2 * halves)
+    assert step.compressed(4.0).under_next_step == max(3.25, 2 * halves / 4)
 
 
 def test_max_speedup() -> None:

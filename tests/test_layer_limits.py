@@ -11,7 +11,16 @@ from lightning_pipesync.core.layer_limits import LayerLimits, LayerTimes
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.methods.dear.eager import plan_early_gathers
 
-NAMES = ["baseline", "dear", "eager", "under_forward", "reduce_scatter_only", "all_gather_only", "pipe_sgd", "serial"]
+NAMES = [
+    "baseline",
+    "two_halves",
+    "eager",
+    "under_forward",
+    "reduce_scatter_only",
+    "all_gather_only",
+    "under_next_step",
+    "serial",
+]
 
 
 def cost_of(ratio: float, update: float = 0.0) -> StepCost:
@@ -33,7 +42,9 @@ def test_embeddings_by_hand() -> None:
     limits = LayerLimits(cost_of(1.0), layers)
     assert limits.get("eager") == pytest.approx(3.0 + 0.2 * 3.0), "its two halves are hidden under nothing"
     assert limits.get("baseline") == pytest.approx(4.0), "the all-reduces of the others keep the network busy"
-    assert limits.get("dear") == pytest.approx(2.0 + 0.3 + 1.5), "a reduce-scatter at the end, then all all-gathers"
+    assert limits.get("two_halves") == pytest.approx(2.0 + 0.3 + 1.5), (
+        "a reduce-scatter at the end, then all all-gathers"
+    )
     assert limits.get("serial") == 6.0
 
 
@@ -47,6 +58,6 @@ def test_no_simulated_step_is_shorter(seed: int) -> None:
     buckets = [BucketTimes(x.ready, x.needed, share * x.num_bytes, share * x.num_bytes) for x in layers]
     limits = LayerLimits(cost_of(ratio), layers)
     paper, eager = (simulate_step(buckets, 1.0, 2.0, early).seconds for early in (None, plan_early_gathers(buckets)))
-    assert paper >= limits.get("dear") - 1e-9
+    assert paper >= limits.get("two_halves") - 1e-9
     assert limits.get("eager") - 1e-9 <= eager <= paper
-    assert limits.get("eager") <= limits.get("dear") + 1e-9
+    assert limits.get("eager") <= limits.get("two_halves") + 1e-9

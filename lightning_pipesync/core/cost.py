@@ -174,7 +174,7 @@ class StepCost:
         return max(self.forward, self.all_gather) + self.backward + self.update
 
     @property
-    def dear(self) -> float:
+    def two_halves(self) -> float:
         """The two halves hidden under backward and forward: DeAR at its best (Eq. 7)."""
         return max(self.forward, self.all_gather) + max(self.backward, self.reduce_scatter) + self.update
 
@@ -185,7 +185,7 @@ class StepCost:
         return max(self.forward + self.backward, self.all_reduce) + self.update
 
     @property
-    def pipe_sgd(self) -> float:
+    def under_next_step(self) -> float:
         """The all-reduce hidden under the whole next step (Pipe-SGD, timing model with limited resources)."""
         return max(self.compute, self.all_reduce)
 

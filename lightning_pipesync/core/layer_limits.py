@@ -52,7 +52,7 @@ class LayerLimits:
     def _baseline(self) -> float:
         return self._cost.forward + self._reduced(self._cost.all_reduce)
 
-    def _dear(self) -> float:
+    def _two_halves(self) -> float:
         return self._reduced(self._cost.reduce_scatter) + self._forward(self._cost.all_gather)
 
     def _eager(self) -> float:

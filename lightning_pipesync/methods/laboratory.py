@@ -154,9 +154,13 @@ class LabEntry:
         method: the method.
 
     Attributes:
+        compared_by_step: whether ``pipesync bench step`` compares it if the user names no methods.
+        compared_trainings: the settings that ``pipesync bench converge`` compares then, as they are typed.
         exchanges: whose costs a plan measures for :meth:`predict`.
     """
 
+    compared_by_step: bool = False
+    compared_trainings: Sequence[str] = ()
     exchanges: Sequence[Exchange] = ()
 
     def __init__(self, method: type[Method]) -> None:

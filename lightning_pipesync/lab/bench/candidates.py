@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Trainable
-from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, method_candidates
+from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, lab_of, method_candidates
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.papers.baselines import (
     AllGatherOnly,
@@ -27,6 +27,7 @@ from lightning_pipesync.lab.papers.baselines import (
     ReduceScatterOnly,
     TunedHorovod,
 )
+from lightning_pipesync.training.registry import METHODS
 
 
 class Wrapped(Trainable):
@@ -93,7 +94,7 @@ def fsdp2(model: BenchModel) -> Wrapped:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(model.module, mesh=mesh, reshard_after_forward=False)
-    return Wrapped("FSDP2", model, model.module, "dear")
+    return Wrapped("FSDP2", model, model.module, "two_halves")
 
 
 def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
@@ -128,6 +129,11 @@ ALTERNATIVES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "dear-rs": lambda sizes: [partial(ReduceScatterOnly, bucket_mb=size) for size in sizes],
     "dear-ag": lambda sizes: [partial(AllGatherOnly, bucket_mb=size) for size in sizes],
 }
+
+
+def compared() -> tuple[str, ...]:
+    """Returns what is compared if the user names no methods."""
+    return ("ddp", "fsdp2", "zero", *(name for name in METHODS if lab_of(name).compared_by_step))
 
 
 def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[MakeCandidate]:

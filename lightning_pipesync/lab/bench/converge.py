@@ -20,7 +20,7 @@ from lightning_pipesync.lab.bench.job import launched
 from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.lab.bench.passes import Passes
 from lightning_pipesync.lab.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
-from lightning_pipesync.lab.bench.training import Training, config_types
+from lightning_pipesync.lab.bench.training import Training, compared_trainings, config_types
 from lightning_pipesync.lab.papers import host_speed_report
 from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 
@@ -49,14 +49,7 @@ class Converge(Benchmark):
     """
 
     task: str = "digits"
-    methods: tuple[str, ...] = (
-        "ddp",
-        "local_sgd:period=0.25epoch",
-        "parameter_server:policy=ssp,staleness_bound=100,servers=1",
-        "selsync:delta=0.1",
-        "selsync:delta=0.3",
-        "selsync:delta=1",
-    )
+    methods: tuple[str, ...] = field(default_factory=compared_trainings)
     target: float | None = None
     seeds: tuple[int, ...] = (0,)
     epochs: int | None = None

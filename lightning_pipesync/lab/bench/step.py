@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.candidate import Candidate
-from lightning_pipesync.lab.bench.candidates import ddp_name, makers, without_communication
+from lightning_pipesync.lab.bench.candidates import compared, ddp_name, makers, without_communication
 from lightning_pipesync.lab.bench.models import (
     EMULATED,
     MODEL_NAMES,
@@ -82,7 +82,7 @@ class Step(StepBenchmark):
         rounds: Number of measurements of each candidate, in turns.
     """
 
-    methods: tuple[str, ...] = ("ddp", "fsdp2", "zero", "dear", "selsync")
+    methods: tuple[str, ...] = field(default_factory=compared)
     ratio: tuple[float, ...] | None = None
     bucket_mb: tuple[float, ...] = (0.5, 2, 25)
     steps: int = 3

@@ -97,14 +97,15 @@ def _heading(result: dict[str, Any], run: dict[str, Any]) -> str:
     world_size, cost = result["world_size"], StepCost(**run["cost"])
     model, mib, mbit = result["settings"]["model"], run["num_bytes"] / MIB, result["bandwidth"] * 8 / 1e6
     late = iterations_to_bound(1.0, staleness=1) / iterations_to_bound(1.0, staleness=0)
+    halves, pipe = cost.two_halves, cost.under_next_step
     return f"""### {world_size} hosts, communication {cost.ratio:.2g} times computation
 
 {model}, {mib:.1f} MiB of gradients; plain TCP reaches {mbit:.0f} Mbit/s.
 Computation: forward {_ms(cost.forward)}, backward {_ms(cost.backward)}, update {_ms(cost.update)} ms.
 An all-reduce takes at least {_ms(cost.all_reduce)} ms. So a step takes at least {_ms(cost.baseline)} ms with the
-all-reduce under backward (Eq. 8), {_ms(cost.dear)} with the paper's DeAR (Eq. 7), {_ms(cost.eager)} with gathers under
-backward, too, {_ms(cost.pipe_sgd)} with Pipe-SGD, which
-may need {late:g} times as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(late * cost.pipe_sgd)} ms.
+all-reduce under backward (Eq. 8), {_ms(halves)} with the paper's DeAR (Eq. 7), {_ms(cost.eager)} with gathers under
+backward, too, {_ms(pipe)} with Pipe-SGD, which
+may need {late:g} times as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(late * pipe)} ms.
 The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
 With T(n) the time of a step on n hosts, and T(1) that of the step without communication, with the same mini-batch on
 each host: scaling efficiency = T(1) / T(n), communication overhead = T(n) - T(1), speed-up = n T(1) / T(n).
@@ -139,7 +140,8 @@ def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
             for name in by_run[0]:
                 if not name.startswith("DDP, ") and name != "no communication":
                     panel.plot(ratios, [rows[name].over_ddp for rows in by_run], "-o", markersize=3, label=name)
-            panel.plot(ratios, [cost.baseline / cost.dear for cost in costs], ":k", label="limit of DeAR (Eqs. 7, 8)")
+            limits = [cost.baseline / cost.two_halves for cost in costs]
+            panel.plot(ratios, limits, ":k", label="limit of DeAR (Eqs. 7, 8)")
             panel.plot(ratios, [cost.baseline / cost.eager for cost in costs], "--k", label="limit of eager gathers")
             panel.plot(ratios, [cost.baseline / cost.compute for cost in costs], "-.k", label="without communication")
             panel.axhline(1.0, color="gray", linewidth=0.8)

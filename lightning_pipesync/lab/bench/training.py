@@ -48,6 +48,11 @@ def config_types() -> dict[str, type[Any]]:
     return {"alone": AloneConfig, "ddp": DDPConfig, **{name: lab_of(name).training_config_type for name in methods}}
 
 
+def compared_trainings() -> tuple[str, ...]:
+    """Returns what is compared if the user names no methods, each with its settings."""
+    return ("ddp", *(f"{name}:{settings}" for name in METHODS for settings in lab_of(name).compared_trainings))
+
+
 class Training:
     """A training of a task, the same on all ranks. Gradients that are in flight at its end are dropped.
 

@@ -48,6 +48,8 @@ class DeARCandidate(BenchCandidate):
 class DeARLab(LabEntry):
     """Candidates with several bucket sizes, and predictions by a simulation of the schedule."""
 
+    compared_by_step = True
+
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
     ) -> list[BenchCandidate]:
@@ -57,7 +59,10 @@ class DeARLab(LabEntry):
         if "fusion" in settings or "bucket_mb" in settings or not sized:
             sized = [(label, chosen)]
         configs = [(name, DeARConfig(**of_size)) for name, of_size in sized]
-        return [DeARCandidate(name, config, "eager" if config.gathers_early else "dear") for name, config in configs]
+        return [
+            DeARCandidate(name, config, limit="eager" if config.gathers_early else "two_halves")
+            for name, config in configs
+        ]
 
     def gradients_per_second(self, config: Any, passes: Sequence[Iterator[float]]) -> float:
         return together_per_second(passes)

@@ -30,6 +30,7 @@ class LocalSGDLab(LabEntry):
     """Averages of weights every so many steps, perhaps under the steps that follow."""
 
     label = "local SGD"
+    compared_trainings = ("period=0.25epoch",)
     exchanges = (
         Exchange(AVERAGES, {codec: {**OUTER, "period": 1, "compression": codec} for codec in ("none", "int8", "int4")}),
     )

@@ -43,7 +43,7 @@ class PipeSGDLab(LabEntry):
         candidate = PipeSGDCandidate(
             label,
             config,
-            limit="pipe_sgd",
+            limit="under_next_step",
             compression=compression_of(str(config.compression)),
             segments=config.segments if config.pipeline_level == 2 else 1,
             warmup_steps=2,  # the gradient of the first may have started within its backward pass

@@ -43,7 +43,7 @@ class ForwardOverlap:
 
     def __init__(self, module: nn.Module, replicas: Sequence[ReplicatedTensors], transport: Transport) -> None:
         order = ExecutionOrder(module, transport.device)
-        self._queue = CommQueue("pipesync-selsync", transport.device, transport.traffic)
+        self._queue = CommQueue("pipesync-averages", transport.device, transport.traffic)
         # Of one optimizer: the buckets are in the reverse order of the parameters, which stands for that of forward.
         self._of_optimizer = [[AveragedBucket(r, i) for i in reversed(range(len(r.tensors)))] for r in replicas]
         self.buckets = [bucket for buckets in self._of_optimizer for bucket in buckets]

@@ -41,6 +41,9 @@ class WithShareOfLocalSteps(BenchCandidate):
 class SelSyncLab(LabEntry):
     """Synchronized steps, local ones, and shares of both."""
 
+    compared_by_step = True
+    compared_trainings = ("delta=0.1", "delta=0.3", "delta=1")
+
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
     ) -> list[BenchCandidate]:
