@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -44,10 +44,6 @@ class OuterStep:
         self._optimizers[index].step()
         shard.grad = None
         return shard
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizers' state of this rank's shards, on the CPU; the agreed weights are not included."""
-        return {"states": [self.state_of(index) for index in range(len(self._optimizers))]}
 
     def state_of(self, index: int) -> Any:
         """Returns a copy on the CPU of the state of one shard."""
@@ -122,36 +118,36 @@ class AgreedWeights:
             i: (self.flats[i].to("cpu", copy=True), outer.state_of(i) if outer else {}) for i in indices if self.flats
         }
 
-    def restore(self, copies: dict[int, Agreed]) -> None:
-        """Continues from what :meth:`copies` returned of all buckets, with the outer state of this rank's shards."""
-        agreed = [copies[index] for index in range(len(self.flats))]
-        self._set([flat for flat, _ in agreed], {"states": [outer for _, outer in agreed]})
+    def state_dict(self, before: Mapping[int, Agreed] | None = None) -> dict[str, Any]:
+        """Returns, on the CPU, the agreed values, the codec's residuals and the outer step's state.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns, on the CPU, the agreed values, the codec's residuals and the outer step's state."""
+        Args:
+            before: the :meth:`copies` of buckets whose average is under way, from before that: the state is as if it
+                had not started, without residuals.
+        """
         if not self.flats:
             return {}
-        return {
-            "common": [flat.to("cpu", copy=True) for flat in self.flats],
-            "feedback": [feedback.state_dict() for feedback in self._feedback if feedback is not None],
-            "outer": self._outer.state_dict() if self._outer else {},
+        agreed = {**self.copies(set(range(len(self.flats))) - set(before or {})), **(before or {})}
+        state = {
+            "common": [agreed[index][0] for index in range(len(self.flats))],
+            "outer": {"states": [agreed[index][1] for index in range(len(self.flats))]} if self._outer else {},
         }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
-        if not self.flats or "common" not in state:
-            return
-        self._set(state["common"], state["outer"])
-        kept = [feedback for feedback in self._feedback if feedback is not None]
-        for feedback, residuals in zip(kept, state["feedback"], strict=True):
-            feedback.load_state_dict(residuals)
+        if before is None:
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback if feedback is not None]
+        return state
 
     @torch.no_grad()
-    def _set(self, flats: Sequence[Tensor], outer: dict[str, Any]) -> None:
-        for flat, values in zip(self.flats, flats, strict=True):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` returned, with the outer state of this rank's shards."""
+        if not self.flats or "common" not in state:
+            return
+        for flat, values in zip(self.flats, state["common"], strict=True):
             flat.copy_(values)
         if self._outer:
-            self._outer.load_state_dict(outer)
+            self._outer.load_state_dict(state["outer"])
+        kept = [feedback for feedback in self._feedback if feedback is not None]
+        for feedback, residuals in zip(kept, state.get("feedback", []), strict="feedback" in state):
+            feedback.load_state_dict(residuals)
 
     @torch.no_grad()
     def _outer_step(self, index: int, count: int | None, shard: Tensor) -> None:

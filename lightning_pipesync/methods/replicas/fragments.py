@@ -122,9 +122,10 @@ class Fragments:
             self._arrive(fragment)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns :meth:`ReplicatedTensors.snapshot`, as if the averages under way had not started."""
+        """Returns a state without the averages under way, as if they had not started; not a collective call."""
         under_way = [flight.agreed for flight in self._flights.values() if not flight.results]
-        return self.replicas.snapshot({index: agreed for each in under_way for index, agreed in each.items()})
+        before = {index: agreed for each in under_way for index, agreed in each.items()}
+        return {"replicas": self.replicas.snapshot(before), "flights": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's replica, the outer optimizer's state, and the averages under way."""
@@ -136,7 +137,7 @@ class Fragments:
         return {"replicas": self.replicas.state_dict(), "flights": flights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
+        """Continues from what :meth:`state_dict` or :meth:`snapshot` returned on this rank."""
         self.settle()
         self.replicas.load_state_dict(state["replicas"])
         flights = state["flights"] if self._config.overlap_steps else {}

@@ -20,7 +20,6 @@ from lightning_pipesync.core.faults.admission import Job, start_job
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.replicas.agreed import Agreed
 from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
 from lightning_pipesync.methods.replicas.recovery import Recovery
 from lightning_pipesync.methods.settings import config_from
@@ -38,12 +37,16 @@ class Snapshot:
     changes: Changes
     units: list[dict[str, Any]]
 
-    def with_agreed(self, change: Callable[[dict[int, Agreed]], dict[int, Agreed]]) -> Snapshot:
-        """Returns a copy in which ``change`` has been applied to what each unit agreed on, by bucket."""
-        units = [
-            {**unit, "replicas": {**unit["replicas"], "agreed": change(unit["replicas"]["agreed"])}}
-            for unit in self.units
-        ]
+    def with_outer_states(self, change: Callable[[int, Any], Any]) -> Snapshot:
+        """Returns a copy in which ``change`` has replaced each bucket's outer state, given its number of values."""
+        units = []
+        for unit in self.units:
+            replicas = unit["fragments"]["replicas"]
+            if replicas.get("outer"):
+                states = zip(replicas["common"], replicas["outer"]["states"], strict=True)
+                outer = {"states": [change(flat.numel(), state) for flat, state in states]}
+                unit = {**unit, "fragments": {**unit["fragments"], "replicas": {**replicas, "outer": outer}}}
+            units.append(unit)
         return replace(self, units=units)
 
 
@@ -121,7 +124,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         for unit in self._units:
             unit.close()
         self._units = self._new_units()
-        present = snapshot.with_agreed(partial(_resharded, snapshot.rank, snapshot.world_size, self.transport))
+        present = snapshot.with_outer_states(partial(_resharded, snapshot.rank, snapshot.world_size, self.transport))
         for unit, saved in zip(self._units, present.units, strict=True):
             unit.restore(saved)
             if is_new:
@@ -167,35 +170,28 @@ class ElasticReplicaMethod(ReplicaMethod):
         self._non_trainable.agree()
         self._followers_to_come = handover["followers"]
         saved = handover["snapshot"]
-        return Snapshot(**{**saved, "changes": Changes(**saved["changes"])}).with_agreed(_without_outer_state)
+        return Snapshot(**{**saved, "changes": Changes(**saved["changes"])}).with_outer_states(_zeroed)
 
     def _all_tensors(self) -> list[Tensor]:
         return [*(parameter.tensor for parameter in self._parameters), *self._read_buffers()]
 
 
-def _resharded(rank: int, world_size: int, transport: Transport, agreed: dict[int, Agreed]) -> dict[int, Agreed]:
-    """Returns what is agreed, with the outer optimizer's state of this rank's present shards; a collective call.
+def _resharded(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
+    """Returns an outer state of this rank's present shard of ``numel`` values; a collective call.
 
-    ``agreed`` has the shards that ``rank`` had among ``world_size`` ranks. A lost rank's part of the state is zero.
+    ``outer`` is of the shard that ``rank`` had among ``world_size`` ranks. A lost rank's part of the state is zero.
     """
 
-    def resharded(numel: int, tensor: Tensor) -> Tensor:
+    def resharded(tensor: Tensor) -> Tensor:
         if not tensor.dim():  # a counter of steps, which is the same on all ranks
             return tensor
         flat = torch.zeros(numel, dtype=tensor.dtype)
         flat[shard_slice(numel, rank, world_size)] = tensor
         return transport.shard(transport.all_reduce(flat).wait()).clone()
 
-    return {
-        index: (values, map_tensors(partial(resharded, values.numel()), outer))
-        for index, (values, outer) in sorted(agreed.items())
-    }
+    return map_tensors(resharded, outer)
 
 
-def _without_outer_state(agreed: dict[int, Agreed]) -> dict[int, Agreed]:
-    """Returns what is agreed, with zeros for the outer optimizer's state, whose shards are rank 0's."""
-
-    def zeros(tensor: Tensor) -> Tensor:
-        return torch.zeros_like(tensor) if tensor.dim() else tensor
-
-    return {index: (values, map_tensors(zeros, outer)) for index, (values, outer) in agreed.items()}
+def _zeroed(numel: int, outer: Any) -> Any:
+    """Returns zeros for rank 0's part of an outer state, which its shards have."""
+    return map_tensors(lambda tensor: torch.zeros_like(tensor) if tensor.dim() else tensor, outer)

@@ -154,7 +154,6 @@ class ReplicatedTensors:
         """
         if self._swapped_in or not self.diverged:
             return
-        self._kept = self._kept or [Bucket(tensors) for tensors in self.tensors]
         self._keep_present()
         if self._elastic_force:
             self._set(self.agreed.flats)
@@ -185,29 +184,19 @@ class ReplicatedTensors:
         for kept, average in zip(self._kept if self._swapped_in else [], self._buckets, strict=False):
             kept.flat.copy_(average.flat)
 
-    def snapshot(self, agreed: Mapping[int, Agreed]) -> dict[str, Any]:
-        """Returns copies on the CPU of all that an average changes, except a codec's residuals; not collective.
+    def snapshot(self, before: Mapping[int, Agreed]) -> dict[str, Any]:
+        """Returns a state from which an average can be undone, and repeated with other ranks; not a collective call.
 
-        With it the average can be undone, and repeated with other ranks. ``agreed`` is what was agreed on before those
-        averages that are under way, see :meth:`AgreedWeights.copies`.
+        Args:
+            before: as in :meth:`AgreedWeights.state_dict`.
         """
+        average = to_cpu([bucket.flat for bucket in self._buckets]) if self._swapped_in else None
         return {
             "own": self._values(),
-            "average": to_cpu([bucket.flat for bucket in self._buckets]) if self._swapped_in else None,
-            "agreed": {**self.agreed.copies(set(range(len(self.tensors))) - set(agreed)), **agreed},
+            "average": average,
             "diverged": self.diverged,
+            **self.agreed.state_dict(before),
         }
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continues from what :meth:`snapshot` returned on this rank, with the outer state of its present shards."""
-        self._set_values(snapshot["own"])
-        self.agreed.restore(snapshot["agreed"])
-        self.diverged = snapshot["diverged"]
-        if snapshot["average"] is not None:
-            self._kept = [Bucket(tensors) for tensors in self.tensors]
-            self._keep_present()
-            self._set(snapshot["average"])
-            self._swapped_in = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, this rank's values if they differ, and what the codec and the outer step need."""
@@ -215,12 +204,16 @@ class ReplicatedTensors:
         return {**own, **self.agreed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
-        self.diverged = "own" in state
+        """Continues from what :meth:`state_dict` or :meth:`snapshot` returned on this rank."""
+        self.diverged = state.get("diverged", "own" in state)
         self._swapped_in = False
-        if self.diverged:
+        if "own" in state:
             self._set_values(state["own"])
         self.agreed.load_state_dict(state)
+        if state.get("average") is not None:
+            self._keep_present()
+            self._set(state["average"])
+            self._swapped_in = True
 
     def _values(self) -> list[list[Tensor]]:
         """Returns copies on the CPU of this rank's values, of each bucket."""
@@ -233,6 +226,7 @@ class ReplicatedTensors:
             foreach_copy_(tensors, of_bucket)
 
     def _keep_present(self) -> None:
+        self._kept = self._kept or [Bucket(tensors) for tensors in self.tensors]
         for kept, tensors in zip(self._kept, self.tensors, strict=True):
             kept.pack(tensors)
 

@@ -133,21 +133,19 @@ class ReplicaUnit:
         self._fragments.drop()
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns copies of all that a round changes, without averages under way; not a collective call."""
+        """Returns a state from which a round can be undone, without averages under way; not a collective call."""
         averaged = self._tensors_of_states().values() if self._config.average_optimizer_states else []
         return {
-            "replicas": self._fragments.snapshot(),
+            "fragments": self._fragments.snapshot(),
             "averaged": [tensor.clone() for tensor in averaged],
-            "steps": [self.num_steps, self.num_local_steps],
-            "started": self._num_started,
             "policy": self.policy.snapshot(),
-            "step_size": self._step_size.state_dict(),
+            **self._counters(),
         }
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continues from what :meth:`snapshot` returned on this rank, see :meth:`ReplicatedTensors.restore`."""
-        self.replicas.restore(snapshot["replicas"])
+        """Continues from what :meth:`snapshot` returned on this rank."""
+        self._fragments.load_state_dict(snapshot["fragments"])
         if snapshot["averaged"]:
             foreach_copy_(list(self._tensors_of_states().values()), snapshot["averaged"])
         self.policy.restore(snapshot["policy"])
@@ -161,9 +159,7 @@ class ReplicaUnit:
             "states_diverged": self._states_diverged,
             "fragments": self._fragments.state_dict(),
             "trigger": self.policy.state_dict(),
-            "step_size": self._step_size.state_dict(),
-            "steps": [self.num_steps, self.num_local_steps],
-            "started": self._num_started,
+            **self._counters(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,6 +176,13 @@ class ReplicaUnit:
         """Ends the threads, and removes the hooks."""
         if self._gradients is not None:
             self._gradients.close()
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "steps": [self.num_steps, self.num_local_steps],
+            "started": self._num_started,
+            "step_size": self._step_size.state_dict(),
+        }
 
     def _set_counters(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_local_steps = state["steps"]
