@@ -343,7 +343,7 @@ def test_without_the_server_all_raise() -> None:
 def test_what_cannot_go_on_is_refused() -> None:
     for servers in (None, 4):
         with pytest.raises(ValueError, match=f"servers={servers} all of the 4 ranks serve: set servers=1"):
-            ParameterServerConfig(on_lost_rank="continue", servers=servers).survives_loss(4)
+            ParameterServerConfig(on_lost_rank="continue", servers=servers).roles(4)
     with pytest.raises(ValueError, match="on_lost_rank='continue' is for plain loops"):
         ParameterServerConfig(on_lost_rank="continue", servers=1).for_framework()
 
@@ -352,6 +352,6 @@ def test_only_asynchronous_policies_go_on_unasked() -> None:
     for policy in get_args(PolicyName):
         waits = policy in ("sync", "k_sync", "k_batch_sync", "ssp")
         settings = ParameterServerConfig(policy=policy, servers=2)
-        assert settings.survives_loss(4) != waits
-        assert not settings.survives_loss(2), "all serve"
-        assert not settings.for_framework().survives_loss(4)
+        assert settings.roles(4).survives_loss != waits
+        assert not settings.roles(2).survives_loss, "all serve"
+        assert not settings.for_framework().roles(4).survives_loss

@@ -41,6 +41,25 @@ _ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", 
 _LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "period": 1, "servers": 1}
 
 
+@dataclass(frozen=True)
+class Roles:
+    """What the ranks of a job do.
+
+    Attributes:
+        num_servers: the number of servers, which are the first ranks.
+        learners: the ranks that train.
+        policy: when the servers update the weights.
+        force: alpha of EASGD.
+        survives_loss: whether training survives the loss of a rank that does not serve weights.
+    """
+
+    num_servers: int
+    learners: range
+    policy: Policy
+    force: float
+    survives_loss: bool
+
+
 @renamed({"sync_period": "period"}, {"partition": {"handed_out": "work_queue"}})
 @dataclass(frozen=True)
 class ParameterServerConfig(Settings):
@@ -182,21 +201,29 @@ class ParameterServerConfig(Settings):
             )
         return replace(self, on_lost_rank="raise")
 
-    def survives_loss(self, world_size: int) -> bool:
-        """Returns whether the others train without a rank that is lost, if it does not serve weights.
+    def roles(self, world_size: int) -> Roles:
+        """Returns what each of the ranks does.
 
         Raises:
-            ValueError: ``on_lost_rank="continue"``, and all ranks serve; or as :meth:`num_servers`.
+            ValueError: a setting is for other numbers of ranks; the message names it and its value.
         """
-        all_serve = self.num_servers(world_size) == world_size
-        if self.on_lost_rank == "continue" and all_serve:
+        servers = world_size if self.servers is None else self.servers
+        if servers > world_size:
+            raise ValueError(f"servers={servers!r} is more than the {world_size} ranks.")
+        if self.dedicated_servers and servers == world_size:
+            raise ValueError(
+                f"servers={servers!r} with dedicated_servers=True leaves none of the {world_size} ranks to train: "
+                "start more ranks, or set dedicated_servers=False."
+            )
+        if self.on_lost_rank == "continue" and servers == world_size:
             raise ValueError(
                 f"on_lost_rank='continue' is for ranks that serve no weights, and with servers={self.servers!r} all of "
                 f"the {world_size} ranks serve: set servers=1, so that rank 0 serves all, or on_lost_rank='raise'."
             )
-        return self.on_lost_rank == "continue" or (
-            self.on_lost_rank == "auto" and not all_serve and self.policy in _ASYNCHRONOUS
-        )
+        learners = range(servers if self.dedicated_servers else 0, world_size)
+        force = 0.9 / len(learners) if self.elastic_force == "auto" else float(self.elastic_force)
+        continues = self.on_lost_rank == "continue" or (self.on_lost_rank == "auto" and self.policy in _ASYNCHRONOUS)
+        return Roles(servers, learners, self.policy_for(len(learners)), force, continues and servers < world_size)
 
     def policy_for(self, learners: int) -> Policy:
         """Returns the policy with a number of learners.
@@ -210,35 +237,6 @@ class ParameterServerConfig(Settings):
                 raise ValueError(f"{name}={value!r} of policy={self.policy!r} is more than the {learners} learners.")
         k = learners if self.k is None else self.k
         return policies(learners, k, self.n, self.staleness_bound)[self.policy]
-
-    def force(self, learners: int) -> float | None:
-        """Returns alpha of EASGD with a number of learners; None with another policy."""
-        if self.policy != "easgd":
-            return None
-        return 0.9 / learners if self.elastic_force == "auto" else float(self.elastic_force)
-
-    def num_servers(self, world_size: int) -> int:
-        """Returns the number of servers.
-
-        Raises:
-            ValueError: there are fewer ranks.
-        """
-        if self.servers is not None and self.servers > world_size:
-            raise ValueError(f"servers={self.servers!r} is more than the {world_size} ranks.")
-        if self.dedicated_servers and self.servers == world_size:
-            raise ValueError(
-                f"servers={self.servers!r} with dedicated_servers=True leaves none of the {world_size} ranks to train: "
-                "start more ranks, or set dedicated_servers=False."
-            )
-        return world_size if self.servers is None else self.servers
-
-    def learners(self, world_size: int) -> range:
-        """Returns the ranks that train.
-
-        Raises:
-            ValueError: as :meth:`num_servers`.
-        """
-        return range(self.num_servers(world_size) if self.dedicated_servers else 0, world_size)
 
     def check_optimizer(self, optimizer: Optimizer, num_servers: int) -> None:
         """Checks that an optimizer can run on the servers.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.methods.servers.config import ParameterServerConfig
+from lightning_pipesync.methods.servers.config import Roles
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.messages import (
     AgreedBuffers,
@@ -43,13 +43,11 @@ class MessageRouter:
         num_resumed: how many times this rank has resumed from a saved state.
     """
 
-    def __init__(self, transport: Transport, config: ParameterServerConfig) -> None:
-        world_size = transport.world_size
-        self.num_servers = config.num_servers(world_size)
+    def __init__(self, transport: Transport, roles: Roles, timeout_s: float) -> None:
+        self.num_servers, self._survives_loss = roles.num_servers, roles.survives_loss
         self.newest = self.num_resumed = 0
-        self._rank, self._transport, self._timeout_s = transport.rank, transport, config.timeout_s
-        self._survives_loss = config.survives_loss(world_size)
-        self._learners = set(config.learners(world_size))  # that are not lost
+        self._rank, self._transport, self._timeout_s = transport.rank, transport, timeout_s
+        self._learners = set(roles.learners)  # that are not lost
         self._is_patient = self._rank not in self._learners  # a rank that only serves waits while others train
         self._answers: defaultdict[type, deque[tuple[int, Any]]] = defaultdict(deque)  # by kind, with their senders
         self._error: BaseException | None = None

@@ -72,12 +72,10 @@ class ParameterServer(SyncMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         transport, config, kind = self.transport, self.config, self._learner_type
-        learners, num_servers = config.learners(transport.world_size), config.num_servers(transport.world_size)
-        self._policy = config.policy_for(len(learners))
-        self.only_serves, self._first_learner = transport.rank not in learners, learners[0]
-        self._survives_loss = config.survives_loss(transport.world_size)
-        self._buckets = shared_buckets(parameters, num_servers, config)
-        self._router = router = MessageRouter(transport, config)
+        self._roles = roles = config.roles(transport.world_size)
+        self.only_serves = transport.rank not in roles.learners
+        self._buckets = shared_buckets(parameters, roles.num_servers, config)
+        self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
         self._members = group_members(self.optimizers)
@@ -88,11 +86,12 @@ class ParameterServer(SyncMethod):
         after_loading = ModuleHook(self._after_loading)
         self._hooks += [child.register_load_state_dict_post_hook(after_loading) for child in self._module.modules()]
         self._hooks += self._learner.hook(self._module, parameters, lambda: self.syncing)
-        self._serve(num_servers, learners)
+        self._serve()
 
-    def _serve(self, num_servers: int, learners: range) -> None:
+    def _serve(self) -> None:
         """Starts this rank's server, if it is one, and the coordinator, which decides on rank 0 alone."""
-        transport, config, router = self.transport, self.config, self._router
+        transport, config, router, roles = self.transport, self.config, self._router, self._roles
+        num_servers, policy = roles.num_servers, roles.policy
         shards: list[ServedShard] = []
         if transport.rank < num_servers:
             shards = [
@@ -100,18 +99,17 @@ class ParameterServer(SyncMethod):
                 for bucket in self._buckets
             ]
         served = () if self._learner.keeps_replica else self.optimizers
-        ask = router.states_of if self._survives_loss else None
+        ask = router.states_of if roles.survives_loss else None
         self._states = ServedOptimizers(served, self._buckets, shards, num_servers, transport, ask)
         self._server: Server | None = None
         if shards:
-            force, given = config.force(len(learners)), (config, router.send, router.fail, self._states.keep)
-            make = Server if force is None else partial(CenterServer, force)
-            self._server = make(shards, num_servers, *given)
+            make = partial(CenterServer, roles.force) if self._learner.keeps_replica else Server
+            self._server = make(shards, num_servers, config, router.send, router.fail, self._states.keep)
         everyone, predicts = range(transport.world_size), config.delay_compensation == "momentum"
-        sequencer = Sequencer.of(self._policy, everyone, config.staleness_lr, predicts, range(learners.start))
-        followers = everyone if self._policy.cancels or self._policy.together else everyone[:num_servers]
-        num_telling = num_servers - 1 if self._survives_loss else 0
-        self._coordinator = Coordinator(sequencer, router.send, learners, followers, config.keep_log, num_telling)
+        sequencer = Sequencer.of(policy, everyone, config.staleness_lr, predicts, range(roles.learners.start))
+        followers = everyone if policy.cancels or policy.together else everyone[:num_servers]
+        num_telling = num_servers - 1 if roles.survives_loss else 0
+        self._coordinator = Coordinator(sequencer, router.send, roles.learners, followers, config.keep_log, num_telling)
         router.start(self._coordinator, self._server, self._states.kept)
 
     def prepare_train_loader(
@@ -141,7 +139,7 @@ class ParameterServer(SyncMethod):
 
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Returns whether the step is skipped, with a loss scaler and where all ranks take it together."""
-        if loss_scale is None or not self._policy.together:
+        if loss_scale is None or not self._roles.policy.together:
             return False
         gradients = [p.grad for p in parameters_of(self.optimizers[index]) if p.grad is not None]
         return self._router.skips(finite=all(bool(torch.isfinite(grad).all()) for grad in gradients))
@@ -201,7 +199,7 @@ class ParameterServer(SyncMethod):
 
     @property
     def in_lockstep(self) -> bool:
-        return self._policy.together
+        return self._roles.policy.together
 
     @property
     def trains_written_weights(self) -> bool:
@@ -233,7 +231,8 @@ class ParameterServer(SyncMethod):
             self._learner.keep_replica()
         buffers = self._shared_tensors()
         # Any learner may be lost before it has sent its buffers.
-        if buffers and not self.only_serves and (self._survives_loss or self.transport.rank == self._first_learner):
+        learners = self._roles.learners if self._roles.survives_loss else self._roles.learners[:1]
+        if buffers and self.transport.rank in learners:
             self._router.send(COORDINATOR, LearnerBuffers([buffer.cpu().clone() for buffer in buffers]))
         self._learner.retire()
         for buffer, value in zip(buffers, self._router.agreed_buffers() if buffers else (), strict=True):
@@ -326,17 +325,16 @@ class ParameterServer(SyncMethod):
         return learner_type(self.config)
 
     def _problem(self) -> ValueError | None:
-        world_size, kind = self.transport.world_size, self._learner_type
+        kind = self._learner_type
         try:
-            self.config.policy_for(len(self.config.learners(world_size)))
+            num_servers = self.config.roles(self.transport.world_size).num_servers
             if kind.moves_weights and len(self.optimizers) > 1:
                 raise ValueError(
                     f"policy={self.config.policy!r} takes the steps of one optimizer, and there are "
                     f"{len(self.optimizers)}: choose another policy."
                 )
             for optimizer in () if kind.keeps_replica else self.optimizers:
-                self.config.check_optimizer(optimizer, self.config.num_servers(world_size))
-            self.config.survives_loss(world_size)
+                self.config.check_optimizer(optimizer, num_servers)
         except ValueError as error:
             return error
         return None
