@@ -125,6 +125,10 @@ class PipelineMethod(Method):
             step: called in place of :meth:`step`, which it calls, when the gradient of a mini-batch is complete.
         """
 
+    def forward(self, inputs: Any) -> Any:
+        """Runs the consolidated model as :meth:`infer` does, on ``inputs``."""
+        return self.infer(lambda: inputs)
+
     @abstractmethod
     def infer(self, source: Source) -> Any:
         """Runs the consolidated model without gradients; returns its output on the rank of the last stage, else None.

@@ -159,10 +159,6 @@ class EAPipe(PipelineMethod):
                     stage.finish()
         self.flushed = True
 
-    def forward(self, inputs: Any) -> Any:
-        """Runs the master model without gradients; returns its output on the rank of the last stage, None on others."""
-        return self.infer(lambda: inputs)
-
     def infer(self, source: Source) -> Any:
         self.flush()
         self._begin(source)
