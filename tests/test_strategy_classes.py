@@ -77,8 +77,9 @@ def test_arguments_are_the_settings(name: str) -> None:
     assert not set(arguments) & set(method.config_type.set_by_trainer)
 
 
-def test_a_users_method_has_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
-    register_method(Averaging)
+def test_a_users_method_has_strategies() -> None:
+    for method in (Averaging, Averaging, METHODS["ea_pipe"]):  # as often as a user likes, also with a pipeline
+        register_method(method)
     made: list[Any] = [lightning_pipesync.lightning.AveragingStrategy, fabric.AveragingFabricStrategy]  # type: ignore[attr-defined]
     for strategy in made:
         names = [field.name for field in fields(AveragingConfig)]

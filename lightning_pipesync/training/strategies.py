@@ -45,7 +45,7 @@ class Strategies:
         """Registers the strategy of a method under the method's name."""
         name = method.__name__ + self._suffix
         strategy = self._classes.get(name)
-        if strategy is None or strategy.name != method.name:
+        if getattr(strategy, "name", None) != method.name:
             strategy = self._classes[name] = self._make(method)
         summary = (strategy.__doc__ or "").partition("\n")[0]
         self._registry.register(method.name, strategy, summary, override=True)
