@@ -54,7 +54,7 @@ class Rounds:
         return periods * self.fragments + of_this
 
 
-class Clock(AveragingPolicy):
+class PeriodClock(AveragingPolicy):
     """Starts averages by the number of steps.
 
     Args:

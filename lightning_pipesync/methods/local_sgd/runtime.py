@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, Clock
+from lightning_pipesync.methods.local_sgd.clock import BY_GRADIENT, PeriodClock
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
 from lightning_pipesync.methods.local_sgd.lab import LocalSGDLab
 from lightning_pipesync.methods.replicas.groups import check_group_size, replicas_of
@@ -62,7 +62,7 @@ class LocalSGD(ElasticReplicaMethod):
         if config.period == BY_GRADIENT:
             tensors = [parameter.tensor for parameter in parameters]
             return GradientTrigger(tensors, config, type(optimizer).__name__, self.transport)
-        return Clock(config.period, config.fragments, config.overlap_steps, self.data, self.transport)
+        return PeriodClock(config.period, config.fragments, config.overlap_steps, self.data, self.transport)
 
     def _average_others(self, index: int) -> None:
         if index == 0:  # the rounds of all optimizers have the same period
