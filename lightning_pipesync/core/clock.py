@@ -15,7 +15,7 @@ class Clock:
     """Tells when the work that a device has been given so far is done; without blocking.
 
     Args:
-        device: the device. The host's own clock tells for the CPU.
+        device: the device. For the CPU it is the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:

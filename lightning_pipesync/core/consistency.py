@@ -114,9 +114,9 @@ def check_same_values(
     """
     described = [(name, f"digest {digest(tensor)}") for name, tensor in parameters if weights]
     for index, optimizer in enumerate(optimizers):
-        own = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         for name, tensor in parameters:
-            if id(tensor) in own:
+            if id(tensor) in updated:
                 state = optimizer.state.get(tensor)
                 text = f"digest {digest(state)}" if state else "none"
                 described.append((f"{_name(optimizers, index)}'s state of {name}", text))
@@ -127,13 +127,8 @@ def check_same_values(
 def check_same(transport: Transport, described: Sequence[tuple[str, str]], remedy: str = "") -> None:
     """Compares pairs of a name and a description, and their order, over the ranks; a collective call.
 
-    Args:
-        transport: communicates with the other ranks.
-        described: the pairs.
-        remedy: the last sentence of the message.
-
     Raises:
-        ValueError: as :func:`check_consistency`.
+        ValueError: as :func:`check_consistency`; ``remedy`` is the last sentence of the message.
     """
     everyone = transport.gather_objects(described)
     for rank, other in enumerate(everyone):

@@ -31,12 +31,7 @@ class LayerTimes:
 
 
 class LayerLimits:
-    """The limits of :class:`StepCost`, under the same names, for the layers of a model.
-
-    Args:
-        cost: the parts of a step.
-        tensors: all tensors that are communicated.
-    """
+    """The limits of :class:`StepCost`, under the same names, for a model whose communicated tensors are ``tensors``."""
 
     def __init__(self, cost: StepCost, tensors: Sequence[LayerTimes]) -> None:
         self._cost, self._total = cost, sum(tensor.num_bytes for tensor in tensors)
@@ -45,9 +40,9 @@ class LayerLimits:
 
     def get(self, name: str) -> float:
         """Returns the limit of that name, in seconds, at least that of :class:`StepCost`."""
-        own = getattr(type(self), f"_{name}", None)
+        of_layers = getattr(type(self), f"_{name}", None)
         cost: float = getattr(self._cost, name)
-        return cost if own is None else max(cost, own(self) + self._cost.update)
+        return cost if of_layers is None else max(cost, of_layers(self) + self._cost.update)
 
     def _baseline(self) -> float:
         return self._cost.forward + self._reduced(self._cost.all_reduce)

@@ -82,7 +82,7 @@ def check_values(module: nn.Module) -> None:
     """Checks that the tensors of a module have values.
 
     Raises:
-        ValueError: one is on the meta device.
+        ValueError: a tensor is on the meta device.
     """
     for what, tensors in (("Parameter", module.named_parameters()), ("Buffer", module.named_buffers())):
         for name, tensor in tensors:

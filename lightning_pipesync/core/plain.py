@@ -22,11 +22,7 @@ PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 def encode(value: Any, number: Callable[[Tensor], int]) -> str:
-    """Returns plain values as JSON.
-
-    Args:
-        value: the values.
-        number: called with each tensor, in order; returns the number that stands for it.
+    """Returns plain values as JSON, with the result of ``number``, called in order, in place of each tensor.
 
     Raises:
         TypeError: something is not plain; the message names its type.
@@ -35,11 +31,7 @@ def encode(value: Any, number: Callable[[Tensor], int]) -> str:
 
 
 def decode(text: str, tensor: Callable[[int], Any]) -> Any:
-    """Returns what :func:`encode` was given.
-
-    Args:
-        text: the JSON.
-        tensor: returns the tensor with a number.
+    """Returns what :func:`encode` was given; ``tensor`` returns the tensor of a number.
 
     Raises:
         ValueError: it is not the text of plain values.
@@ -57,12 +49,12 @@ def _encoded(value: Any, number: Callable[[Tensor], int]) -> Any:
     if kind is list:
         kinds = set(map(type, value))
         if kinds == {bool}:  # whether each parameter has a gradient, say
-            return {"bools": "".join("01"[one] for one in value)}
-        return value if kinds <= _AS_THEY_ARE else [_encoded(one, number) for one in value]
+            return {"bools": "".join("01"[flag] for flag in value)}
+        return value if kinds <= _AS_THEY_ARE else [_encoded(item, number) for item in value]
     if kind in _SEQUENCES:
-        return {_SEQUENCES[kind]: [_encoded(one, number) for one in value]}
+        return {_SEQUENCES[kind]: [_encoded(item, number) for item in value]}
     if kind is dict:
-        return {"dict": [[_encoded(key, number), _encoded(one, number)] for key, one in value.items()]}
+        return {"dict": [[_encoded(key, number), _encoded(item, number)] for key, item in value.items()]}
     if isinstance(value, Tensor):
         return {"tensor": number(value)}
     if kind.__module__.startswith(PACKAGE):
@@ -90,7 +82,7 @@ _MAKE_SEQUENCE: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in 
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda name: dtype_of(name),
     "device": torch.device,
-    "bools": lambda text: [one == "1" for one in text],
+    "bools": lambda text: [flag == "1" for flag in text],
     "complex": lambda parts: complex(*parts),
     "bytes": bytes.fromhex,
     "enum": lambda parts: _class_of(parts[0], parts[1], Enum)[parts[2]],
@@ -99,19 +91,19 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 
 def _decoded(value: Any, tensor: Callable[[int], Any]) -> Any:
     if isinstance(value, list):
-        return [_decoded(one, tensor) for one in value]
+        return [_decoded(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     [(tag, content)] = value.items()
     if tag == "tensor":
         return tensor(content)
     if tag == "dict":
-        return {_decoded(key, tensor): _decoded(one, tensor) for key, one in content}
+        return {_decoded(key, tensor): _decoded(item, tensor) for key, item in content}
     if tag == "data":
         module, name, values = content
-        return _class_of(module, name, None)(*(_decoded(one, tensor) for one in values))
+        return _class_of(module, name, None)(*(_decoded(item, tensor) for item in values))
     if tag in _MAKE_SEQUENCE:
-        return _MAKE_SEQUENCE[tag](_decoded(one, tensor) for one in content)
+        return _MAKE_SEQUENCE[tag](_decoded(item, tensor) for item in content)
     return _MAKE[tag](content)
 
 

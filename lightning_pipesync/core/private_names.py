@@ -25,7 +25,7 @@ def require(owner: Any, *names: str) -> None:
     Without the check, setting an attribute that was renamed would have no effect and raise no error.
 
     Raises:
-        RuntimeError: it lacks one.
+        RuntimeError: a name is missing.
     """
     for name in names:
         if not hasattr(owner, name):

@@ -52,7 +52,7 @@ class EarlyGathers:
 
     @classmethod
     def none(cls, num_buckets: int) -> EarlyGathers:
-        """Returns that nothing is gathered under backward, as in the paper."""
+        """The paper's schedule: no all-gathers under backward."""
         return cls([1] * num_buckets, [[]] * num_buckets)
 
 
