@@ -53,12 +53,6 @@ def fastest(trials: Sequence[Trial]) -> Trial:
 class FusionSearch(ABC):
     """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step.
 
-    Args:
-        first: the first trial.
-        smallest_mb: smallest bucket size, in MiB.
-        largest_mb: largest bucket size, in MiB.
-        max_trials: the most trials.
-
     Attributes:
         trials: the measurements so far.
     """

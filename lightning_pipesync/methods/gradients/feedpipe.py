@@ -41,10 +41,6 @@ B = TypeVar("B", bound=GatheredBucket)
 class FeedPipeSchedule(Generic[K]):
     """In which order the all-gathers start, and which of them a module waits for.
 
-    Args:
-        buckets: the parameters of each bucket.
-        needed: all parameters, in the order in which the forward pass needs them.
-
     Attributes:
         order: the buckets in the order of their all-gathers: the one that the forward pass needs first comes first.
     """
@@ -63,11 +59,6 @@ class FeedPipe(Generic[B]):
     """Starts the updates of a step; each module waits for its own weights before its forward pass.
 
     A ``state_dict`` of the module, and what is about to replace its weights, waits for all.
-
-    Args:
-        module: the model.
-        order: observes in which order its modules run.
-        queue: runs the collectives.
 
     Attributes:
         buckets: in the order of their updates: the one that the forward pass needs first comes first.

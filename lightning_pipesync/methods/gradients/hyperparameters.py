@@ -35,11 +35,6 @@ def in_use(optimizer: Optimizer, hyperparameters: Hyperparameters, later: Sequen
     A delayed update uses the hyper-parameters of the step that computed its gradient; a scheduler may have changed them
     since. Values that the optimizer itself changes in its step (some count steps there) are kept, and copied to
     ``later``. Parameter groups that were added since keep their values.
-
-    Args:
-        optimizer: the optimizer that makes the update.
-        hyperparameters: what the update uses.
-        later: hyper-parameters of the updates that are still to come.
     """
     before = _groups(optimizer)
     for group, used in zip(optimizer.param_groups, hyperparameters, strict=False):

@@ -18,12 +18,7 @@ Slices = Mapping[str, slice]
 
 
 def slices_in_shard(shard: slice, places: Mapping[str, slice]) -> dict[str, slice]:
-    """Returns the slices of parameters, by name, that lie in a shard of the buffer that holds the parameters.
-
-    Args:
-        shard: a slice of the buffer.
-        places: for each parameter, by name, its slice of the buffer.
-    """
+    """Returns the slices of parameters, by name, that lie in a shard of the buffer that holds the parameters."""
     slices = {}
     for name, place in places.items():
         start, stop = max(place.start, shard.start), min(place.stop, shard.stop)

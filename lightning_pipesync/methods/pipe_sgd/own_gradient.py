@@ -32,12 +32,7 @@ class OwnGradient:
         return math.isfinite(self._norm.item())
 
     def keep(self, loss_scale: float, grad_is_reused: bool) -> None:
-        """Takes the gradients from ``p.grad``, without a copy where possible: the packed ones are reduced.
-
-        Args:
-            loss_scale: by which they are too large.
-            grad_is_reused: whether the memory of ``p.grad`` will be written to.
-        """
+        """Takes ``p.grad``, ``loss_scale`` times too large; without a copy, unless its memory will be written to."""
         pairs = [(id(m.tensor), m.tensor.grad.detach()) for m in self._members if m.tensor.grad is not None]
         if not self._config.keeps_own_gradients:
             self.values = dict.fromkeys([key for key, _ in pairs])
@@ -73,13 +68,7 @@ class OwnGradient:
     def load_state_dict(
         self, state: Mapping[str, Tensor | None], averages: Mapping[str, Tensor], loss_scale: float
     ) -> None:
-        """Loads what :meth:`state_dict` returned; values that were not saved become those of the average.
-
-        Args:
-            state: see :meth:`state_dict`.
-            averages: the average over the ranks, by name.
-            loss_scale: by which the average is too large.
-        """
+        """Loads what :meth:`state_dict` returned; values that were not saved become those of the scaled averages."""
         members = [member for member in self._members if member.name in state]
         if not self._config.keeps_own_gradients:
             self.values = dict.fromkeys([id(member.tensor) for member in members])

@@ -19,12 +19,6 @@ class PredictionHooks:
     """Forward passes with gradients enabled run at the predicted weights; state dicts hold the true ones.
 
     Within a transform of ``torch.func`` the weights stay what they are.
-
-    Args:
-        module: the model.
-        pipes: of its optimizers.
-        predicts: whether weights are predicted; otherwise there are no hooks.
-        is_flushed: returns whether the module holds the true weights also if gradients are enabled.
     """
 
     def __init__(
