@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.methods.dear import DeAR, eager
-from lightning_pipesync.methods.dear.eager import gathers_in_gaps, plan_early_gathers
+from lightning_pipesync.methods.dear.eager import choose_early_gathers, gathers_in_gaps
 from lightning_pipesync.methods.gradients.step_times import StepTimes
 from tests.harness import launch
 from tests.models import OPTIMIZERS, batch, seeded_mlp, state
@@ -52,7 +52,7 @@ def test_the_simulated_step_approaches_the_limits(ratio: float) -> None:
     cost = StepCost(forward=1.0, backward=2.0, update=0.0, reduce_scatter=1.5 * ratio, all_gather=1.5 * ratio)
     buckets = chain(200, ratio)
     paper = simulate_step(buckets, 1.0, 2.0).seconds
-    early = simulate_step(buckets, 1.0, 2.0, plan_early_gathers(buckets)).seconds
+    early = simulate_step(buckets, 1.0, 2.0, choose_early_gathers(buckets)).seconds
     assert cost.dear <= paper < cost.dear * 1.02
     assert cost.eager <= early < cost.eager * 1.04
     assert early <= paper
@@ -105,7 +105,7 @@ def test_a_step_in_pieces_by_hand() -> None:
 
 def test_a_single_gradient_has_no_schedule() -> None:
     bucket = BucketTimes(ready=0.0, needed=0.0, reduce_scatter=0.1, all_gather=0.1)
-    assert plan_early_gathers([bucket]) == EarlyGathers.none(1)
+    assert choose_early_gathers([bucket]) == EarlyGathers.none(1)
 
 
 @pytest.mark.parametrize("ratio", [0.9, 1.0, 1.1])
@@ -114,7 +114,7 @@ def test_a_large_bucket_is_gathered_in_pieces(ratio: float) -> None:
     sizes, moments = [4, 17, 38, 1, 1, 0.6, 0.3, 0.1], [0.05, 0.1, 0.15, 0.6, 1.0, 1.4, 1.8, 2.0]
     halves = [1.5 * ratio * size / sum(sizes) for size in sizes]
     buckets = [BucketTimes(ready, 1 - ready / 2, half, half) for ready, half in zip(moments, halves, strict=True)]
-    in_pieces, as_a_whole = plan_early_gathers(buckets), plan_early_gathers(buckets, divisible=False)
+    in_pieces, as_a_whole = choose_early_gathers(buckets), choose_early_gathers(buckets, divisible=False)
     assert in_pieces.pieces[2] > 1
     assert set(as_a_whole.pieces) == {1}
     seconds = [simulate_step(buckets, 1.0, 2.0, early).seconds for early in (in_pieces, as_a_whole)]
@@ -144,7 +144,7 @@ def test_the_schedule_is_near_the_best(seed: int) -> None:
             for order in (1, -1):
                 early = [[i for i, place in enumerate(places) if place == after][::order] for after in range(4)]
                 best = min(best, seconds(whole(early)))
-    found = seconds(plan_early_gathers(buckets))
+    found = seconds(choose_early_gathers(buckets))
     assert found <= seconds(None)
     assert found <= best * 1.06
 
@@ -156,7 +156,7 @@ def test_nothing_is_lost_on_another_network_than_was_measured(ratio: float, netw
         for sizes in (None, [*range(1, num_buckets + 1)], [*range(num_buckets, 0, -1)]):
             measured = chain(num_buckets, ratio, sizes)
             actual = [bucket.on(network) for bucket in measured]
-            with_early = simulate_step(actual, 1.0, 2.0, plan_early_gathers(measured)).seconds
+            with_early = simulate_step(actual, 1.0, 2.0, choose_early_gathers(measured)).seconds
             assert with_early <= simulate_step(actual, 1.0, 2.0).seconds
 
 
@@ -205,7 +205,7 @@ def train(schedule: Schedule | None, settings: dict[str, Any], between: Loop, ki
     if schedule is None:
         trained = DistributedDataParallel(model, find_unused_parameters=kind == "unused")
     else:
-        eager.plan_early_gathers = schedule
+        eager.choose_early_gathers = schedule
         sync = DeAR(model, optimizer, update="replicated", fusion="none", **settings)
     for i in range(STEPS):
         optimizer.zero_grad()
@@ -266,7 +266,7 @@ def loss_scaler_skips() -> list[dict[str, Tensor]]:
     """Trains with a loss scaler whose third step overflows on rank 1, eagerly and as in the paper."""
     states = []
     for overlap in ("forward", "eager", "none"):
-        eager.plan_early_gathers = every_bucket_at_once
+        eager.choose_early_gathers = every_bucket_at_once
         model = seeded_mlp()
         optimizer = OPTIMIZERS["sgd"](model)
         sync = DeAR(model, optimizer, update="replicated", fusion="none", overlap=overlap)
@@ -298,7 +298,7 @@ def test_a_skipped_step_drops_what_was_gathered() -> None:
 
 def order_of_operations() -> list[str]:
     """Four layers of one bucket each; rank 1's operations are slow to start."""
-    eager.plan_early_gathers = lambda buckets, divisible: whole([[], [0], [], []])
+    eager.choose_early_gathers = lambda buckets, divisible: whole([[], [0], [], []])
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = DeAR(model, optimizer, update="replicated", fusion="none")
@@ -379,7 +379,7 @@ def test_times_are_those_of_computation() -> None:
 
 
 def with_two_optimizers() -> tuple[float, bool, bool]:
-    eager.plan_early_gathers = every_bucket_at_once
+    eager.choose_early_gathers = every_bucket_at_once
     model = seeded_mlp()
     optimizers = [OPTIMIZERS["sgd"](model[0]), OPTIMIZERS["sgd"](model[2])]
     sync = DeAR(model, optimizers, fusion="none")

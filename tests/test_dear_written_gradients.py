@@ -46,7 +46,9 @@ def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) ->
         sync.reduce()
     elif after == "clip":
         sync.clip(1e9)
-    elif after == "no_sync":
+    elif after in ("no_sync", "anew"):
+        if after == "anew":  # the new gradients may be where the old ones were in memory
+            optimizer.zero_grad()
         with sync.no_sync():
             loss(model, 5, dist.get_rank()).backward()
     if write is not None and dist.get_rank() in on:
@@ -59,7 +61,8 @@ def train(write: Write | None, after: str = "", on: tuple[int, ...] = (0, 1)) ->
 def write_everywhere() -> dict[str, Any]:
     clip = WRITES["clip"][0]
     later = {after: train(clip, after)[0] for after in ("after_backward", "clip")}
-    return {"clip": train(clip)[0], **later, "no_sync": train(None, "no_sync")[0]}
+    passes = {after: train(None, after)[0] for after in ("no_sync", "anew")}
+    return {"clip": train(clip)[0], **later, **passes}
 
 
 def write_on_one_rank(what: str) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ import pytest
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.layer_limits import LayerLimits, LayerTimes
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
-from lightning_pipesync.methods.dear.eager import plan_early_gathers
+from lightning_pipesync.methods.dear.eager import choose_early_gathers
 
 NAMES = [
     "baseline",
@@ -57,7 +57,7 @@ def test_no_simulated_step_is_shorter(seed: int) -> None:
     share = 1.5 * ratio / sum(layer.num_bytes for layer in layers)
     buckets = [BucketTimes(x.ready, x.needed, share * x.num_bytes, share * x.num_bytes) for x in layers]
     limits = LayerLimits(cost_of(ratio), layers)
-    paper, eager = (simulate_step(buckets, 1.0, 2.0, early).seconds for early in (None, plan_early_gathers(buckets)))
+    paper, eager = (simulate_step(buckets, 1.0, 2.0, early).seconds for early in (None, choose_early_gathers(buckets)))
     assert paper >= limits.get("two_halves") - 1e-9
     assert limits.get("eager") - 1e-9 <= eager <= paper
     assert limits.get("eager") <= limits.get("two_halves") + 1e-9

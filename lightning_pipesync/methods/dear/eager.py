@@ -40,7 +40,7 @@ LEAST_GAIN = 0.005
 NETWORKS = (0.8, 1.0, 1.25)
 
 
-def plan_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
+def choose_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
     """Returns the all-gathers that run under backward.
 
     Of the candidates that make no simulated step longer, whichever of ``NETWORKS`` it is on, the one that gains most on
@@ -152,7 +152,7 @@ class EagerGathers:
         link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self._fused.buckets])
         schedule = None
         if self._transport.rank == 0:
-            schedule = plan_early_gathers(self._bucket_times(link), divisible=self._transport.gathers_parts)
+            schedule = choose_early_gathers(self._bucket_times(link), divisible=self._transport.gathers_parts)
         self._early = self._transport.gather_objects(schedule)[0]
         self._version = self._fused.version
 

@@ -15,7 +15,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.work import Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
-from lightning_pipesync.methods.dear.eager import plan_early_gathers
+from lightning_pipesync.methods.dear.eager import choose_early_gathers
 from lightning_pipesync.methods.laboratory import (
     BenchCandidate,
     LabEntry,
@@ -119,5 +119,5 @@ def step_seconds(
         size = sum(map(num_bytes, members))
         ready, needed = max(time.ready for time in times), min(time.needed for time in times)
         buckets.append(BucketTimes(ready, needed, reduce_scatter=half(size), all_gather=half(size), latency=half(0)))
-    early = plan_early_gathers(buckets, divisible=torus is None) if eager else None
+    early = choose_early_gathers(buckets, divisible=torus is None) if eager else None
     return simulate_step(buckets, profile.forward, profile.backward, early).seconds + profile.update

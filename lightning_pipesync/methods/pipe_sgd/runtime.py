@@ -117,9 +117,9 @@ class PipeSGD(SyncMethod):
         """
         self._flushed_pipes.clear()
         if self._members != group_members(self.optimizers):
-            self._members = group_members(self.optimizers)
             for pipe, of_optimizer in zip(self._pipes, self._by_optimizer(self._agreed_parameters()), strict=True):
                 pipe.set_parameters(of_optimizer)
+            self._members = group_members(self.optimizers)
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _compare_loaded(self) -> None:
