@@ -161,5 +161,5 @@ def test_one_with_other_settings_is_refused_and_the_others_go_on(tmp_path: Path)
 
 def test_one_whose_job_ends_says_so(tmp_path: Path) -> None:
     outcomes = launch(train, 3, {}, tmp_path, "ends", timeout_s=120, init=False, may_die=(1,))
-    assert "Rank 1 cannot come back to its job: " in outcomes[2]["raised"]
+    assert "Rank 1 cannot rejoin its job: " in outcomes[2]["raised"]
     assert "Restart all ranks" in outcomes[2]["raised"]

@@ -78,7 +78,7 @@ def test_a_rank_that_wakes_up_learns_that_it_was_left_out(tmp_path: Path) -> Non
     kind, message = woken["outcome"]
     assert kind == "RuntimeError"
     assert "Rank 1 did not answer in time" in message
-    assert "rank 0, 2 went on without it" in message
+    assert "rank 0, 2 continue without it" in message
     assert woken["steps"] == LOST_AT, "it has not gone on with weights of its own"
 
 

@@ -43,7 +43,7 @@ class Job:
     start: int
 
     @property
-    def comes_back(self) -> bool:
+    def is_replacement(self) -> bool:
         """Whether this process takes the place of a lost one."""
         return self.start > 1
 
@@ -58,7 +58,7 @@ def start_job(timeout_s: float) -> Job:
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     job = Job(dist.PrefixStore("pipesync/job", store), rank, world_size, store.add(f"pipesync/job/starts/{rank}", 1))
-    if job.comes_back:
+    if job.is_replacement:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
         first = dist.PrefixStore("groups/first", job.store)
@@ -92,7 +92,7 @@ class Application:
                 time.sleep(self._interval / 4)
         except RuntimeError as error:
             raise RuntimeError(
-                f"Rank {self._job.rank} cannot come back to its job: {error}. Restart all ranks, from a checkpoint."
+                f"Rank {self._job.rank} cannot rejoin its job: {error}. Restart all ranks, from a checkpoint."
             ) from error
         finally:
             self._close()

@@ -118,7 +118,7 @@ class Membership:
             self.close()
             raise RuntimeError(
                 f"Rank {self._rank} did not answer in time, and counts as lost (timeout_s={self._timeout_s:g}): rank "
-                f"{', '.join(map(str, agreement.ranks))} went on without it, and its weights are out of date. "
+                f"{', '.join(map(str, agreement.ranks))} continue without it, and its weights are out of date. "
                 "End this process; to take part again, restart the job from a checkpoint."
             )
         self.ranks = agreement.ranks

@@ -94,7 +94,7 @@ class LocalSGD(ElasticReplicaMethod):
 
     def _problem(self) -> ValueError | None:
         config, world_size = self.config, replicas_of(self.transport).world_size
-        if self._job is not None and self._job.comes_back:  # rank 0 has the same settings, and more ranks
+        if self._job is not None and self._job.is_replacement:  # rank 0 has the same settings, and more ranks
             return None
         if number_of_participants(config.participation, world_size) == 0:
             return ValueError(

@@ -77,7 +77,7 @@ class Recovery:
             self._store: dist.Store = dist.PrefixStore(f"pipesync/membership/{number}", store)
         else:
             self._first_rank, world_size, self._store = job.rank, job.world_size, job.store
-        joins = Application(job, timeout_s).wait() if job is not None and job.comes_back else None
+        joins = Application(job, timeout_s).wait() if job is not None and job.is_replacement else None
         self._first_world_size = world_size
         self._membership = Membership(self._store, self._first_rank, world_size, timeout_s, joins)
         self._applicants: Applicants | None = None
