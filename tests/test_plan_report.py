@@ -12,11 +12,10 @@ from lightning_pipesync.core.cluster import BackendCost, Cluster
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_of
-from lightning_pipesync.lab.plan.lines import WIDTH
 from lightning_pipesync.lab.plan.picture import draw
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.report import as_markdown
-from lightning_pipesync.lab.plan.units import milliseconds, rate, round_rate
+from lightning_pipesync.lab.plan.text import WIDTH, milliseconds, rate, round_rate
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import slow_ranks
 from lightning_pipesync.methods.laboratory import Prediction

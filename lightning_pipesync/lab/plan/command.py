@@ -47,12 +47,11 @@ def plan(
     """
     from lightning_pipesync.lab.bench import benchmark
     from lightning_pipesync.lab.bench.tables import write_results
-    from lightning_pipesync.lab.plan.changes import changes_since
     from lightning_pipesync.lab.plan.measure import measure_plan
     from lightning_pipesync.lab.plan.model import PlanSettings
     from lightning_pipesync.lab.plan.picture import draw
     from lightning_pipesync.lab.plan.report import as_markdown
-    from lightning_pipesync.lab.plan.saved import of_result, read_plan
+    from lightning_pipesync.lab.plan.saved import changes_since, of_result, read_plan
     from lightning_pipesync.lab.plan.trials import PROVEN
 
     if from_file is not None:

@@ -16,10 +16,9 @@ from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.tables import write_results
-from lightning_pipesync.lab.plan.changes import changes_since
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.report import as_markdown
-from lightning_pipesync.lab.plan.saved import of_result
+from lightning_pipesync.lab.plan.saved import changes_since, of_result
 from lightning_pipesync.lab.plan.work import measured_by_methods
 
 if TYPE_CHECKING:

@@ -102,19 +102,19 @@ def _loss_of_training_step(module: Any, batch: Any) -> Any:
 
     DDP prepares its reductions in its forward pass, so that the training step has to run within that.
     """
-    own: Any = module.module if isinstance(module, DistributedDataParallel) else module
-    arguments = (batch, 0) if len(signature(own.training_step).parameters) > 1 else (batch,)
-    if own is module:
-        result = own.training_step(*arguments)
+    lightning_module: Any = module.module if isinstance(module, DistributedDataParallel) else module
+    arguments = (batch, 0) if len(signature(lightning_module.training_step).parameters) > 1 else (batch,)
+    if lightning_module is module:
+        result = lightning_module.training_step(*arguments)
     else:
 
         def training_step(*arguments: Any) -> Any:
-            del own.forward  # the training step may call the module
-            return own.training_step(*arguments)
+            del lightning_module.forward  # the training step may call the module
+            return lightning_module.training_step(*arguments)
 
-        own.forward = training_step
+        lightning_module.forward = training_step
         result = module(*arguments)
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, torch.Tensor):
-        raise ValueError(f"{type(own).__name__}.training_step returned {type(loss).__name__} as its loss.")
+        raise ValueError(f"{type(lightning_module).__name__}.training_step returned {type(loss).__name__} as its loss.")
     return loss

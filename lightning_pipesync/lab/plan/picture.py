@@ -12,7 +12,7 @@ from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.bench.pictures import COLOURS, colour_of, picture
 from lightning_pipesync.lab.plan.predictions import enough_bandwidth, fastest, predict
-from lightning_pipesync.lab.plan.units import rate, round_rate
+from lightning_pipesync.lab.plan.text import rate, round_rate
 from lightning_pipesync.lab.plan.verdict import rounds_of
 from lightning_pipesync.methods.laboratory import Prediction
 

@@ -10,13 +10,22 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.lab.plan.costs import GLOO_RING_UP_TO
-from lightning_pipesync.lab.plan.lines import INDENT, Row, code, paragraph, table
 from lightning_pipesync.lab.plan.predictions import (
     enough_accumulation,
     enough_bandwidth,
     predict,
 )
-from lightning_pipesync.lab.plan.units import milliseconds, number_of_ms, rate, round_rate
+from lightning_pipesync.lab.plan.text import (
+    INDENT,
+    Row,
+    code,
+    milliseconds,
+    number_of_ms,
+    paragraph,
+    rate,
+    round_rate,
+    table,
+)
 from lightning_pipesync.lab.plan.verdict import Verdict, ddp_of, rounds_of, verdict_of
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS

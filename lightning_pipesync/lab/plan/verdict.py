@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from lightning_pipesync.lab.plan.predictions import LITTLE
-from lightning_pipesync.lab.plan.units import milliseconds
+from lightning_pipesync.lab.plan.text import milliseconds
 from lightning_pipesync.methods.laboratory import Prediction
 
 #: A method that gains less than this share of a step over DDP is not worth a change.
@@ -101,8 +101,8 @@ def _fastest(found: Sequence[Prediction], rounds: Mapping[str, Sequence[float]])
 
 def _surely_ahead(one: Prediction, other: Prediction, rounds: Mapping[str, Sequence[float]]) -> bool:
     """Returns whether one was ahead of another by more than noise: in all rounds, which were in turns, and by 2 %."""
-    own, others = rounds[one.name], rounds[other.name]
-    return all(a < b for a, b in zip(own, others, strict=True)) and median(own) < (1 - WORTH) * median(others)
+    seconds, others = rounds[one.name], rounds[other.name]
+    return all(a < b for a, b in zip(seconds, others, strict=True)) and median(seconds) < (1 - WORTH) * median(others)
 
 
 def _predicted_ahead(one: Prediction, other: Prediction, _: Mapping[str, Sequence[float]]) -> bool:

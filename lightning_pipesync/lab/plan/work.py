@@ -17,7 +17,7 @@ from lightning_pipesync.lab.bench.candidates import without_communication
 from lightning_pipesync.lab.bench.method_candidate import inputs_of, lab_of
 from lightning_pipesync.lab.bench.models import BenchModel
 from lightning_pipesync.lab.bench.profile import profile_step
-from lightning_pipesync.lab.plan.units import milliseconds
+from lightning_pipesync.lab.plan.text import milliseconds
 from lightning_pipesync.training.registry import METHODS
 
 #: A rank is slow whose computation takes longer than a median rank's by more than this share of it, than this share of
@@ -56,10 +56,10 @@ def slow_ranks(everyones: Sequence[Work], names: Sequence[str], step: float) -> 
     seconds = [work.seconds for work in everyones]
     usual, others = sorted(seconds)[(len(seconds) - 1) // 2], "the other" if len(seconds) == 2 else "most"
     return [
-        f"{name}: its computation takes {milliseconds(own)}, and that of {others} {milliseconds(usual)}: all others "
+        f"{name}: its computation takes {milliseconds(took)}, and that of {others} {milliseconds(usual)}: all others "
         "wait for it. Look for other processes there, too many threads, or a slower processor."
-        for name, own in zip(names, seconds, strict=True)
-        if own - usual > max(SLOW_SHARE * usual, SHARE_OF_STEP * step, NOISE_S)
+        for name, took in zip(names, seconds, strict=True)
+        if took - usual > max(SLOW_SHARE * usual, SHARE_OF_STEP * step, NOISE_S)
     ]
 
 
