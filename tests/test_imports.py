@@ -62,6 +62,13 @@ def test_every_folder_is_on_a_floor() -> None:
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(FLOOR)
 
 
+def test_only_the_command_opens_the_laboratory() -> None:
+    """And the modules with its former names, and ``PlanCallback``, which is imported on request."""
+    outside = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "lab"]
+    opened_by = [path.name for path in outside if any("lightning_pipesync.lab" in name for name in imports_of(path))]
+    assert sorted(opened_by) == ["__init__.py", "cli.py", "netlab.py", "plan.py"]
+
+
 def test_pictures_have_one_palette() -> None:
     """A figure of matplotlib's own would have other colours."""
     drawn_by = [path for path in ROOT.rglob("*.py") if "matplotlib.figure" in set(imports_of(path))]

@@ -19,7 +19,6 @@ from lightning_pipesync.lab.papers import layered
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 Error = TypeVar("Error")
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 #: The methods. ``sgd``, without a delay, is the baseline.
 METHODS = ("sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe")
@@ -137,10 +136,9 @@ def train(
     optimizers: list[Optimizer] = []
 
     def optimizer_of(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        optimizers.append(
-            SGD(parameters, learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
-        )
-        return optimizers[-1]
+        sgd = SGD(parameters, learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
+        optimizers.append(sgd)
+        return sgd
 
     engine = build_engine(model, optimizer_of, method, seed, settings.stages)
     order = torch.Generator().manual_seed(seed)
@@ -159,8 +157,8 @@ def train(
             if diverged:
                 break
             steps += 1
-            if steps in reduced:
-                _reduce_learning_rates(optimizers)
+            for group in (group for each in optimizers for group in each.param_groups if steps in reduced):
+                group["lr"] /= 10
             if steps in evaluated:
                 engine.flush()
                 points.append(
@@ -210,9 +208,3 @@ def error_of(task: Task, model: nn.Module, dataset: Dataset[Any]) -> float:
         score, number = score + batch_score.item(), number + batch_number
     model.train()
     return 100 - task.quality(score / number)
-
-
-def _reduce_learning_rates(optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] /= 10
