@@ -55,15 +55,7 @@ class Rounds:
 
 
 class PeriodClock(AveragingPolicy):
-    """Starts averages by the number of steps.
-
-    Args:
-        period: a number of steps, or a share of an epoch.
-        fragments: the number of fragments.
-        overlap_steps: steps under which an average runs, ``period`` at most.
-        data: knows how many steps an epoch has.
-        transport: carries communication.
-    """
+    """Starts averages by the number of steps, of which ``data`` knows how many an epoch has."""
 
     def __init__(
         self, period: int | str, fragments: int, overlap_steps: int, data: TrainingData, transport: Transport

@@ -76,6 +76,11 @@ class ElasticReplicaMethod(ReplicaMethod):
         if self.config.undoes_averages:
             self._recovery = Recovery(self, self.config.timeout_s, self._job)
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the training so far, on all ranks, of the first optimizer."""
+        return self._units[0].num_steps
+
     def flush(self) -> None:
         """Sets the weights and buffers to the average of the replicas, as :meth:`ReplicaMethod.flush` does.
 

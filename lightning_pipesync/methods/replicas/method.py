@@ -85,11 +85,6 @@ class ReplicaMethod(SyncMethod):
         return not self.flushed and any(replicas.diverged for replicas in self._replicas)
 
     @property
-    def num_steps(self) -> int:
-        """The number of steps of the training so far, on all ranks, of the first optimizer."""
-        return self._units[0].num_steps
-
-    @property
     def _replicas(self) -> list[ReplicatedTensors]:
         """The parameters of each optimizer."""
         return [unit.replicas for unit in self._units]
