@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import raise_on_all_ranks
+from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.methods.method import Method
@@ -48,12 +48,8 @@ def read_rank_states(
         ValueError: on all ranks: some ranks do not find their file, or it is damaged, or of other models or of another
             number of processes.
     """
-    path, problem, saved = _file(folder, transport.rank), None, None
-    try:
-        saved = _read(path, transport.rank)
-    except ValueError as error:
-        problem = error
-    raise_on_all_ranks(transport, problem)
+    path = _file(folder, transport.rank)
+    saved = on_all_ranks(transport, lambda: _read(path, transport.rank))
     if saved is not None and saved["weights"] != _fingerprint(models):
         warnings.warn(
             f"{path} is of other weights than those that were loaded, and is not used: plain Accelerate, or another "

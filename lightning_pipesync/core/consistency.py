@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,6 +12,8 @@ from lightning_pipesync.core.buckets import dense_strides
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters
+
+T = TypeVar("T")
 
 #: Of the differences between two ranks, how many a message names.
 NAMED_DIFFERENCES = 5
@@ -31,6 +33,17 @@ def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None
             raise ValueError(f"Rank {rank} cannot train: {text}")
 
 
+def on_all_ranks(transport: Transport, function: Callable[[], T]) -> T:
+    """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them; a collective call."""
+    try:
+        result = function()
+    except ValueError as error:
+        raise_on_all_ranks(transport, error)
+        raise
+    raise_on_all_ranks(transport, None)
+    return result
+
+
 def collect_consistent_parameters(
     transport: Transport, settings: Any, module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[NamedParameter]:
@@ -41,16 +54,15 @@ def collect_consistent_parameters(
     Raises:
         ValueError: on every rank: a parameter cannot be trained, there is none, or the ranks differ.
     """
-    parameters: list[NamedParameter] = []
-    problem: ValueError | None = None
-    try:
+
+    def collect() -> list[NamedParameter]:
         parameters = collect_parameters(module, optimizers)
         check_values(module)
         if not any(parameter.group for parameter in parameters):
-            problem = ValueError("There is nothing to train: no optimizer has a parameter.")
-    except ValueError as error:
-        problem = error
-    raise_on_all_ranks(transport, problem)
+            raise ValueError("There is nothing to train: no optimizer has a parameter.")
+        return parameters
+
+    parameters = on_all_ranks(transport, collect)
     check_consistency(transport, settings, parameters, module)
     check_optimizers(transport, optimizers)
     return parameters

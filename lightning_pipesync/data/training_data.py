@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
+from lightning_pipesync.core.consistency import check_same, on_all_ranks
 from lightning_pipesync.data.injection import DataInjection
 from lightning_pipesync.data.loaders import (
     batch_size_before_injection,
@@ -59,15 +59,10 @@ class TrainingData:
 
     def prepare(self, loader: DataLoader[Any], seed: int, to_device: Callable[[Any], Any] | None = None) -> TrainLoader:
         """See :meth:`SyncMethod.prepare_train_loader`."""
-        problem: ValueError | None = None
         self._num_prepared += 1
-        try:
-            loader = self._in_order(loader, seed)
-        except ValueError as error:
-            problem = error
-        raise_on_all_ranks(self.transport, problem)
-        order = sampler_of(loader)
-        number = order.num_batches if isinstance(order, WorkQueueBatches) else num_batches(loader)
+        ordered = on_all_ranks(self.transport, lambda: self._in_order(loader, seed))
+        order = sampler_of(ordered)
+        number = order.num_batches if isinstance(order, WorkQueueBatches) else num_batches(ordered)
         check_same(self.transport, [("the number of training batches in an epoch", str(number))])
         self.steps_per_epoch = lambda: number
 
@@ -76,7 +71,7 @@ class TrainingData:
             injected = self.inject(batch)
             return injected if to_device is None else to_device(injected)
 
-        return TrainLoader(loader, finish)
+        return TrainLoader(ordered, finish)
 
     def inject(self, batch: Any) -> Any:
         """Returns ``batch`` with other ranks' rows appended, if data injection is set."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import raise_on_all_ranks
+from lightning_pipesync.core.consistency import on_all_ranks
 from lightning_pipesync.core.digest import digest
 from lightning_pipesync.core.rng import rng_states
 from lightning_pipesync.methods.settings import Settings
@@ -61,13 +61,9 @@ def state_of_rank(
         ValueError: on every rank: the state of some rank is damaged; or the checkpoint was written with another number
             of ranks, and can be resumed with that one only.
     """
-    state, problem = None, None
-    try:
-        state = None if saved is None else _state_in(saved, strategy, transport, config, removable)
-    except ValueError as error:
-        problem = error
-    raise_on_all_ranks(transport, problem)
-    return state
+    return on_all_ranks(
+        transport, lambda: None if saved is None else _state_in(saved, strategy, transport, config, removable)
+    )
 
 
 def check_digest(state: Any, expected: str, rank: int, where: str, removable: str) -> None:

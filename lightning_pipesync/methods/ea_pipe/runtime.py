@@ -16,7 +16,7 @@ from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import check_consistency, check_same, raise_on_all_ranks
+from lightning_pipesync.core.consistency import check_consistency, check_same, on_all_ranks
 from lightning_pipesync.core.layers import numbers_of_parameters
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
@@ -344,12 +344,4 @@ class EAPipe(PipelineMethod):
 
     def _on_all_ranks(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them."""
-        if self.transport is None:
-            return function()
-        try:
-            result = function()
-        except ValueError as error:
-            raise_on_all_ranks(self.transport, error)
-            raise
-        raise_on_all_ranks(self.transport, None)
-        return result
+        return function() if self.transport is None else on_all_ranks(self.transport, function)
