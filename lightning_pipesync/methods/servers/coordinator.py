@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_pipesync.data.work_queue import WorkQueue
 from lightning_pipesync.methods.servers.messages import (
     AgreedBuffers,
-    Ask,
     Batch,
+    BatchWanted,
     Decision,
     Evicted,
     Gradient,
@@ -56,7 +56,7 @@ class Coordinator:
         self.log: list[Update] = []
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
         self._queue = WorkQueue(learners)
-        self._num_resumed, self._early = 0, list[tuple[int, Ask]]()  # what ranks ask that have resumed earlier
+        self._num_resumed, self._early = 0, list[tuple[int, BatchWanted]]()  # what ranks ask that have resumed earlier
         self._lost: set[int] = set()
         self._arrivals = _Arrivals(num_telling)
         self._buffers: dict[int, list[Tensor]] = {}  # of the learners that retire
@@ -97,7 +97,7 @@ class Coordinator:
             if rank not in self._lost:
                 self._buffers[rank] = buffers
 
-    def hand_out(self, rank: int, ask: Ask) -> None:
+    def hand_out(self, rank: int, ask: BatchWanted) -> None:
         """Sends a learner the number of its next batch, once what an earlier run has handed out is known."""
         with self._lock:
             if ask.num_resumed > self._num_resumed:

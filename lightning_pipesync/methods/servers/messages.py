@@ -164,7 +164,7 @@ class PartialSums:
 
 
 @dataclass(frozen=True)
-class Ask:
+class BatchWanted:
     """A learner asks for a loader's next batch; ``num_resumed`` is how many times it has resumed from a saved state."""
 
     loader: int

@@ -14,8 +14,8 @@ from lightning_pipesync.methods.servers.config import Roles
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.messages import (
     AgreedBuffers,
-    Ask,
     Batch,
+    BatchWanted,
     Decision,
     Evicted,
     LearnerBuffers,
@@ -77,7 +77,7 @@ class MessageRouter:
 
     def next_batch(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
         """Returns the number of a loader's next batch of an epoch with so many; None when there is no more."""
-        self.send(COORDINATOR, Ask(loader, epoch, num_batches, to_each, self.num_resumed))
+        self.send(COORDINATOR, BatchWanted(loader, epoch, num_batches, to_each, self.num_resumed))
         [(_, batch)] = self._await(Batch, "the next batch")
         number: int | None = batch.number
         return number
@@ -132,7 +132,7 @@ class MessageRouter:
     def _deliver(self, rank: int, message: Any) -> None:
         server, coordinator = self._server, self._coordinator
         match message:
-            case Push() | Request() | LearnerBuffers() | Ask() if coordinator.is_evicted(rank):
+            case Push() | Request() | LearnerBuffers() | BatchWanted() if coordinator.is_evicted(rank):
                 pass
             case Push(gradient, settings):
                 assert server is not None
@@ -145,7 +145,7 @@ class MessageRouter:
                 coordinator.request(rank, message)
             case PushArrived(gradient):
                 coordinator.arrived(gradient)
-            case Ask():
+            case BatchWanted():
                 coordinator.hand_out(rank, message)
             case LearnerBuffers(values):
                 coordinator.keep_buffers(rank, values)
