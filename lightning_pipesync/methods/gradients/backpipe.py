@@ -1,7 +1,7 @@
 """BackPipe (DeAR, Section III-B): the collectives of gradients start under the backward pass.
 
-A bucket's collective starts as soon as its gradients are ready: DeAR's reduce-scatter, the all-reduce of others. What a
-bucket sends is its own affair, and when a pass may start anything is the method's.
+A bucket's collective starts as soon as its gradients are ready: a reduce-scatter, or a whole all-reduce. What a bucket
+sends is its own affair, and when a pass may start anything is the method's.
 
 [Note: one order on all ranks]
 Ranks must issue the same operations in the same order, also where their graphs, and with them the order of their

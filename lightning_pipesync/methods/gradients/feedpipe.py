@@ -1,6 +1,6 @@
 """FeedPipe: weights arrive under the next forward pass, each until a module needs it (DeAR, Section III-B).
 
-DeAR's all-gathers run so, and SelSync's averages.
+All-gathers run so, and averages of replicas.
 """
 
 from __future__ import annotations
