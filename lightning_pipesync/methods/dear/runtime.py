@@ -190,8 +190,11 @@ class DeAR(SyncMethod):
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Starts the update and the all-gathers; forward passes and :meth:`synchronize` wait for them."""
         stepped, result = self.user_steps.update_by_method(index, update)
+        buckets = self._fused.of_optimizer(index)
+        for bucket in buckets:
+            bucket.forget_gradients()  # also if the step is skipped: the next ones need memory
         if stepped:
-            self._feedpipe.start(self._fused.of_optimizer(index))
+            self._feedpipe.start(buckets)
         if index == 0:
             self._tuner.note_step()
         mark_stepped(self.optimizers[index])
@@ -210,7 +213,6 @@ class DeAR(SyncMethod):
                     "lost. Clip by sync.clip() or gradient_clip_val, change a gradient in a hook on its parameter "
                     "(Tensor.register_hook), and make all passes but the last under no_sync()."
                 )
-            bucket.forget_gradients()
 
     def follow(self, module: nn.Module) -> None:
         """Makes :meth:`step` wait for the weights, since their running average reads them before any forward pass.
