@@ -27,7 +27,7 @@ class FusedBucket(GradientBucket):
         members: the parameters.
         sharded: whether this rank updates its shard only.
         group: indices of their optimizer and of their parameter group there.
-        own_gradient: this rank's shard of ``gradients``, which the reduce-scatter averages.
+        gradient_shard: this rank's shard of ``gradients``, which the reduce-scatter averages.
         values: buffer of their values.
         update: the optimizer's step on them.
     """
@@ -56,10 +56,10 @@ class FusedBucket(GradientBucket):
         # Weights that a lossy codec rounds at every step would not move. So it encodes their difference to the weights
         # that all ranks have. With error feedback its error is added to the weights before the next update.
         self._difference = None if lossless or not self.sharded else torch.empty_like(self.values.flat)
-        self.own_gradient = transport.shard(self.gradients.flat)
-        own = transport.shard(self.values.flat)
-        self._own, self._updated = own, own if self._difference is None else own.clone()
-        self._dropped = torch.zeros_like(own) if config.uses_error_feedback and self.sharded else None
+        self.gradient_shard = transport.shard(self.gradients.flat)
+        shard = transport.shard(self.values.flat)
+        self._shard, self._updated = shard, shard if self._difference is None else shard.clone()
+        self._dropped = torch.zeros_like(shard) if config.uses_error_feedback and self.sharded else None
         # A step on the whole buffer also updates the gaps between parameters, which a lossy codec must not see.
         whole = self._whole() if config.is_elementwise(optimizer) and lossless else (None, None)
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces(), *whole)
@@ -74,7 +74,7 @@ class FusedBucket(GradientBucket):
         if self._all_early:
             return [self.gradients.flat]
         early = self._collectives.parts(self.gradients.flat, slice(self._num_early))
-        return [*early, self.own_gradient[self._num_early :]]
+        return [*early, self.gradient_shard[self._num_early :]]
 
     @torch.no_grad()
     def reduce(self, queue: CommQueue, requires: Queued[Any] | None = None) -> None:
@@ -195,7 +195,7 @@ class FusedBucket(GradientBucket):
             rows = zip(names, tensors, self.values.views, self.gradients.views, strict=True)
             return [Piece(i, *row, None) for i, row in enumerate(rows)]
         slices = self.shard_slices(self._collectives.rank)
-        values, gradients = self._in_shard(self._updated), self._in_shard(self.own_gradient)
+        values, gradients = self._in_shard(self._updated), self._in_shard(self.gradient_shard)
         return [
             Piece.in_shard(i, name, tensor, values[name], gradients[name], slices[name])
             for i, (name, tensor) in enumerate(zip(names, tensors, strict=True))
@@ -204,7 +204,7 @@ class FusedBucket(GradientBucket):
 
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Returns the buffers that hold what this rank updates: values and gradients."""
-        return (self._updated, self.own_gradient) if self.sharded else (self.values.flat, self.gradients.flat)
+        return (self._updated, self.gradient_shard) if self.sharded else (self.values.flat, self.gradients.flat)
 
     @torch.no_grad()
     def _start_all_gather(self) -> Handle[Tensor]:
@@ -214,11 +214,11 @@ class FusedBucket(GradientBucket):
         if self._difference is None:
             self.update.apply(self.present)
             return self._collectives.all_gather(self.values.flat, codec=self._codec)
-        self._updated.copy_(self._own)
+        self._updated.copy_(self._shard)
         if self._dropped is not None:
             self._updated.add_(self._dropped)
         self.update.apply(self.present)
-        torch.sub(self._updated, self._own, out=self._collectives.shard(self._difference))
+        torch.sub(self._updated, self._shard, out=self._collectives.shard(self._difference))
         return self._collectives.all_gather(self._difference, codec=self._codec)
 
     def _gather_gradient(self, part: slice | None) -> Handle[Tensor]:
@@ -243,4 +243,4 @@ class FusedBucket(GradientBucket):
         elif self._difference is not None:
             self.values.flat.add_(self._difference)
             if self._dropped is not None:
-                torch.sub(self._updated, self._own, out=self._dropped)
+                torch.sub(self._updated, self._shard, out=self._dropped)

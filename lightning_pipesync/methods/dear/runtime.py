@@ -164,7 +164,7 @@ class DeAR(SyncMethod):
             bucket.note_gradients()
         for flat in self._averaged_gradients(index):
             flat.mul_(1 / loss_scale)
-        finite = [bool(torch.isfinite(flat).all()) for flat in self._own_gradients(index)]
+        finite = [bool(torch.isfinite(flat).all()) for flat in self._gradient_shards(index)]
         self._queue.wait_all()
         return any(self.transport.exchange_flags(not all(finite)).wait())
 
@@ -172,7 +172,7 @@ class DeAR(SyncMethod):
         """Clips the averaged gradient by its L2 norm; ranks all-reduce the squared norms of their shards."""
         self.reduce(optimizer, unscale=False)
         index = self._index(optimizer)
-        norms = foreach_norm(self._own_gradients(index))
+        norms = foreach_norm(self._gradient_shards(index))
         squares = torch.stack(norms).square_()  # its dtype is the same on all ranks, as the buckets'
         self._queue.wait_all()  # another optimizer's all-gathers may be in flight
         norm = self.transport.all_reduce(squares.sum().reshape(1)).wait().sqrt()[0]
@@ -271,12 +271,12 @@ class DeAR(SyncMethod):
         Raises:
             ValueError: the state is of other settings, or of another number of ranks.
         """
-        saved, own = state["settings"], self._shape_settings()
-        as_many = len(saved["sharded"]) == len(own["sharded"])
-        if as_many and not (saved["error_feedback"] or own["error_feedback"]):
-            own["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights
-        if saved != own:
-            raise ValueError(f"The state was saved with {saved}, this run has {own}.")
+        saved, present = state["settings"], self._shape_settings()
+        as_many = len(saved["sharded"]) == len(present["sharded"])
+        if as_many and not (saved["error_feedback"] or present["error_feedback"]):
+            present["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights
+        if saved != present:
+            raise ValueError(f"The state was saved with {saved}, this run has {present}.")
         if self._members != group_members(self.optimizers):
             self._set_parameters(self._agreed_parameters())
         self._fused.load_state_dict(state)
@@ -321,9 +321,9 @@ class DeAR(SyncMethod):
         self._loaded.clear()
         self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
 
-    def _own_gradients(self, index: int) -> list[Tensor]:
+    def _gradient_shards(self, index: int) -> list[Tensor]:
         """Returns this rank's shards of an optimizer's averaged gradient."""
-        return [bucket.own_gradient for bucket in self._fused.of_optimizer(index)]
+        return [bucket.gradient_shard for bucket in self._fused.of_optimizer(index)]
 
     def _averaged_gradients(self, index: int) -> list[Tensor]:
         """Returns what this rank has of an optimizer's averaged gradient: its shards, and all that is gathered."""

@@ -214,14 +214,14 @@ class BucketUpdate:
     def _joined(self, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Any] | None:
         """Returns the state of the buffer; None if those of the pieces do not belong together."""
         assert self._values is not None
-        own = [states[piece.values] for piece in self._pieces if piece.values in states]
-        if not own:
+        given = [states[piece.values] for piece in self._pieces if piece.values in states]
+        if not given:
             return {}
-        if len(own) < len(self._pieces) or any(state.keys() != own[0].keys() for state in own):
+        if len(given) < len(self._pieces) or any(state.keys() != given[0].keys() for state in given):
             return None
         joined: dict[str, Any] = {}
-        for kind, first in own[0].items():
-            values = [state[kind] for state in own]
+        for kind, first in given[0].items():
+            values = [state[kind] for state in given]
             if isinstance(first, Tensor) and first.dim():
                 if not all(isinstance(value, Tensor) and value.dtype == first.dtype for value in values):
                     return None

@@ -104,12 +104,12 @@ def _exchange(
     return result
 
 
-def _common(values: Mapping[str, Tensor], own: Slices, other: Slices) -> list[Tensor]:
-    """Returns views of ``values``, which are of the slices ``own``, where ``other`` has them, too, sorted by name."""
+def _common(values: Mapping[str, Tensor], slices: Slices, other: Slices) -> list[Tensor]:
+    """Returns views of ``values``, which are of the ``slices``, where ``other`` has them, too, sorted by name."""
     common = []
-    for name in sorted(own.keys() & other.keys() & values.keys()):
-        begin = own[name].start
-        start, stop = max(begin, other[name].start), min(own[name].stop, other[name].stop)
+    for name in sorted(slices.keys() & other.keys() & values.keys()):
+        begin = slices[name].start
+        start, stop = max(begin, other[name].start), min(slices[name].stop, other[name].stop)
         if start < stop:
             common.append(values[name][start - begin : stop - begin])
     return common

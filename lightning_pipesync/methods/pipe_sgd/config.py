@@ -97,7 +97,7 @@ class PipeSGDConfig(Settings):
         return self.staleness > 0 and self.delay_compensation in _PREDICTING
 
     @property
-    def keeps_own_gradients(self) -> bool:
+    def keeps_local_gradients(self) -> bool:
         """Whether a rank keeps the values of its own part of the gradients in flight."""
         return self.predicts and self.delay_compensation == "prediction"
 
@@ -127,7 +127,7 @@ class PipeSGDConfig(Settings):
                 f"{chosen}: a gradient is at most one update late, and the learning rate is divided by 1. Set "
                 "staleness to at least 2, or delay_compensation='distance' or 'none'"
             )
-        if not self.keeps_own_gradients:
+        if not self.keeps_local_gradients:
             ignored["checkpoint_own_gradients"] = (
                 f"with staleness={self.staleness!r} and delay_compensation={self.delay_compensation!r}: no rank keeps "
                 "gradients of its own"

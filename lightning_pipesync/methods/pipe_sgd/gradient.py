@@ -15,7 +15,7 @@ from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
-from lightning_pipesync.methods.pipe_sgd.own_gradient import OwnGradient
+from lightning_pipesync.methods.pipe_sgd.local_gradient import LocalGradient
 
 
 class GradientInFlight:
@@ -29,7 +29,7 @@ class GradientInFlight:
         hyperparameters: of the optimizer when it was computed.
         loss_scale: by which it is too large.
         num_updates: how many updates had been made when it was computed.
-        own: this rank's part of it.
+        local: what this rank has computed of it.
     """
 
     hyperparameters: Hyperparameters
@@ -43,7 +43,7 @@ class GradientInFlight:
         self._compared = layout.compared
         self._differs: Handle[list[int]] | None = None  # by rank, whether its mask has changed
         self._present: list[bool] = []  # by parameter: on this rank, and on any once that is known
-        self.own = OwnGradient(layout.members, layout.config)
+        self.local = LocalGradient(layout.members, layout.config)
 
     @torch.no_grad()
     def submit(self, optimizer: Optimizer, loss_scale: float, num_updates: int, grad_is_reused: bool) -> None:
@@ -60,7 +60,7 @@ class GradientInFlight:
         self._differs = self._transport.exchange_flags(self._present != self._compared[0])
         self.hyperparameters, self.loss_scale, self.num_updates = current(optimizer), loss_scale, num_updates
         if self._layout.config.predicts:
-            self.own.keep(loss_scale, grad_is_reused)
+            self.local.keep(loss_scale, grad_is_reused)
         if self._keeps_weights:
             self._weights = self._layout.acquire_buckets()
             for bucket in self._weights:
@@ -126,7 +126,7 @@ class GradientInFlight:
             "present": dict(zip([member.name for member in self._layout.members], self._present, strict=True)),
             "gradients": self._by_name(self.buckets),
             "weights": self._by_name(self._weights),
-            "own": self.own.state_dict(),
+            "own": self.local.state_dict(),
         }
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class GradientInFlight:
         self.num_updates = state["num_updates"]
         self._present = [state["present"].get(name, False) for name in names]
         self._load(self.buckets, state["gradients"])
-        self.own.load_state_dict(state["own"], dict(zip(names, _views(self.buckets), strict=True)), self.loss_scale)
+        self.local.load_state_dict(state["own"], dict(zip(names, _views(self.buckets), strict=True)), self.loss_scale)
         if self._keeps_weights:
             self._weights = self._layout.acquire_buckets()
             self._load(self._weights, state["weights"])

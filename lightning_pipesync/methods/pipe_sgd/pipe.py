@@ -67,13 +67,13 @@ class GradientPipe:
     def use_predicted_weights(self) -> None:
         """Swaps in the weights after the updates in flight, as this rank predicts them."""
         if self._config.predicts and not self.predicted.in_use:
-            expected = [gradient for gradient in self.pipeline.in_flight if gradient.own.is_finite]
-            self.predicted.use([TrialStep(gradient.own.values, gradient.hyperparameters) for gradient in expected])
+            expected = [gradient for gradient in self.pipeline.in_flight if gradient.local.is_finite]
+            self.predicted.use([TrialStep(gradient.local.values, gradient.hyperparameters) for gradient in expected])
 
-    def own_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def local_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` is this rank's part of the gradient that was submitted last."""
         in_flight = self.pipeline.in_flight
-        return in_flight[-1].own.grad_holders(parameters) if in_flight else []
+        return in_flight[-1].local.grad_holders(parameters) if in_flight else []
 
     def set_parameters(self, parameters: Sequence[NamedParameter]) -> None:
         """Sets the parameters of later gradients; those in flight stay as they are. A collective call."""
@@ -216,7 +216,7 @@ class GradientPipe:
         """Waits for the oldest gradient in flight, and sets ``p.grad`` to it (Algorithm 1, lines 3 and 4)."""
         due.wait()
         self._due = self.pipeline.retire()
-        due.own.clear()
+        due.local.clear()
         due.set_gradients(self.optimizer, loss_scale)
         if self._in_grad is not None:
             self._in_grad.release()

@@ -135,7 +135,7 @@ class PipeSGD(SyncMethod):
 
     def clipped_along(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors whose ``grad`` is this rank's part of the gradients that were submitted last."""
-        return [gradient for pipe in self._pipes for gradient in pipe.own_gradients(parameters)]
+        return [gradient for pipe in self._pipes for gradient in pipe.local_gradients(parameters)]
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
         """Updates the weights by the gradient of ``staleness`` steps before, with the hyper-parameters of that step."""

@@ -1,4 +1,4 @@
-"""A rank's own part of a gradient in flight, with which it predicts the weights."""
+"""What a rank has computed of a gradient in flight, with which it predicts the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipesync.core.torch_private import foreach_mul_
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 
 
-class OwnGradient:
+class LocalGradient:
     """The unscaled gradient that this rank has computed, until the average of all ranks is applied.
 
     Attributes:
@@ -34,7 +34,7 @@ class OwnGradient:
     def keep(self, loss_scale: float, grad_is_reused: bool) -> None:
         """Takes ``p.grad``, ``loss_scale`` times too large; without a copy, unless its memory will be written to."""
         pairs = [(id(m.tensor), m.tensor.grad.detach()) for m in self._members if m.tensor.grad is not None]
-        if not self._config.keeps_own_gradients:
+        if not self._config.keeps_local_gradients:
             self.values = dict.fromkeys([key for key, _ in pairs])
             return
         gradients = [gradient.clone() if grad_is_reused else gradient for _, gradient in pairs]
@@ -70,7 +70,7 @@ class OwnGradient:
     ) -> None:
         """Loads what :meth:`state_dict` returned; values that were not saved become those of the scaled averages."""
         members = [member for member in self._members if member.name in state]
-        if not self._config.keeps_own_gradients:
+        if not self._config.keeps_local_gradients:
             self.values = dict.fromkeys([id(member.tensor) for member in members])
             return
         gradients = {}
