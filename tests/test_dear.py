@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.methods.dear import DeAR
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, launch, raised
 from tests.models import OPTIMIZERS, batch, loss, seeded_mlp, state, train_ddp
 
@@ -49,19 +50,31 @@ def trained_with_ddp(world_size: int, optimizer: str) -> dict[str, Tensor]:
     return launch(train_ddp, world_size, optimizer, STEPS)[0]
 
 
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize(
-    ("optimizer", "world_size", "fusion"),
-    [
-        *product(["sgd", "adamw"], [2, 4], [{}]),
-        *product(["sgd"], [1, 3], [{}]),
-        *product(["adamw"], [2], [{"bucket_mb": 1e-4}, {"fusion": "none"}, {"fusion": "layers", "num_layers": 1}]),
-    ],
-)
+UPDATES = ("sharded", "replicated")
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    *product(["sgd", "adamw"], [2, 4], [{}]),
+    *product(["sgd"], [1, 3], [{}]),
+    *product(["adamw"], [2], [{"bucket_mb": 1e-4}, {"fusion": "none"}, {"fusion": "layers", "num_layers": 1}]),
+]
+
+
+@cache
+def trained(world_size: int) -> Outcomes:
+    """By optimizer, fusion and update."""
+    cases = {
+        (optimizer, str(fusion), update): partial(train, optimizer, {"update": update, **fusion})
+        for update, (optimizer, ranks, fusion) in product(UPDATES, CASES)
+        if ranks == world_size
+    }
+    return launch_cases(cases, world_size)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(("optimizer", "world_size", "fusion"), CASES)
 def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update: str) -> None:
     """Bit for bit where dividing by the number of ranks is exact; DDP does it before the sum, DeAR after it."""
     expected = trained_with_ddp(world_size, optimizer)
-    outcomes = launch(train, world_size, optimizer, {"update": update, **fusion})
+    outcomes = trained(world_size)[optimizer, str(fusion), update]
     for outcome in outcomes:
         assert_same_state(outcome, expected, exact=world_size in (1, 2))
         assert_same_state(outcome, outcomes[0])

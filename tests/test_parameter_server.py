@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.servers.messages import Update
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
@@ -81,12 +83,20 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], 
     return sync.log, state(model), metrics
 
 
+@cache
+def trained(world_size: int, optimizer: str) -> Outcomes:
+    """By policy."""
+    return launch_cases(
+        {policy: partial(train, optimizer, settings) for policy, settings in POLICIES.items()}, world_size
+    )
+
+
 @pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adamw"), (3, "sgd"), (4, "adamw")])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_log_explains_the_weights(policy: str, world_size: int, optimizer: str) -> None:
     if world_size == 2 and policy == "n_softsync":
         pytest.skip("with n of 2 on 2 ranks it is async")
-    outcomes = launch(train, world_size, optimizer, POLICIES[policy])
+    outcomes = trained(world_size, optimizer)[policy]
     log = outcomes[0][0]
     given = {name: POLICIES[policy].get(name, 0.0) for name in ("dc_lambda", "distance_bound")}
     versions = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, **given)

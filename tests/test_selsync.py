@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync.methods.selsync import SelSync
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state, train_ddp
 from tests.reference_selsync import mean, simulate
@@ -59,15 +61,26 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], wh
         assert torch.equal(actual[name], value), f"{what} {name}: off by {(actual[name] - value).abs().max()}"
 
 
-@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
-@pytest.mark.parametrize(
-    ("delta", "optimizer", "world_size"),
-    [*product([0.0, 0.2, 0.3], ["sgd", "adamw"], [2, 4]), (0.2, "adamw", 3)],
-)
+AGGREGATIONS = ("parameters", "gradients")
+CASES = [*product([0.0, 0.2, 0.3], ["sgd", "adamw"], [2, 4]), (0.2, "adamw", 3)]
+
+
+@cache
+def trained(world_size: int) -> Outcomes:
+    """By delta, optimizer and aggregation."""
+    cases = {}
+    for aggregation, (delta, optimizer, ranks) in product(AGGREGATIONS, CASES):
+        settings = {"delta": delta, "aggregation": aggregation, "smoothing": 0.3, "bucket_mb": 1e-4}
+        if ranks == world_size:
+            cases[delta, optimizer, aggregation] = partial(train, optimizer, settings)
+    return launch_cases(cases, world_size)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("delta", "optimizer", "world_size"), CASES)
 def test_follows_algorithm_1(delta: float, optimizer: str, world_size: int, aggregation: str) -> None:
     """Bit for bit: the same decisions, and the same weights on every rank."""
-    settings = {"delta": delta, "aggregation": aggregation, "smoothing": 0.3, "bucket_mb": 1e-4}
-    outcomes = launch(train, world_size, optimizer, settings)
+    outcomes = trained(world_size)[delta, optimizer, aggregation]
     replicas, synchronized, changes = simulate(
         seeded_mlp(),
         OPTIMIZERS[optimizer],
