@@ -15,7 +15,7 @@ from typing import Any
 from lightning_pipesync import __version__
 from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.netlab.command import netlab
-from lightning_pipesync.lab.plan.command import plan
+from lightning_pipesync.lab.plan.command import Plan
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -34,9 +34,9 @@ def launch(arguments: Sequence[str]) -> int:
 #: A function a subcommand, which returns the exit status, or None for 0; or a dataclass with a method ``run``; or a
 #: dictionary of further ones with ``_help``. Options and help come from the signature and the docstring. Those by name
 #: are slow to import.
-SUBCOMMANDS: dict[str, Callable[..., int | None] | dict[str, Any]] = {
+SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
     "launch": launch,
-    "plan": plan,
+    "plan": Plan,
     "netlab": netlab,
     "bench": {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",

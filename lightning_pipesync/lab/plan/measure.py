@@ -39,7 +39,7 @@ from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import predict
 from lightning_pipesync.lab.plan.saved import of_result
 from lightning_pipesync.lab.plan.stand_ins import measure_added, with_refusals
-from lightning_pipesync.lab.plan.trials import gathered, run_best
+from lightning_pipesync.lab.plan.trials import Trials, gathered, to_prove
 from lightning_pipesync.lab.plan.work import measure_work, slow_ranks, slowest
 from lightning_pipesync.training.registry import METHODS
 
@@ -66,7 +66,11 @@ def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> d
     result = plan_for(work, model.module, asdict(settings), progress)
     del model
     work, cluster, _ = of_result(result)
-    return {**result, "measured": run_best(predict(work, cluster), settings, progress) if settings.rounds else {}}
+    if settings.rounds == 0:
+        return result
+    trials = Trials(settings)
+    to_prove(predict(work, cluster), trials.begin)
+    return {**result, "measured": trials.time(progress)}
 
 
 def _outcome_of(action: Callable[[], T]) -> tuple[T | None, str]:

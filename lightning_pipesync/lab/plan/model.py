@@ -18,26 +18,27 @@ from lightning_pipesync.lab.bench.models import MODEL_NAMES, BenchModel, build_m
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What is planned.
+    """What is planned, on each rank.
 
     Attributes:
-        model: a name for :func:`build_model`, or ``MODULE:FUNCTION``, which returns a module, a batch, and a function
-            that computes the loss from both; or a LightningModule and its training loader.
-        scale: the scale of the tensors of an emulated model.
-        compute_ms: forward and backward pass of an emulated model, in milliseconds.
-        steps: the least number of steps of a measurement.
-        rounds: the number of measurements of each method that is run; 0: none is.
-        device: ``"cpu"``; or ``"cuda"``, a GPU for each rank, over NCCL.
+        model: Yours, as MODULE:FUNCTION, which returns (module, batch, loss), where loss(module, batch) is a scalar; or
+            transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
+            emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
+        scale: Number of values in each tensor of an emulated model over the true number.
+        compute_ms: Forward and backward pass of an emulated model, in milliseconds.
+        steps: Least number of steps of one measurement of a method.
+        rounds: Number of measurements of each method that is run, in turns; 0: only predict.
+        device: cpu; or cuda, a GPU for each rank, over NCCL, with a model of yours.
 
     Raises:
         ValueError: a setting is out of its range; the message names it and its value.
     """
 
-    model: str
-    scale: float
-    compute_ms: float
-    steps: int
-    rounds: int
+    model: str = "emulated-resnet50"
+    scale: float = 0.1
+    compute_ms: float = 200.0
+    steps: int = 5
+    rounds: int = 3
     device: str = "cpu"
 
     def __post_init__(self) -> None:

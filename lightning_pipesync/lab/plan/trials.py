@@ -69,19 +69,6 @@ def resident_bytes() -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
-def run_best(
-    predictions: Sequence[Prediction], settings: PlanSettings, progress: Callable[[str], object]
-) -> dict[str, dict[str, Any]]:
-    """Runs steps of DDP and of the methods that are predicted to be best, see :func:`to_prove`; a collective call.
-
-    Returns:
-        What :meth:`Trials.time` does.
-    """
-    trials = Trials(settings)
-    to_prove(predictions, trials.begin)
-    return trials.time(progress)
-
-
 def run_in_turns(
     chosen: Sequence[Prediction], settings: PlanSettings, progress: Callable[[str], object]
 ) -> dict[str, dict[str, Any]]:
