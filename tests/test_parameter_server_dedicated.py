@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.servers.messages import Update
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import DIED, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
@@ -59,11 +61,20 @@ def train(settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], di
     return sync.log, state(model), own, sync.only_serves
 
 
+@cache
+def trained(world_size: int, servers: int) -> Outcomes:
+    """By policy."""
+    return launch_cases(
+        {policy: partial(train, {**settings, "servers": servers}) for policy, (settings, _) in POLICIES.items()},
+        world_size,
+    )
+
+
 @pytest.mark.parametrize(("world_size", "servers"), [(3, 1), (4, 2)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_log_explains_the_weights(policy: str, world_size: int, servers: int) -> None:
-    settings, reference = POLICIES[policy]
-    outcomes = launch(train, world_size, {**settings, "servers": servers})
+    _, reference = POLICIES[policy]
+    outcomes = trained(world_size, servers)[policy]
     assert [serves for *_, serves in outcomes] == [rank < servers for rank in range(world_size)]
     log = outcomes[0][0]
     given = {"force": 0.9 / (world_size - servers)} if policy == "easgd" else {}

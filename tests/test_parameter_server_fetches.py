@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.servers.learner_copies import LearnerCopies
 from lightning_pipesync.methods.servers.messages import Decision, Update
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
@@ -51,11 +53,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def settings_of(case: str) -> dict[str, Any]:
+    return {"servers": 1, "fetch_compression": "int8", **CASES[case]}
+
+
+@cache
+def trained(world_size: int) -> Outcomes:
+    return launch_cases({case: partial(train, settings_of(case)) for case in CASES}, world_size)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_the_log_explains_the_weights(case: str, world_size: int) -> None:
-    settings = {"servers": 1, "fetch_compression": "int8", **CASES[case]}
-    outcomes = launch(train, world_size, settings)
+    settings, outcomes = settings_of(case), trained(world_size)[case]
     log = outcomes[0][0]
     given = {name: settings.get(name, 0.0) for name in ("dc_lambda", "distance_bound")}
     codec = get_codec(settings["fetch_compression"])
