@@ -380,3 +380,33 @@ def test_a_state_of_an_earlier_version_resumes(aggregation: str) -> None:
         assert 0 < uninterrupted["lssr"] < 1
         for name, value in uninterrupted.items():
             assert torch.equal(resumed[name], value), name
+
+
+def resume_in_double_precision() -> bool:
+    """NAdam keeps a float32 product for weights of float64, which its own ``load_state_dict`` would cast."""
+    outcomes = []
+    for resumes in (False, True):
+        model = nn.Linear(4, 2).double()
+        nn.init.constant_(model.weight, 0.1)
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+        sync = SelSync(model, optimizer, delta=FAR)
+        for i in range(8):
+            if i == 4 and resumes:
+                sync.flush()
+                weights, saved = state(model), sync.state_dict()
+                sync.detach()
+                model = nn.Linear(4, 2).double()
+                model.load_state_dict(weights)
+                optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+                sync = SelSync(model, optimizer, delta=FAR)
+                sync.load_state_dict(saved)
+            optimizer.zero_grad()
+            model(torch.full((3, 4), float(i + dist.get_rank()), dtype=torch.float64)).sum().backward()
+            sync.step()
+        outcomes.append(model.weight.detach().clone())
+        sync.detach()
+    return torch.equal(*outcomes)
+
+
+def test_a_run_in_double_precision_resumes_bit_for_bit() -> None:
+    assert launch(resume_in_double_precision, 2) == [True] * 2

@@ -17,7 +17,7 @@ from lightning_pipesync.core.buckets import shard_slice
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.consistency import describe, raise_if_different
 from lightning_pipesync.core.faults.admission import Job, start_job
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_copy_, map_tensors
 from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.methods.replicas.method import Changes, ReplicaMethod
@@ -171,7 +171,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         raise_if_different(handover["described"], described, self.transport.rank)
         foreach_copy_(self._all_tensors(), handover["tensors"])
         for optimizer, state in zip(self.optimizers, handover["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+            load_optimizer_state(optimizer, state)
         self._non_trainable.agree()
         self._followers_to_come = handover["followers"]
         saved = handover["snapshot"]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.parameters import NamedParameter, load_optimizer_state
 from lightning_pipesync.core.torch_private import foreach_copy_
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.fragments import Fragments
@@ -166,7 +166,7 @@ class ReplicaUnit:
         """Resumes from what :meth:`state_dict` returned on this rank."""
         self._drop_pass()
         self._fragments.load_state_dict(state["fragments"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
         self._states_diverged = state.get("states_diverged", True)  # not in checkpoints of earlier versions
         if state["trigger"]:
             self.policy.load_state_dict(state["trigger"])

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.core.parameters import NamedParameter, hook_gradient, modules_with_parameters
+from lightning_pipesync.core.parameters import (
+    NamedParameter,
+    hook_gradient,
+    load_optimizer_state,
+    modules_with_parameters,
+)
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.gradients.hyperparameters import current
 from lightning_pipesync.methods.gradients.module_hook import ModuleHook
@@ -347,7 +352,7 @@ class EASGDLearner(Learner):
         pairs = zip(self._buckets, replica["own"], strict=True)
         self._kept = [kept.to(bucket.packed.device, copy=True) for bucket, kept in pairs]
         self._first_step, self._resumes = replica["first_step"], True
-        self._optimizers[0].load_state_dict(replica["optimizer"])
+        load_optimizer_state(self._optimizers[0], replica["optimizer"])
 
 
 #: By policy, the kind of learner, if not the base.
