@@ -53,7 +53,7 @@ def test_the_simulated_step_approaches_the_limits(ratio: float) -> None:
     buckets = chain(200, ratio)
     paper = simulate_step(buckets, 1.0, 2.0).seconds
     early = simulate_step(buckets, 1.0, 2.0, choose_early_gathers(buckets)).seconds
-    assert cost.dear <= paper < cost.dear * 1.02
+    assert cost.two_halves <= paper < cost.two_halves * 1.02
     assert cost.eager <= early < cost.eager * 1.04
     assert early <= paper
 
