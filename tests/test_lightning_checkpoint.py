@@ -220,7 +220,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 def replicas_in(path: Path) -> list[Tensor]:
     ranks = torch.load(path, weights_only=True)["pipesync"]["ranks"]
-    own = [ranks[rank]["method"]["units"][0]["replicas"]["own"] for rank in sorted(ranks)]
+    own = [ranks[rank]["method"]["units"][0]["fragments"]["replicas"]["own"] for rank in sorted(ranks)]
     return [torch.cat([value.flatten() for bucket in buckets for value in bucket]) for buckets in own]
 
 
