@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_pipesync import __version__
 from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.netlab.command import netlab
 from lightning_pipesync.lab.plan.command import Plan
+from lightning_pipesync.training.registry import METHODS
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -61,6 +63,13 @@ NEEDS = {
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
 TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals")
 
+#: The end of the help, about the option that comes before a subcommand.
+EPILOG = (
+    "pipesync --import MODULE SUBCOMMAND ... imports a module of yours first, from this folder or installed, which "
+    "calls lightning_pipesync.register_method: its methods are benchmarked and planned like the others. The option may "
+    "be given several times."
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``pipesync ARGUMENTS`` and returns the exit status; 2 for what the user got wrong."""
@@ -68,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from lightning_pipesync.cli_help import HelpFormatter
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # for the user's modules: a console script begins without it
     try:
+        given = _import_modules(list(sys.argv[1:] if arguments is None else arguments))
         _check_subcommand(given)
         if not {"-h", "--help"} & set(given):
             check_installed(*_needs(given))
@@ -79,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             components["bench"] = {"_help": components["bench"]["_help"]}
         options: dict[str, Any] = {"formatter_class": HelpFormatter, "prog": "pipesync", "allow_abbrev": False}
-        options |= {"version": __version__, "as_positional": False, "return_instance": True}
+        options |= {"version": __version__, "epilog": EPILOG, "as_positional": False, "return_instance": True}
         found = auto_cli(components, args=_for_parser(given, components), **options)
         return (found.run() if hasattr(found, "run") else found) or 0
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
@@ -91,6 +102,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output is gone. Python would complain again when it flushes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _import_modules(words: list[str]) -> list[str]:
+    """Imports the user's modules that ``--import`` names, and returns the words after these options.
+
+    Raises:
+        ValueError: a module cannot be imported, or registers no method.
+    """
+    match words:
+        case ["--import"]:
+            raise ValueError("--import needs the name of a module.")
+        case ["--import", module, *rest]:
+            pass
+        case [option, *rest] if option.startswith("--import="):
+            module = option.removeprefix("--import=")
+        case _:
+            return words
+    known, is_new = set(METHODS), module not in sys.modules
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--import {module}: {type(error).__name__}: {error}.") from error
+    if is_new and known == set(METHODS):
+        raise ValueError(f"--import {module} registers no method: call lightning_pipesync.register_method in it.")
+    return _import_modules(rest)
 
 
 def _imported(components: Any) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from tests.conformance.methods import METHODS  # which registers the example
 from tests.harness import launch
 
 assert "averaging" in METHODS
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_step_of_a_registered_method_is_timed(tmp_path: Path) -> None:
@@ -70,3 +75,57 @@ def test_what_to_type_for_a_registered_method() -> None:
     assert "from lightning_pipesync import AveragingStrategy" in lines
     assert "Trainer(strategy=AveragingStrategy(bucket_mb=1.0))" in lines
     assert "method: averaging" in lines
+
+
+OF_USER = """
+import lightning_pipesync
+from tests.conformance.example_method import Averaging
+
+class OfUser(Averaging):
+    name = "of_user"
+
+lightning_pipesync.register_method(OfUser)
+"""
+
+
+def run_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a folder with a user's module, which is not on Python's path."""
+    (folder / "user_methods.py").write_text(OF_USER)
+    (folder / "without_methods.py").write_text("")
+    return subprocess.run(
+        [Path(sys.executable).with_name("pipesync"), *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--import"], "--import needs the name of a module."),
+        (["--import", "not_there", "plan"], "--import not_there: ModuleNotFoundError: No module named 'not_there'."),
+        (["--import=without_methods", "plan"], "--import without_methods registers no method"),
+    ],
+)
+def test_a_module_without_methods_is_refused(words: list[str], said: str, tmp_path: Path) -> None:
+    ended = run_command(tmp_path, *words)
+    assert ended.returncode == 2
+    assert f"pipesync: error: {said}" in ended.stderr
+
+
+def test_the_step_of_a_method_in_a_module_of_the_user_is_timed(tmp_path: Path) -> None:
+    options = ["--scale", "0.001", "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "--output", "."]
+    ended = run_command(tmp_path, "--import", "user_methods", "bench", "step", *options, "--methods", "ddp", "of_user")
+    assert ended.returncode == 0, ended.stderr
+    [result] = json.loads((tmp_path / "step.json").read_text())["results"]
+    assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "OfUser"]
+
+
+def test_a_method_in_a_module_of_the_user_is_planned(tmp_path: Path) -> None:
+    options = ["--model", "tests.test_plan:small_model", "--steps", "1", "--rounds", "0", "--output", "."]
+    ended = run_command(tmp_path, "--import", "user_methods", "plan", *options)
+    assert ended.returncode == 0, ended.stderr
+    assert "      of_user" in (tmp_path / "plan.md").read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
 from inspect import signature
 from pkgutil import resolve_name
@@ -75,8 +73,6 @@ class PlanSettings:
 
 def _users_own(name: str) -> BenchModel:
     """Returns what the user's function makes, of a module in the present folder or of an installed one."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script begins without it
     try:
         made = resolve_name(name)()
     except (ImportError, AttributeError, ValueError) as error:
