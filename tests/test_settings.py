@@ -45,7 +45,7 @@ def test_any_value_is_taken_or_refused_by_name(method: str) -> None:
         ("selsync", {"delta": "10"}, "delta must be a number or 'auto', got '10'."),
         ("selsync", {"full_pass": "no"}, "full_pass must be True or False, got 'no'."),
         ("selsync", {"aggregation": True}, "aggregation must be one of ('parameters', 'gradients'), got True."),
-        ("selsync", {"window": 2.5}, "window must be a whole number, got 2.5."),
+        ("selsync", {"window": 2.5}, "window must be an integer, got 2.5."),
         ("selsync", {"lssr": math.nan}, "lssr must be a number, got nan."),
         ("dear", {"bucket_mb": "10"}, "bucket_mb must be a number of MiB, got '10'."),
         ("dear", {"timeout_s": True}, "timeout_s must be a number of seconds, got True."),
@@ -56,9 +56,9 @@ def test_any_value_is_taken_or_refused_by_name(method: str) -> None:
         ("pipe_sgd", {"pipeline_level": True}, "pipeline_level must be one of (1, 2), got True."),
         ("pipe_sgd", {"bucket_mb": -1}, "bucket_mb must be a positive number of MiB, got -1."),
         ("parameter_server", {"fetch_compression": "zip"}, "fetch_compression='zip' is not known: use a Codec or one"),
-        ("local_sgd", {"period": None}, "period must be a whole number of steps of at least 1, a share of an epoch"),
+        ("local_sgd", {"period": None}, "period must be an integer number of steps of at least 1, a share of an epoch"),
         ("ea_pipe", {"split": 3}, "split must be 'balanced', 'parameters', the indices of the stages' first layers"),
-        ("ea_pipe", {"module": 3}, "module must be a text, got 3."),
+        ("ea_pipe", {"module": 3}, "module must be a string, got 3."),
     ],
 )
 def test_what_a_message_says(method: str, settings: dict[str, Any], message: str) -> None:
@@ -73,7 +73,7 @@ def test_what_a_message_says(method: str, settings: dict[str, Any], message: str
         ("selsync", "injection", "0.5", "injection must be a pair (alpha, beta), got '0.5'."),
         ("selsync", "delta", "nan", "delta must be a number or 'auto', got 'nan'."),
         ("dear", "bucket_mb", "ten", "bucket_mb must be a number of MiB, got 'ten'."),
-        ("pipe_sgd", "staleness", "1.5", "staleness must be a whole number, got '1.5'."),
+        ("pipe_sgd", "staleness", "1.5", "staleness must be an integer, got '1.5'."),
         ("dear", "error_feedback", "perhaps", "error_feedback must be True or False, got 'perhaps'."),
     ],
 )

@@ -23,7 +23,7 @@ OptimizerClasses = Annotated[tuple[type[Optimizer], ...], "a tuple of optimizer 
 #: What :func:`fitted` returns for a value of another type.
 UNFIT = object()
 
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 def checked(name: str, annotation: Any, value: Any) -> Any:

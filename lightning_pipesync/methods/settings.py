@@ -67,6 +67,12 @@ class Settings:
         if not fits:
             raise ValueError(f"{name} must be {words}, got {getattr(self, name)!r}.")
 
+    def _check_least(self, **least: int) -> None:
+        """Raises a ValueError that names an integer setting, unless it is None or at least its least value."""
+        for name, bound in least.items():
+            value = getattr(self, name)
+            self._check(name, value is None or value >= bound, f"an integer of at least {bound}")
+
     def _check_data(self) -> None:
         """Checks the settings of the training data, and raises a ValueError that names one."""
         if self.full_pass and self.partition != "seldp":

@@ -100,9 +100,7 @@ class DeARConfig(Settings):
             )
         if not 0 < self.search_mb[0] < self.search_mb[1] < math.inf:
             raise ValueError(f"search_mb must be a smaller and a larger number of MiB, got {self.search_mb!r}.")
-        for name, least in (("trial_steps", 4), ("max_trials", 1), ("num_layers", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}.")
+        self._check_least(trial_steps=4, max_trials=1, num_layers=1)
         if self.torus_columns is not None and (self.topology == "flat" or self.torus_columns < 1):
             raise ValueError(
                 f"torus_columns={self.torus_columns!r} must be a positive number of ranks, with topology='torus2d'."

@@ -85,10 +85,7 @@ class EAPipeConfig(PipelineSettings):
         super().__post_init__()
         if not 0 < self.elastic_force < 1:
             raise ValueError(f"elastic_force must lie between 0 and 1, got {self.elastic_force!r}.")
-        for name in ("period", "replicas", "micro_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        self._check_least(period=1, replicas=1, micro_batches=1)
         self._check_split()
         if self.prediction_smoothing is not None and not 0 <= self.prediction_smoothing < 1:
             raise ValueError(

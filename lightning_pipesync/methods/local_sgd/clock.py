@@ -21,7 +21,7 @@ from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 #: ``period`` that leaves it to the gradient.
 BY_GRADIENT = "selsync"
 
-_WORDS = f"a whole number of steps of at least 1, a share of an epoch such as '0.25 epoch', or {BY_GRADIENT!r}"
+_WORDS = f"an integer number of steps of at least 1, a share of an epoch such as '0.25 epoch', or {BY_GRADIENT!r}"
 Period = Annotated[int | str, _WORDS]
 
 _EPOCHS = re.compile(r"(\d+|\d*\.\d+) ?epochs?")

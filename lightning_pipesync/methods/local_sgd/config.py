@@ -137,8 +137,7 @@ class LocalSGDConfig(ReplicaSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_steps = epochs_of(self.period) is None and self.period != BY_GRADIENT
-        for name, least in (("warmup_steps", 0), ("fragments", 1), ("overlap_steps", 0), ("ranks_per_replica", 1)):
-            self._check(name, getattr(self, name) >= least, f"a whole number of at least {least}")
+        self._check_least(warmup_steps=0, fragments=1, overlap_steps=0, ranks_per_replica=1)
         if in_steps and self.overlap_steps > int(self.period):
             raise ValueError(
                 f"overlap_steps={self.overlap_steps!r} is longer than period={self.period!r}: a fragment's average "

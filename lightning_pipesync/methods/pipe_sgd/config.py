@@ -73,9 +73,7 @@ class PipeSGDConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("staleness", 0), ("segments", 1), ("warmup_steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}.")
+        self._check_least(staleness=0, segments=1, warmup_steps=0)
         if self.pipeline_level == 2 and self.bucket_mb is not None:
             raise ValueError(
                 f"pipeline_level=2 divides the gradient into segments={self.segments}: set bucket_mb=None, not "

@@ -36,7 +36,7 @@ class ReplicaSettings(Settings):
         super().__post_init__()
         self._check("delta", self.delta == "auto" or self.delta >= 0, "at least 0")
         self._check("lssr", 0 <= self.lssr < 1, "in [0, 1)")
-        self._check("window", self.window >= 1, "a whole number of at least 1")
+        self._check_least(window=1)
         self._check("smoothing", 0 < self.smoothing <= 1, "in (0, 1]")
         self._check_data()
         Fusion(bucket_mb=self.bucket_mb)

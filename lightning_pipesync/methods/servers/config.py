@@ -37,9 +37,6 @@ _POLICIES_WITH = {
 #: The policies in which no learner waits for one that is slow or lost.
 _ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", "easgd")
 
-#: The least values of settings that are whole numbers.
-_LEAST = {"k": 1, "n": 1, "staleness_bound": 0, "n_push": 1, "n_fetch": 1, "period": 1, "servers": 1}
-
 
 @dataclass(frozen=True)
 class Roles:
@@ -159,10 +156,7 @@ class ParameterServerConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         codec, fetch_codec = get_codec(self.compression), get_codec(self.fetch_compression, "fetch_compression")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        self._check_least(k=1, n=1, staleness_bound=0, n_push=1, n_fetch=1, period=1, servers=1)
         if not 0 < self.distance_bound < math.inf:
             raise ValueError(f"distance_bound must be a positive number, got {self.distance_bound!r}.")
         if self.elastic_force != "auto" and not 0 < self.elastic_force < 1:
@@ -259,7 +253,7 @@ class ParameterServerConfig(Settings):
                 except TypeError as error:
                     raise ValueError(
                         f"{name} of group {index} of {type(optimizer).__name__} is {value!r}, and cannot be sent to "
-                        f"the servers: {error} Use another method, or a number, a text or a tensor in its place."
+                        f"the servers: {error} Use another method, or a number, a string or a tensor in its place."
                     ) from None
 
     def is_elementwise(self, optimizer: Optimizer) -> bool:
