@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import parameters_of
@@ -21,11 +22,8 @@ class Loads:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._noted = False
-        note = ModuleHook(self._note)
-        trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
-        children = [child for child in module.modules() if any(id(one) in trained for one in child.parameters())]
-        self._hooks = [child.register_load_state_dict_post_hook(note) for child in children]
-        self._hooks += [optimizer.register_load_state_dict_post_hook(note) for optimizer in optimizers]
+        trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        self._hooks = hook_loading(self._note, modules_with(module, trained), optimizers)
 
     def take(self) -> bool:
         """Returns whether something was loaded since the last call."""
@@ -39,3 +37,22 @@ class Loads:
 
     def _note(self, *_: object) -> None:
         self._noted = True
+
+
+def hook_loading(
+    method: Callable[..., None], modules: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()
+) -> list[RemovableHandle]:
+    """Has a bound method called after a state was loaded into one of ``modules`` or ``optimizers``.
+
+    Returns:
+        The hooks, to be removed.
+    """
+    hook = ModuleHook(method)
+    hooks = [module.register_load_state_dict_post_hook(hook) for module in modules]
+    return hooks + [optimizer.register_load_state_dict_post_hook(hook) for optimizer in optimizers]
+
+
+def modules_with(module: nn.Module, parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """Returns those of ``module`` and its submodules that have some of ``parameters``."""
+    ids = {id(parameter) for parameter in parameters}
+    return [child for child in module.modules() if any(id(parameter) in ids for parameter in child.parameters())]

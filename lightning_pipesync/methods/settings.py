@@ -192,6 +192,24 @@ def warn_of_ignored(settings: Settings, rank: int) -> None:
             warnings.warn(f"{name}={value!r} has no effect {why}.", stacklevel=3)
 
 
+def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise: str) -> None:
+    """Checks that a state was saved with the settings that determine its structure in this run.
+
+    Args:
+        saved: their values in the state.
+        present: those of this run.
+        otherwise: what a run does without the state, such as "to begin with an empty pipeline".
+
+    Raises:
+        ValueError: they differ.
+    """
+    if saved != present:
+        raise ValueError(
+            f"The checkpoint was written with {saved}, this run has {present}. Use the same settings, or remove the "
+            f"key 'pipesync' from the checkpoint {otherwise}."
+        )
+
+
 def warn_of_one_rank(method: str, world_size: int) -> None:
     """Warns if a method is attached in one process alone."""
     if world_size == 1:

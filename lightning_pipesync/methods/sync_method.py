@@ -28,7 +28,7 @@ from lightning_pipesync.data.train_loader import TrainLoader
 from lightning_pipesync.data.training_data import TrainingData
 from lightning_pipesync.methods.framework_hooks import FrameworkHooks
 from lightning_pipesync.methods.loads import Loads
-from lightning_pipesync.methods.method import PIECE_MB, Method, parameters_of
+from lightning_pipesync.methods.method import PIECE_MB, Method, group_members, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
 from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepProtocol
 from lightning_pipesync.methods.user_steps import UserSteps
@@ -338,7 +338,13 @@ class SyncMethod(FrameworkHooks, Method):
             if parameter.group and id(parameter.tensor) not in self._gradient_hooks:
                 hook = self._protocol.gradient_hook(parameter.group[0])
                 self._gradient_hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, hook)
+        self._agreed_members = group_members(self.optimizers)
         return parameters
+
+    @property
+    def _has_new_parameters(self) -> bool:
+        """Whether an optimizer has other parameters than the ranks agreed on: a callback has unfrozen layers, say."""
+        return self._agreed_members != group_members(self.optimizers)
 
     def _compare_loaded(self) -> None:
         """Compares weights and optimizer states if some rank has loaded any since the last call; a collective call.

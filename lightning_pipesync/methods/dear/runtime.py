@@ -26,7 +26,8 @@ from lightning_pipesync.methods.dear.tuning_file import TuningFile
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
-from lightning_pipesync.methods.method import group_members
+from lightning_pipesync.methods.loads import hook_loading
+from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class DeAR(SyncMethod):
         )
         self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
-        self._hooks = [opt.register_load_state_dict_post_hook(self._after_loading) for opt in self.optimizers]
+        self._hooks = hook_loading(self._after_loading, optimizers=self.optimizers)
         self._set_parameters(parameters)
 
     @property
@@ -111,7 +112,7 @@ class DeAR(SyncMethod):
     def _reduce(self, index: int, loss_scale: float | None) -> None:
         """Waits until each rank has the average of its shard of the gradients, which are scaled by ``loss_scale``."""
         # A state was loaded, or a callback has added parameters to the optimizer, as one that thaws layers.
-        changed = bool(self._loaded) or self._members != group_members(self.optimizers)
+        changed = bool(self._loaded) or self._has_new_parameters
         if not self._fused.buckets:
             self._fused.fuse(self._tuner.fusion)
         elif self._tuner.change_due:
@@ -275,9 +276,8 @@ class DeAR(SyncMethod):
         as_many = len(saved["sharded"]) == len(present["sharded"])
         if as_many and not (saved["error_feedback"] or present["error_feedback"]):
             present["sharded"] = saved["sharded"]  # no residuals of shards or of whole weights
-        if saved != present:
-            raise ValueError(f"The state was saved with {saved}, this run has {present}.")
-        if self._members != group_members(self.optimizers):
+        check_saved(saved, present, "to begin without its residuals and its search")
+        if self._has_new_parameters:
             self._set_parameters(self._agreed_parameters())
         self._fused.load_state_dict(state)
         self._tuner.load_state_dict(state["tuner"])
@@ -317,7 +317,6 @@ class DeAR(SyncMethod):
         self._fused.reset(trained)
         self._tuner.begin(trained)
         self._early.begin(trained)
-        self._members = group_members(self.optimizers)
         self._loaded.clear()
         self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
 

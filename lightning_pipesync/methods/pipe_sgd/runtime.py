@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.parameters import NamedParameter
-from lightning_pipesync.methods.method import group_members
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.lab import PipeSGDLab
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 from lightning_pipesync.methods.pipe_sgd.prediction_hooks import PredictionHooks
+from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -55,7 +55,6 @@ class PipeSGD(SyncMethod):
 
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
-        self._members = group_members(self.optimizers)
 
         def may_start(_: Tensor) -> bool:
             return self.syncing
@@ -116,10 +115,9 @@ class PipeSGD(SyncMethod):
         unscales and checks it.
         """
         self._flushed_pipes.clear()
-        if self._members != group_members(self.optimizers):
+        if self._has_new_parameters:
             for pipe, of_optimizer in zip(self._pipes, self._by_optimizer(self._agreed_parameters()), strict=True):
                 pipe.set_parameters(of_optimizer)
-            self._members = group_members(self.optimizers)
         self._pipes[index].submit(1.0 if loss_scale is None else loss_scale)
 
     def _compare_loaded(self) -> None:
@@ -199,11 +197,7 @@ class PipeSGD(SyncMethod):
         Raises:
             ValueError: the state is of other settings.
         """
-        if state["settings"] != self._shape_settings():
-            raise ValueError(
-                f"The checkpoint was written with {state['settings']}, this run has {self._shape_settings()}. Use the "
-                "same settings, or remove the key 'pipesync' from the checkpoint to begin with an empty pipeline."
-            )
+        check_saved(state["settings"], self._shape_settings(), "to begin with an empty pipeline")
         self._queue.wait_all()
         for pipe, saved in zip(self._pipes, state["pipes"], strict=True):
             pipe.load_state_dict(saved)

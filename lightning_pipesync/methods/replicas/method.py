@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import is_compiled
-from lightning_pipesync.methods.gradients.module_hook import ModuleHook
+from lightning_pipesync.methods.loads import hook_loading, modules_with
 from lightning_pipesync.methods.replicas.flags import LOADED, check_flags, exchange_flags
 from lightning_pipesync.methods.replicas.non_trainable import NonTrainableTensors
 from lightning_pipesync.methods.replicas.overlap import ForwardOverlap
@@ -22,6 +22,7 @@ from lightning_pipesync.methods.replicas.policy import AveragingPolicy
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.replicas.unit import ReplicaUnit
+from lightning_pipesync.methods.settings import check_saved
 from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
@@ -60,12 +61,10 @@ class ReplicaMethod(SyncMethod):
         self._changes = Changes()
         overlaps = self.config.overlaps_forward and self.transport.world_size > 1 and not is_compiled(self._module)
         self._overlap = ForwardOverlap(self._module, self._replicas, self.transport) if overlaps else None
-        loaded = ModuleHook(self._after_loading)
         compared = [r for r in self._replicas if r.agreed.flats or self.config.overlap_steps]
-        ids = {id(tensor) for replicas in compared for tensors in replicas.tensors for tensor in tensors}
+        weights = [tensor for replicas in compared for tensors in replicas.tensors for tensor in tensors]
         # Not of a teacher, into which the trained weights may be loaded at every step.
-        children = [child for child in self._module.modules() if any(id(p) in ids for p in child.parameters())]
-        self._load_hooks = [child.register_load_state_dict_post_hook(loaded) for child in children]
+        self._load_hooks = hook_loading(self._after_loading, modules_with(self._module, weights))
 
     @abstractmethod
     def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> AveragingPolicy:
@@ -266,11 +265,7 @@ class ReplicaMethod(SyncMethod):
         """
         former = self.config.former_names
         settings = {former.get(name, name): value for name, value in state["settings"].items()}
-        if settings != self._shape_settings():
-            raise ValueError(
-                f"The checkpoint was written with {settings}, this run has {self._shape_settings()}. Use the "
-                "same settings, or remove the key 'pipesync' from the checkpoint to start from the averaged weights."
-            )
+        check_saved(settings, self._shape_settings(), "to start from the averaged weights")
         self.synchronize()
         for unit, saved in zip(self._units, state["units"], strict=True):
             unit.load_state_dict(saved)

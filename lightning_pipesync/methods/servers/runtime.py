@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_pipesync.core.buckets import buffer_reader
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.data.train_loader import TrainLoader
-from lightning_pipesync.methods.gradients.module_hook import ModuleHook
-from lightning_pipesync.methods.method import group_members, parameters_of
+from lightning_pipesync.methods.loads import hook_loading
+from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
@@ -78,13 +78,8 @@ class ParameterServer(SyncMethod):
         self._router = router = MessageRouter(transport, roles, config.timeout_s)
         self.data.ask = router.next_batch
         self._learner = kind(router, transport.rank, self._buckets, self.optimizers, self.user_steps, config)
-        self._members = group_members(self.optimizers)
         self._loaded = False
-        self._hooks = [
-            optimizer.register_load_state_dict_post_hook(self._after_loading) for optimizer in self.optimizers
-        ]
-        after_loading = ModuleHook(self._after_loading)
-        self._hooks += [child.register_load_state_dict_post_hook(after_loading) for child in self._module.modules()]
+        self._hooks = hook_loading(self._after_loading, self._module.modules(), self.optimizers)
         self._hooks += self._learner.hook(self._module, parameters, lambda: self.syncing)
         self._serve()
 
@@ -153,7 +148,7 @@ class ParameterServer(SyncMethod):
                 "if sync.only_serves, and call flush() with the others; or let partition='work_queue' give it no "
                 "batches."
             )
-        if self._members != group_members(self.optimizers):
+        if self._has_new_parameters:
             raise RuntimeError(
                 "Parameters were added to an optimizer after parameter servers had begun to train: give it all of them "
                 "from the beginning, frozen ones, too."
