@@ -41,7 +41,7 @@ def test_in_order_and_few_at_a_time(queue: CommQueue) -> None:
     handles = [queue.submit("sum", lambda i=i: operations.start(i), after.append) for i in range(4)]
     for number, handle in enumerate(handles):
         if number == 3:
-            queue.flush()
+            queue.start_finishing()
         operations.may_finish[number].set()
         assert handle.wait() == number
         assert after == list(range(number + 1)), "what is to be done after it is done when it has been waited for"
@@ -84,7 +84,7 @@ def test_an_error_is_everybodys(queue: CommQueue) -> None:
 
     failed = queue.submit("sum", fail)
     later = queue.submit("sum", lambda: operations.start(0))
-    queue.flush()
+    queue.start_finishing()
     for wait in (failed.wait, later.wait, later.wait, queue.wait_all):
         assert raised(wait) == ("RuntimeError", "a peer is lost")
     assert operations.events == []

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipesync.methods.gradients.module_hook import ModuleHook
 from lightning_pipesync.methods.method import parameters_of
+from lightning_pipesync.methods.module_hook import ModuleHook
 
 
 class Loads:

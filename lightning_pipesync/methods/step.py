@@ -1,4 +1,4 @@
-"""The protocol of a step."""
+"""The record of the stages of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stage(IntEnum):
     """The gradient that will be applied is unscaled. It may be clipped, and the optimizer may step."""
 
 
-class StepProtocol:
+class StepRecord:
     """Tracks the stage of each optimizer of a method, the same for all loops and frameworks.
 
     A backward pass that adds to a reduced gradient makes that outdated: the user has skipped the step, or continues

@@ -30,7 +30,7 @@ from lightning_pipesync.methods.framework_hooks import FrameworkHooks
 from lightning_pipesync.methods.loads import Loads
 from lightning_pipesync.methods.method import PIECE_MB, Method, group_members, parameters_of
 from lightning_pipesync.methods.settings import config_from, warn_of_ignored, warn_of_one_rank
-from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepProtocol
+from lightning_pipesync.methods.step import SCALER_RECIPE, Stage, StepRecord
 from lightning_pipesync.methods.user_steps import UserSteps
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class SyncMethod(FrameworkHooks, Method):
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.flushed = False
         self._module = module
-        self._protocol = StepProtocol(len(self.optimizers), self.reduces_together)
+        self._protocol = StepRecord(len(self.optimizers), self.reduces_together)
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         self._loads: Loads | None = None
         self._began = False

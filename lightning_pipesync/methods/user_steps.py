@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_pipesync.methods.step import StepProtocol
+from lightning_pipesync.methods.step import StepRecord
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class UserSteps:
         self,
         optimizers: Sequence[Optimizer],
         method: str,
-        protocol: StepProtocol,
+        protocol: StepRecord,
         reduce: Callable[[Optimizer], object],
         check: Callable[[int], object],
         unscales: bool,

@@ -67,7 +67,7 @@ def test_an_operation_starts_after_the_callers_work(queue: CommQueue, values: Te
     values.fill_(1)
     filled = recorded()
     operation = queue.submit("copy", lambda: Handle(values.clone))
-    queue.flush()
+    queue.start_finishing()
     copy = operation.wait()
     assert not filled.query(), "the host has waited for the caller's work"
     torch.cuda.current_stream().synchronize()
@@ -78,7 +78,7 @@ def test_it_does_not_wait_for_work_that_follows(queue: CommQueue, values: Tensor
     operation = queue.submit("copy", lambda: Handle(values.clone))
     sleep()
     later = recorded()
-    queue.flush()
+    queue.start_finishing()
     operation.wait()
     queue._stream.synchronize()  # type: ignore[union-attr]
     assert not later.query(), "the operation has waited for what was enqueued after it"
@@ -87,7 +87,7 @@ def test_it_does_not_wait_for_work_that_follows(queue: CommQueue, values: Tensor
 def test_waiting_makes_the_stream_wait_and_not_the_host(queue: CommQueue, values: Tensor) -> None:
     slow = SlowFill(values)
     operation = queue.submit("fill", slow.start)
-    queue.flush()
+    queue.start_finishing()
     result = operation.wait()
     assert slow.running
     assert slow.stream != torch.cuda.current_stream()
@@ -100,7 +100,7 @@ def test_waiting_makes_the_stream_wait_and_not_the_host(queue: CommQueue, values
 def test_training_goes_on_while_an_operation_runs(queue: CommQueue, values: Tensor) -> None:
     slow = SlowFill(values)
     operation = queue.submit("fill", slow.start)
-    queue.flush()
+    queue.start_finishing()
     trained = torch.ones(1000, device=DEVICE).sum()
     torch.cuda.current_stream().synchronize()
     while slow.end is None:  # the thread may not have come to it yet
@@ -114,7 +114,7 @@ def test_what_follows_an_operation_is_part_of_it(queue: CommQueue, values: Tenso
     """An update on the queue's thread, which waiting for the handle includes."""
     slow = SlowFill(values)
     operation = queue.submit("fill", slow.start, after=lambda filled: filled.mul_(3))
-    queue.flush()
+    queue.start_finishing()
     result = operation.wait() + 1
     assert slow.running
     torch.cuda.current_stream().synchronize()
@@ -126,7 +126,7 @@ def test_the_stream_waits_for_all_operations(how: str, values: Tensor) -> None:
     """Also when the queue is closed: weights that are still on their way are about to be copied out of its buffers."""
     queue, slow = CommQueue("test", DEVICE, Traffic()), SlowFill(values)
     queue.submit("fill", slow.start)
-    queue.flush()
+    queue.start_finishing()
     if how == "wait_all":
         queue.wait_all()
     else:

@@ -138,7 +138,7 @@ class MessageReceiver(Receiver):
 
     def expect(self) -> None:
         self._expected.append(self._queue.submit("recv", self._start))
-        self._queue.flush()  # its tensors must arrive before the thread waits for the next header
+        self._queue.start_finishing()  # its tensors must arrive before the thread waits for the next header
 
     def receive(self) -> Any:
         if not self._expected:

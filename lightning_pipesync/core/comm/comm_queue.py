@@ -126,7 +126,7 @@ class CommQueue:
         self._submitted.append(queued)
         return queued
 
-    def flush(self) -> None:
+    def start_finishing(self) -> None:
         """Starts finishing all submitted operations, without waiting for them."""
         self._worker.submit(self._finish_all)
 
@@ -136,7 +136,7 @@ class CommQueue:
         Raises:
             RuntimeError: a peer is lost.
         """
-        self.flush()
+        self.start_finishing()
         last: Queued[None] = Queued("all", self._traffic, self._device)
 
         def end() -> None:

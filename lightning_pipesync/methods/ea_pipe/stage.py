@@ -31,7 +31,7 @@ from lightning_pipesync.methods.ea_pipe.channels import Channels
 from lightning_pipesync.methods.ea_pipe.config import EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.weights import WEIGHTS
-from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current, in_use
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, current, in_use
 from lightning_pipesync.methods.pipeline import Loss, OptimizerFactory, Source
 
 DIFFERENT_BATCHES = (

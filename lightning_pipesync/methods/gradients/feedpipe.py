@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.module_hook import ModuleHook
+from lightning_pipesync.methods.module_hook import ModuleHook
 
 K = TypeVar("K", bound=Hashable)
 
@@ -90,7 +90,7 @@ class FeedPipe(Generic[B]):
         """Starts the updates of ``buckets``, in the order in which the forward pass needs them."""
         for bucket in buckets:
             bucket.start_update(self._queue)
-        self._queue.flush()
+        self._queue.start_finishing()
 
     def end_step(self) -> None:
         """Blocks until the weights are up to date that may be read where no module's forward pass waits for them."""

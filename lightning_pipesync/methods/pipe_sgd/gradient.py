@@ -13,7 +13,7 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.torch_private import foreach_norm
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, current
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
 from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
 from lightning_pipesync.methods.pipe_sgd.local_gradient import LocalGradient
 

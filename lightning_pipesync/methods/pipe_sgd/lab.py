@@ -15,7 +15,7 @@ from lightning_pipesync.core.clock import Clock
 from lightning_pipesync.core.cluster import Cluster, compression_of
 from lightning_pipesync.core.parameters import device_of
 from lightning_pipesync.core.work import MethodWork, Work
-from lightning_pipesync.methods.gradients.hyperparameters import current
+from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep

@@ -16,7 +16,7 @@ from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
 from lightning_pipesync.methods.gradients.backpipe import BackPipe
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, in_use
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.pipe_sgd.algorithm import Pipeline
 from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
@@ -89,7 +89,7 @@ class GradientPipe:
     def send_all(self) -> None:
         """Starts the all-reduce of all segments of this step's gradient, since some rank has started some."""
         self._backpipe.start_rest()
-        self._queue.flush()
+        self._queue.start_finishing()
 
     def submit(self, loss_scale: float) -> None:
         """Submits this step's gradient, and sets ``p.grad`` to the gradient that is about to be applied.

@@ -23,7 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer, version
-from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters, copied, current
+from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
 from lightning_pipesync.methods.pipe_sgd.scratch import Scratch
 
 #: MiB of weights of a trial step: enough to keep an accelerator busy, and on a CPU so few that weights and copies stay

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.core.torch_private import in_function_transform
-from lightning_pipesync.methods.gradients.module_hook import EagerHook, ModuleHook
+from lightning_pipesync.methods.module_hook import EagerHook, ModuleHook
 from lightning_pipesync.methods.pipe_sgd.pipe import GradientPipe
 
 

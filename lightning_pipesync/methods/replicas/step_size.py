@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_pipesync.core.norm import SquaredNorm
-from lightning_pipesync.methods.gradients.hyperparameters import current, in_use
+from lightning_pipesync.methods.hyperparameters import current, in_use
 from lightning_pipesync.methods.user_steps import replaced_step
 
 #: Optimizers whose moments are those of Adam; AdamW is a subclass.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.plain import encode
 from lightning_pipesync.methods.gradients.bucket_update import ELEMENTWISE
-from lightning_pipesync.methods.gradients.hyperparameters import current
+from lightning_pipesync.methods.hyperparameters import current
 from lightning_pipesync.methods.servers.policies import Policy, policies
 from lightning_pipesync.methods.setting_types import Compression, OptimizerClasses, Seconds
 from lightning_pipesync.methods.settings import Settings, renamed

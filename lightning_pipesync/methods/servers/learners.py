@@ -17,8 +17,8 @@ from lightning_pipesync.core.parameters import (
     modules_with_parameters,
 )
 from lightning_pipesync.core.torch_private import mark_stepped
-from lightning_pipesync.methods.gradients.hyperparameters import current
-from lightning_pipesync.methods.gradients.module_hook import ModuleHook
+from lightning_pipesync.methods.hyperparameters import current
+from lightning_pipesync.methods.module_hook import ModuleHook
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR
 from lightning_pipesync.methods.servers.messages import Accrued, Fetch, Gradient, Push, Request, UpdateSettings

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.methods.gradients.hyperparameters import Hyperparameters
+from lightning_pipesync.methods.hyperparameters import Hyperparameters
 
 
 @dataclass(frozen=True)

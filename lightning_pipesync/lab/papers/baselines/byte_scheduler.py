@@ -68,7 +68,7 @@ class ByteScheduler(OverTransport):
         self._left = [len(pieces) for pieces in self._pieces_of]
         for _ in self._pieces:
             self._submitted.append(self.queue.submit("all_reduce", self._start_next))
-        self.queue.flush()
+        self.queue.start_finishing()
         loss.backward()
 
     def drain(self) -> None:

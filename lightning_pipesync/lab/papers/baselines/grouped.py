@@ -133,7 +133,7 @@ class AllGatherOnly(OverTransport):
         self._gathers = [
             self.queue.submit("all_gather", partial(self.transport.all_gather, bucket.flat)) for bucket in self._buckets
         ]
-        self.queue.flush()
+        self.queue.start_finishing()
         self.backward()
         self.optimizer.step()
 
