@@ -26,9 +26,6 @@ def test_both_levels(p: int) -> None:
     assert cost(p).communication() == pytest.approx(comm)
     assert cost(p).communication(4) == pytest.approx(comm_in_4)
     assert cost(p).step() == pytest.approx(max(1.0, comm))
-    assert cost(p).level_2(4, 0.15) == pytest.approx(max(0.1 + 0.3 + 0.15, comm_in_4))
-    assert cost(p).ideal(3) == pytest.approx((1.0 + comm) / 4)
-    assert cost(p).scaling_efficiency() == pytest.approx(1.0 / max(1.0, comm))
 
 
 def test_staleness_hides_communication_and_more_of_it_nothing_else() -> None:
@@ -56,7 +53,6 @@ def test_from_which_compression_on_computation_is_the_limit() -> None:
     least = model.compute_bound_compression()
     assert model.step(compression=least) == pytest.approx(model.compute)
     assert model.step(compression=0.9 * least) > model.compute
-    assert model.scaling_efficiency(least) == pytest.approx(1.0)
     assert cost(8, 1000.0).compute_bound_compression() == 1.0
     assert cost(8, 1e-3).compute_bound_compression() == math.inf
 

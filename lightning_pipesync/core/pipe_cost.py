@@ -66,10 +66,6 @@ class PipeCost:
         fixed = 2 * (self.world_size - 1) * self.link.alpha + self.synchronization
         return segments * fixed + self._transfer / compression + self._addition
 
-    def ideal(self, staleness: int) -> float:
-        """Returns l_total / T with unlimited resources: k + 1 steps run at a time (Fig. 5)."""
-        return (self.compute + self.communication()) / (staleness + 1)
-
     def step(self, staleness: int = 1, segments: int = 1, compression: float = 1.0) -> float:
         """Returns l_total / T with limited resources: one step computes and one communicates at a time (Fig. 6).
 
@@ -90,20 +86,6 @@ class PipeCost:
         """
         steps = iterations_to_bound(1.0, staleness) / iterations_to_bound(1.0, 0)
         return self.step(0, segments) / (steps * self.step(staleness, segments, compression))
-
-    def level_2(self, segments: int, first_segment: float, compression: float = 1.0) -> float:
-        """Returns l_total_pipe_2 / T of the poster, where only the time until the first segment cannot overlap.
-
-        Args:
-            segments: L.
-            first_segment: l_b1, seconds of backward until the first segment is ready.
-            compression: the ratio of the size of the gradient to its size on the wire.
-        """
-        return max(self.update + self.forward + first_segment, self.communication(segments, compression))
-
-    def scaling_efficiency(self, compression: float = 1.0) -> float:
-        """Returns SE, the speed-up over one worker for the same number of epochs, divided by the number of workers."""
-        return self.compute / self.step(compression=compression)
 
     def optimum(self, segments: int) -> tuple[int, int]:
         """Returns the best staleness k* and the best level of pipelining, with ``segments`` segments at level 2.
