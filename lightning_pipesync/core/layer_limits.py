@@ -40,9 +40,16 @@ class LayerLimits:
 
     def get(self, name: str) -> float:
         """Returns the limit of that name, in seconds, at least that of :class:`StepCost`."""
-        of_layers = getattr(type(self), f"_{name}", None)
+        of_layers = {
+            "baseline": self._baseline,
+            "two_halves": self._two_halves,
+            "eager": self._eager,
+            "under_forward": self._under_forward,
+            "reduce_scatter_only": self._reduce_scatter_only,
+            "all_gather_only": self._all_gather_only,
+        }
         cost: float = getattr(self._cost, name)
-        return cost if of_layers is None else max(cost, of_layers(self) + self._cost.update)
+        return max(cost, of_layers[name]() + self._cost.update) if name in of_layers else cost
 
     def _baseline(self) -> float:
         return self._cost.forward + self._reduced(self._cost.all_reduce)
