@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
@@ -108,3 +111,27 @@ def test_a_torus_that_cannot_be_is_refused_on_all_ranks() -> None:
         assert_refused(outcomes)
     with pytest.raises(ValueError, match=r"topology='torus2d' cannot divide 3 ranks .* use topology='flat'"):
         Torus(3, None)
+
+
+def halves_at_different_times(num_rounds: int) -> bool:
+    """The second direction of the all-gather starts when it is waited for: before the reduce-scatter, or after it."""
+    transport = Transport(timeout_s=20, topology="torus2d")
+    queue = CommQueue("test", transport.device, transport.traffic)
+    same = True
+    for round_ in range(num_rounds):
+        gathered = torch.full((1003,), float(transport.rank))
+        reduced = torch.full((5003,), float(transport.rank))
+        queue.submit("all_gather", partial(transport.all_gather, gathered))
+        time.sleep(0.01 * ((transport.rank + round_) % 3))
+        queue.submit("reduce_scatter", partial(transport.reduce_scatter, reduced))
+        queue.wait_all()
+        same &= bool((transport.shard(reduced) == sum(range(4))).all())
+        for rank in range(4):
+            same &= bool((gathered[transport.shard_slice(1003, rank)] == rank).all())
+    queue.close(10.0)
+    transport.close()
+    return same
+
+
+def test_operations_of_a_queue_start_in_the_same_order_on_all_ranks() -> None:
+    assert launch(halves_at_different_times, 4, 20) == [True] * 4

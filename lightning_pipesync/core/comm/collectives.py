@@ -253,7 +253,7 @@ class Collectives:
         if self.world_size == 1:
             return self._handle(kind, lambda: flat)
         if not self._staged(flat):
-            return self._handle(kind, start(flat), advances_alone=self._exchange_of(flat) is self._nccl)
+            return self._handle(kind, start(flat), finishes_early=self._exchange_of(flat) is self._gloo)
         host = flat.cpu()
         wait = start(host)
 
@@ -267,9 +267,9 @@ class Collectives:
 
         return self._handle(kind, wait_and_copy)
 
-    def _handle(self, kind: str, wait: Callable[[], T], advances_alone: bool = False) -> Handle[T]:
+    def _handle(self, kind: str, wait: Callable[[], T], finishes_early: bool = True) -> Handle[T]:
         def counted() -> T:
             with self.traffic.waiting(self._kind + kind):
                 return wait()
 
-        return Handle(counted, advances_alone)
+        return Handle(counted, finishes_early)

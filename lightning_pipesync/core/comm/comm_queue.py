@@ -4,7 +4,8 @@
 One thread issues and completes all operations of a queue, in the order of submission, which must be the same on all
 ranks. ``IN_FLIGHT`` of them are in flight at a time: enough to keep the network busy, and few enough that the operation
 needed first does not share the bandwidth with all others. Over Gloo an operation advances only while somebody waits for
-it, see ring.py: so a thread that has nothing to issue waits for the oldest one.
+it, see ring.py: so a thread that has nothing to issue waits for the oldest one. On a torus it does not: there waiting
+starts the second direction, whose place in the order would depend on how fast this rank is.
 
 [Note: streams]
 On CUDA the thread works on its own stream. An operation starts after the work that the caller had enqueued before it
@@ -88,7 +89,7 @@ class CommQueue:
     ) -> Queued[T]:
         """Queues an operation and returns a handle, which waits for the operation and for ``after``.
 
-        An operation of NCCL may stay unfinished until ``IN_FLIGHT`` more have started, or until :meth:`flush`.
+        One of NCCL or on a torus may stay unfinished until ``IN_FLIGHT`` more have started, or until :meth:`flush`.
 
         Args:
             kind: the kind of operation that waiting is counted under.
@@ -158,8 +159,8 @@ class CommQueue:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _advance(self) -> bool:
-        """Finishes the oldest operation if it advances only while somebody waits for it; returns whether it did."""
-        if not self._in_flight or (self._error is None and self._in_flight[0][0].wait().advances_alone):
+        """Finishes the oldest operation if that may be done early; returns whether it did."""
+        if not self._in_flight or (self._error is None and not self._in_flight[0][0].wait().finishes_early):
             return False
         self._finish_oldest()
         return True

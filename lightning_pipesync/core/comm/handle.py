@@ -19,13 +19,14 @@ class Handle(Generic[T]):
 
     Args:
         wait: blocks until the operation is complete, and returns its result.
-        advances_alone: whether the operation advances while nobody waits for it.
+        finishes_early: whether a queue may finish the operation as soon as it has nothing else to do; not if waiting
+            sends further messages, whose order must be the same on all ranks, or makes a stream wait.
     """
 
-    def __init__(self, wait: Callable[[], T], advances_alone: bool = False) -> None:
+    def __init__(self, wait: Callable[[], T], finishes_early: bool = True) -> None:
         self._wait: Callable[[], T] | None = wait
         self._result: T
-        self.advances_alone = advances_alone
+        self.finishes_early = finishes_early
 
     def wait(self) -> T:
         """Blocks until the operation is complete and returns its result.
@@ -47,7 +48,7 @@ class Promise(Handle[T]):
     """
 
     def __init__(self) -> None:
-        self.advances_alone = True
+        self.finishes_early = True
         self.done = False
         self._undone = threading.Lock()  # an Event would make two locks and a queue
         self._undone.acquire()
