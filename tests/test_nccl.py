@@ -99,3 +99,23 @@ def test_makes_what_gloo_makes(world_size: int) -> None:
     """Also with slices that are padded. What the exchange sums itself, it sums in the order of the ranks."""
     for same in launch(exchange_on_the_host, world_size):
         assert all(same.values()), [name for name, equal in same.items() if not equal]
+
+
+def average_in_background() -> list[float]:
+    cuda = MagicMock()
+    cuda.stream = lambda _: nullcontext()
+    with (
+        patch("lightning_pipesync.core.comm.nccl.torch.cuda", cuda),
+        patch.object(Tensor, "record_stream", lambda *_: None),
+    ):
+        transport = Transport(timeout_s=30)
+        transport._nccl = transport._exchange = exchange = NcclExchange(dist.new_group(backend="gloo"), CPU)
+        with patch.object(transport, "_exchange_of", lambda _: exchange):
+            result: list[float] = transport.all_reduce(torch.full([3], 1.0), background=True).wait().tolist()
+        transport.close()
+    return result
+
+
+def test_an_all_reduce_in_the_background_is_waited_for() -> None:
+    """It advances by itself: a thread that finishes it late would never do so."""
+    assert launch(average_in_background, 2, timeout_s=40) == [[2.0] * 3] * 2

@@ -135,7 +135,7 @@ class Collectives:
             between(flat)
         start = self._exchange_of(flat).all_reduce
         handle = self._launch("all_reduce", flat, lambda t: start(t, codec, mean, feedback, between))
-        if not background:
+        if not background or not handle.finishes_early:
             return handle
         if self._background is None:
             self._background = CommQueue("pipesync-background", flat.device, self.traffic)
