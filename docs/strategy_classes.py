@@ -19,21 +19,25 @@ from lightning.pytorch.strategies import DDPStrategy
 from settings_tables import docs_of
 
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
-from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
-from lightning_pipesync.lightning.sync import SyncStrategyMixin
+from lightning_pipesync.fabric.strategy import mixin_of as fabric_mixin_of
+from lightning_pipesync.lightning.pipeline import mixin_of as lightning_mixin_of
 from lightning_pipesync.methods.method import Method
 from lightning_pipesync.training.registry import METHODS
-from lightning_pipesync.training.strategies import signature_of
+from lightning_pipesync.training.strategies import MixinOf, signature_of
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = "Written by docs/strategy_classes.py: change a method's settings instead, and run it."
 #: The methods of the package itself, also where a user's are registered.
 OWN = [method for method in METHODS.values() if method.__module__.startswith("lightning_pipesync.")]
-#: Docs of the arguments that are no settings.
+IN_FABRIC = [method for method in OWN if not method.makes_passes]
+#: Docs of the arguments that are not settings.
 FRAMEWORK_DOCS = {
     "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.',
     "start_method": 'as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.',
 }
+RAISES = """
+    Raises:
+        ValueError: a setting is unknown or out of its range."""
 
 
 class Types:
@@ -58,25 +62,36 @@ class Types:
         return str(annotation.__name__)
 
 
-def mixins(base: type, ddp_strategy: type, suffix: str) -> tuple[Types, list[str]]:
-    """Returns the source of the classes with arguments, one for each method that ``base`` serves."""
+def mixins(mixin_of: MixinOf, ddp_strategy: type, suffix: str, methods: list[type[Method]]) -> tuple[Types, list[str]]:
+    """Returns the source of the classes with arguments, one for each method."""
     types, classes = Types(), []
-    for method in OWN:
-        mixin, without = _served_by(base, method)
-        if mixin is None:
-            continue
+    for method in methods:
+        mixin, without = mixin_of(method)
+        types.imported.add(mixin)
         arguments = list(signature_of(method, ddp_strategy, without).parameters.values())[1:]
         classes.append(_mixin(method, mixin, suffix, arguments, types))
     return types, classes
 
 
-def _served_by(base: type, method: type[Method]) -> tuple[type | None, Any]:
-    if base is PipeSyncFabricStrategyMixin:
-        return (None if method.makes_passes else base), method.config_type.for_trainer
-    return (PipelineStrategyMixin if method.makes_passes else SyncStrategyMixin), method.config_type.set_by_trainer
-
-
 def _mixin(method: type[Method], mixin: type, suffix: str, arguments: list[Parameter], types: Types) -> str:
+    summary = textwrap.indent(cleandoc(method.__doc__ or "").partition("\n\n")[0], "    ").strip()
+    docs = _arguments_docs(method, arguments) if mixin is not PipeSyncFabricStrategyMixin else _reference_docs(method)
+    stated = [f"{argument.name}: {types.text(argument.annotation)} = {argument.default!r}," for argument in arguments]
+    return f'''
+class {method.__name__}{suffix}Mixin({mixin.__name__}):
+    """{summary}
+
+{docs}
+    """
+
+    name = {method.name!r}
+
+    @passes_to({mixin.__name__})
+    def __init__(self, {" ".join(stated)}) -> None: ...
+'''
+
+
+def _arguments_docs(method: type[Method], arguments: list[Parameter]) -> str:
     docs = docs_of(method.config_type)
     described = [
         textwrap.fill(
@@ -89,32 +104,24 @@ def _mixin(method: type[Method], mixin: type, suffix: str, arguments: list[Param
         )
         for argument in arguments
     ]
-    stated = [f"{argument.name}: {types.text(argument.annotation)} = {argument.default!r}," for argument in arguments]
-    summary = textwrap.indent(cleandoc(method.__doc__ or "").partition("\n\n")[0], "    ").strip()
-    return f'''
-class {method.__name__}{suffix}Mixin({mixin.__name__}):
-    """{summary}
-
-    Args:
-{chr(10).join(described)}
-
-    Raises:
-        ValueError: a setting is unknown or out of its range.
-    """
-
-    name = {method.name!r}
-
-    @passes_to({mixin.__name__})
-    def __init__(self, {" ".join(stated)}) -> None: ...
-'''
+    return "\n".join(["    Args:", *described, RAISES])
 
 
-def arguments_file(base: type, ddp_strategy: type, suffix: str, framework: str) -> str:
+def _reference_docs(method: type[Method]) -> str:
+    """Returns where Fabric's users find the docs, which stand in full at the Trainer's strategy."""
+    name = method.__name__
+    return (
+        f"    The settings are those of :class:`{method.config_type.__name__}`, as in :class:`{name}Strategy`.\n"
+        "    The other arguments are those of DDPStrategy."
+    )
+
+
+def arguments_file(
+    mixin_of: MixinOf, ddp_strategy: type, suffix: str, framework: str, methods: list[type[Method]] = OWN
+) -> str:
     """Returns the file with the arguments of a framework's strategies."""
-    types, classes = mixins(base, ddp_strategy, suffix)
-    names = {cls for cls in types.imported if cls.__name__ != "device"}
-    used = {_served_by(base, method)[0] for method in OWN} - {None}
-    imports = [f"from {_exported_by(cls)} import {cls.__name__}" for cls in [*names, *used] if cls is not None]
+    types, classes = mixins(mixin_of, ddp_strategy, suffix, methods)
+    imports = [f"from {_exported_by(cls)} import {cls.__name__}" for cls in types.imported if cls.__name__ != "device"]
     return "\n".join(
         [
             f'"""The arguments of {framework} strategies: the settings of each method.\n\n{WRITTEN}\n"""',
@@ -144,28 +151,29 @@ from {distribution}.strategies import DDPStrategy, StrategyRegistry
 from lightning_pipesync.lightning import arguments
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
 from lightning_pipesync.lightning.step_report import StepReportMixin
-from lightning_pipesync.lightning.users_strategy import users_strategy
+from lightning_pipesync.lightning.pipeline import mixin_of
 from lightning_pipesync.training.strategies import Strategies
 
 
-class PipeSyncCallback(PipeSyncCallbackMixin, Callback):{conflict}
-    __doc__ = PipeSyncCallbackMixin.__doc__
+class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...{conflict}
 
 
-class StepReport(StepReportMixin, Callback):{conflict}
-    __doc__ = StepReportMixin.__doc__
+class StepReport(StepReportMixin, Callback): ...{conflict}
 
-{"".join(_concrete(method, "Strategy", conflict, "callback_class = PipeSyncCallback") for method in OWN)}
 
-_make = users_strategy(DDPStrategy, PipeSyncCallback, __name__)
-STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _make)
+class _Strategy(DDPStrategy):
+    callback_class: type[Callback] = PipeSyncCallback
+
+{"".join(_concrete(method, "Strategy", "_Strategy", conflict) for method in OWN)}
+
+STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _Strategy, mixin_of)
 '''
 
 
 def fabric_file(distribution: str) -> str:
     """Returns the file with the strategies of a distribution of Fabric."""
     conflict = "" if distribution == "lightning.fabric" else "  # type: ignore[misc]"
-    classes = [_concrete(method, "FabricStrategy", conflict, "") for method in OWN if not method.makes_passes]
+    classes = [_concrete(method, "FabricStrategy", "DDPStrategy", conflict) for method in IN_FABRIC]
     return f'''"""Strategies of the Fabric of ``{distribution}``; importing this module registers their names.
 
 {WRITTEN}
@@ -176,34 +184,30 @@ from __future__ import annotations
 from {distribution}.strategies import STRATEGY_REGISTRY, DDPStrategy
 
 from lightning_pipesync.fabric import arguments
-from lightning_pipesync.fabric.users_strategy import users_strategy
+from lightning_pipesync.fabric.strategy import mixin_of
 from lightning_pipesync.training.strategies import Strategies
 
 {"".join(classes)}
 
-_make = users_strategy(DDPStrategy, __name__)
-STRATEGIES = Strategies(STRATEGY_REGISTRY, globals(), "FabricStrategy", _make)
+STRATEGIES = Strategies(STRATEGY_REGISTRY, globals(), "FabricStrategy", DDPStrategy, mixin_of)
 '''
 
 
-def _concrete(method: type[Method], suffix: str, conflict: str, attributes: str) -> str:
+def _concrete(method: type[Method], suffix: str, base: str, conflict: str) -> str:
     name = f"{method.__name__}{suffix}"
-    return f"""
-class {name}(arguments.{name}Mixin, DDPStrategy):{conflict}
-    __doc__ = arguments.{name}Mixin.__doc__
-    {attributes}
-"""
+    return f"\nclass {name}(arguments.{name}Mixin, {base}): ...{conflict}\n"
 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Yields each file that this script writes, and its text."""
     package = ROOT / "lightning_pipesync"
-    of_fabric = PipeSyncFabricStrategyMixin, FabricDDPStrategy
     texts = {
-        "lightning/arguments.py": arguments_file(SyncStrategyMixin, DDPStrategy, "Strategy", "the Trainer's"),
+        "lightning/arguments.py": arguments_file(lightning_mixin_of, DDPStrategy, "Strategy", "the Trainer's"),
         "lightning/__init__.py": trainer_file("lightning.pytorch"),
         "lightning/twin.py": trainer_file("pytorch_lightning"),
-        "fabric/arguments.py": arguments_file(*of_fabric, "FabricStrategy", "Fabric's"),
+        "fabric/arguments.py": arguments_file(
+            fabric_mixin_of, FabricDDPStrategy, "FabricStrategy", "Fabric's", IN_FABRIC
+        ),
         "fabric/__init__.py": fabric_file("lightning.fabric"),
         "fabric/twin.py": fabric_file("lightning_fabric"),
     }

@@ -107,7 +107,8 @@ def refuse(*_):
 inspect.getsource = inspect.getsourcelines = inspect.findsource = refuse
 import lightning_pipesync, lightning_pipesync.fabric
 assert lightning_pipesync.DeARStrategy(fusion="none").config.fusion == "none"
-assert "fusion: Tensor fusion" in lightning_pipesync.fabric.DeARFabricStrategy.__doc__
+assert "settings are those of :class:`DeARConfig`" in inspect.getdoc(lightning_pipesync.fabric.DeARFabricStrategy)
+assert "fusion: Tensor fusion" in inspect.getdoc(lightning_pipesync.DeARStrategy)
 """
     result = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -20,46 +20,8 @@ from lightning_pipesync.training.strategies import passes_to
 class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """Synchronous SGD whose all-reduce is split in two, hidden under the backward pass and the next forward pass.
 
-    Args:
-        update: ``replicated``: all-gathers gradients, and each rank updates all weights, as in the paper. ``sharded``:
-            each rank updates its shard of the weights, and all-gathers weights; for element-wise optimizers (SGD, Adam,
-            AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD). None: ``sharded`` for these where gradients are not
-            gathered under backward, with another ``overlap``, compression or several optimizers; otherwise
-            ``replicated``.
-        elementwise: Classes of further element-wise optimizers, which step on whole buckets, and can be sharded.
-        overlap: Where the all-gathers run. ``eager``: averaged gradients are gathered under backward already where the
-            network would idle, unless ``update="sharded"``, compressed, or with several optimizers. ``forward``:
-            all-gathers start after the last reduce-scatter, and run under the next forward pass (the paper, Section
-            III-B). ``none``: they end before ``step()`` returns. See ``update=None``, which depends on it.
-        fusion: Tensor fusion (Section IV): ``bo``: buckets up to a size that Bayesian optimization finds during
-            training (DeAR-BO); ``buffer``: up to ``bucket_mb`` (DeAR-FB); ``layers``: of ``num_layers`` neighboring
-            layers (DeAR-NL); ``none``: a bucket for every tensor. ``random`` and ``grid`` search in other ways.
-        bucket_mb: The most MiB of a bucket; in a search, that of the first trial.
-        edge_mb: The most MiB of the first and of the last bucket, which nothing hides; sizes double towards the middle,
-            up to ``bucket_mb``. None: the same for all buckets. A search finds its own.
-        search_mb: Smallest and largest bucket size of a search, in MiB; at most the size of the model.
-        trial_steps: Steps of a trial of the search; fewer with a size that is clearly worse.
-        max_trials: The most trials of a search, which ends earlier if it has converged.
-        tuning_file: JSON file to which rank 0 writes the trials of a search, and from which a search of the same model
-            and number of ranks resumes.
-        num_layers: Layers of a bucket, with ``fusion="layers"``.
-        compression: Codec of both halves: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
-        topology: ``flat``: every rank exchanges with every other. ``torus2d``: along rows of neighbors, then across the
-            rows, for hosts with several accelerators, or in racks; without compression.
-        torus_columns: Ranks in a row of the torus, such as those of a host or a rack. None: as square as possible; with
-            a strategy, the ranks of a host, if there are several.
-        timeout_s: Seconds after which a rank that does not answer counts as lost.
-        accelerator: as in DDPStrategy.
-        parallel_devices: as in DDPStrategy.
-        cluster_environment: as in DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        precision: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
-        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-
-    Raises:
-        ValueError: a setting is unknown or out of its range.
+    The settings are those of :class:`DeARConfig`, as in :class:`DeARStrategy`.
+    The other arguments are those of DDPStrategy.
     """
 
     name = "dear"
@@ -96,68 +58,8 @@ class DeARFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 class LocalSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """Local steps on each rank's weights, which are averaged every ``period`` steps.
 
-    Args:
-        period: H: each fragment is averaged every so many steps. 1: after every step. ``"0.25 epoch"``: that share of
-            an epoch's steps (E of FedAvg). ``"selsync"``: when the gradient has changed enough on some rank (SelSync,
-            Algorithm 1); then ``delta``, ``lssr``, ``window`` and ``smoothing`` apply, and the next fragment in turn is
-            averaged.
-        participation: C of FedAvg: the share of the ranks, or groups, drawn anew in each round, whose weights are
-            averaged, in (0, 1]. All ranks continue from that average.
-        ranks_per_replica: Number of neighboring ranks that train one replica together, such as those of a host: their
-            gradients are averaged in each step. The groups are averaged as single ranks are otherwise. It must divide
-            the number of ranks.
-        lr_scale: Factor on the optimizer's learning rate in local steps. ``auto``: for torch's Adam, AdamW, NAdam and
-            RAdam as measured, from 1 to the root of the number of replicas, so that a step, which the noise of a rank's
-            batch shortens, is as long as with averaged gradients; 1 for others.
-        warmup_steps: Steps at the beginning whose gradients are averaged, as DDP does (post-local SGD).
-        outer_optimizer: What moves the agreed weights, with agreed weights minus the replicas' average as their
-            gradient. ``none``: they become the average. ``sgd``, ``nesterov`` (DiLoCo) and ``adam``: torch's optimizer
-            of that name. ``elastic``: replicas and agreed weights attract each other (EASGD; EAMSGD, if the optimizer
-            has Nesterov momentum).
-        outer_lr: Learning rate of the outer optimizer. ``auto``: 0.7 for ``nesterov``, as in DiLoCo, 1 for ``sgd``,
-            0.001 for ``adam``.
-        outer_momentum: Momentum of ``sgd`` and ``nesterov``, in [0, 1). ``auto``: 0.9 for ``nesterov``, as in DiLoCo, 0
-            for ``sgd``.
-        elastic_force: alpha of EASGD, in (0, 1): the share of its distance to the agreed weights by which a replica is
-            attracted, and they by it. ``auto``: 0.9 / number of replicas.
-        fragments: Number of pieces of the model, in the order of its layers, which are averaged in turns within a
-            period (Streaming DiLoCo): the most traffic at a time falls by this factor.
-        overlap_steps: tau of Streaming DiLoCo: steps under which the average of a fragment runs before it is applied,
-            at most ``period``. 0: the step waits for it.
-        own_share: With ``overlap_steps``: what stays of a rank's weights when an average is applied. ``progress``: what
-            they have moved since it started is added to it (CoCoD-SGD). A number in [0, 1]: that share (Streaming
-            DiLoCo's alpha).
-        delta: With ``period="selsync"``: threshold on the relative gradient change. ``auto``: so that the share
-            ``lssr`` of the steps is local.
-        lssr: With ``period="selsync"`` and ``delta="auto"``: the target share of local steps, in [0, 1).
-        window: With ``period="selsync"``: steps over which the squared gradient norm is smoothed.
-        smoothing: With ``period="selsync"``: smoothing factor of the moving average, in (0, 1].
-        average_optimizer_states: Whether the optimizers' states are averaged at the end of each period, too. Otherwise
-            they stay as they are.
-        compression: Codec of the averages: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. It encodes the
-            difference to the agreed weights.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
-        partition: Order of the training data: ``defdp`` is the framework's order; ``seldp`` rotates chunks (SelSync,
-            Section III-D).
-        full_pass: With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data.
-        injection: Data injection for non-IID data: (alpha, beta) of SelSync, Section III-E.
-        bucket_mb: The most MiB of a bucket, which is exchanged in one collective.
-        timeout_s: Seconds after which a rank that does not answer counts as lost.
-        on_lost_rank: What a lost rank means for the others: ``raise``: they raise an error that names it. ``continue``:
-            they repeat the average without it, and continue, and a process that is started again takes its place at a
-            ``flush()``. In plain loops, with Gloo, and as long as rank 0 lives.
-        checkpoint_replicas: Whether a checkpoint holds each rank's weights and optimizer state besides the average.
-            Without them it is smaller by a factor of the number of ranks, and a resumed run starts from the average.
-        accelerator: as in DDPStrategy.
-        parallel_devices: as in DDPStrategy.
-        cluster_environment: as in DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        precision: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
-        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-
-    Raises:
-        ValueError: a setting is unknown or out of its range.
+    The settings are those of :class:`LocalSGDConfig`, as in :class:`LocalSGDStrategy`.
+    The other arguments are those of DDPStrategy.
     """
 
     name = "local_sgd"
@@ -204,62 +106,8 @@ class LocalSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """SGD with parameter servers: learners push gradients at their own pace, and servers update the weights by them.
 
-    Args:
-        policy: When the servers update the weights. ``sync``: when all learners have pushed a gradient. ``k_sync``:
-            when ``k`` learners have; the others' passes are cancelled. ``k_batch_sync``: after ``k`` gradients, whoever
-            pushed them; the passes under way are cancelled. ``k_async`` and ``k_batch_async``: the same, and no pass is
-            cancelled. ``async``: after each gradient. ``n_softsync``: after every ranks / ``n`` gradients. ``ssp``:
-            after each gradient, and no learner is more than ``staleness_bound`` gradients ahead of the slowest one.
-            ``downpour``: learners take local steps of plain SGD, push the sum of their gradients every ``n_push``
-            steps, each of which is an update, and fetch weights every ``n_fetch`` steps, both under computation.
-            ``easgd``: each learner trains a replica with its own optimizer, and every ``period`` steps the replica and
-            the servers' weights pull at each other.
-        k: K of ``k_sync``, ``k_batch_sync``, ``k_async`` and ``k_batch_async``: the gradients of an update. None: as
-            many as there are learners.
-        n: n of ``n_softsync``, about the mean staleness: 1 is similar to ``sync``, the number of learners is ``async``.
-        staleness_bound: s of ``ssp``: the most gradients that a learner may be ahead of the slowest one.
-        n_push: Steps of ``downpour`` from one push to the next.
-        n_fetch: Steps of ``downpour`` from one fetch to the next.
-        period: tau of ``easgd``: steps of a learner from one pull to the next.
-        elastic_force: alpha of ``easgd``, in (0, 1): the share of their distance by which a replica and the servers'
-            weights move. ``auto``: 0.9 / number of learners.
-        servers: Number of ranks, the first ones, that serve a share of the weights, and train. None: all.
-        dedicated_servers: Whether the servers only serve, as in the papers, and the other ranks train. In plain loops.
-        staleness_lr: How the learning rate depends on the staleness of gradients, the number of updates since the
-            weights at which they were computed. ``mean``: it is divided by the mean staleness so far, where that is
-            above 1. ``gradient``: each gradient counts by 1 / staleness. ``distance``: each counts by
-            ``distance_bound`` over the squared distance of the weights from those at which it was computed, 1 at most
-            (Dutta et al., AISTATS 2018, Eq. 13); the servers keep the weights of each learner for that.
-        distance_bound: C / eta_max of that rule: the squared distance from which on the rate falls.
-        delay_compensation: How stale gradients are compensated. ``momentum``: learners get predicted weights, to which
-            momentum alone leads in as many updates as gradients have been stale on average (SpecTrain). ``dc_asgd``:
-            the servers add to each gradient the Taylor expansion for the distance that the weights have moved since;
-            they keep the weights of each learner for that.
-        dc_lambda: lambda of DC-ASGD: how much of the gradient's outer product stands for the Hessian.
-        elementwise: Classes of further element-wise optimizers, which can be divided among several servers.
-        compression: Codec of the gradients: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
-        fetch_compression: Codec of the weights that learners fetch, as differences to those that they have; the servers
-            keep these for each learner. A flush sends the weights as they are.
-        keep_log: Whether rank 0 keeps the log of all updates, from which the run can be replayed.
-        partition: Which rank trains on which data: ``defdp`` is the framework's order, with the same number of batches
-            for all. ``work_queue``: each rank asks for its next batch, so that an epoch is the whole data set, whoever
-            trains on which part of it. Except in a Trainer, with ``prepare_train_loader``.
-        on_lost_rank: What the others do when a rank is lost. ``raise``: they raise an error that names it.
-            ``continue``: they train without it, unless it serves weights; in plain loops, where not all ranks serve.
-            ``auto``: they continue where they can, if the policy is asynchronous: not with ``sync``, ``k_sync``,
-            ``k_batch_sync`` and ``ssp``.
-        timeout_s: Seconds after which a rank that is not heard of counts as lost.
-        accelerator: as in DDPStrategy.
-        parallel_devices: as in DDPStrategy.
-        cluster_environment: as in DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        precision: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
-        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-
-    Raises:
-        ValueError: a setting is unknown or out of its range.
+    The settings are those of :class:`ParameterServerConfig`, as in :class:`ParameterServerStrategy`.
+    The other arguments are those of DDPStrategy.
     """
 
     name = "parameter_server"
@@ -313,39 +161,8 @@ class ParameterServerFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 class PipeSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """The all-reduce of one step runs under the next ones: gradients are exactly ``staleness`` steps stale.
 
-    Args:
-        staleness: k: by how many steps the update is later than its gradient (Algorithm 1). 0: synchronous SGD. The
-            paper's optimum is 1: larger values hide no more communication, and slow convergence.
-        compression: Codec of the all-reduce: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. Each rank
-            compresses its gradient once.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes; not in the
-            paper.
-        pipeline_level: 1: the all-reduce starts after the backward pass; 2: that of each of ``segments`` when it is
-            ready (Fig. 7).
-        segments: L: number of segments of about the same size into which level 2 divides the gradient.
-        warmup_steps: Synchronous steps before the pipeline fills.
-        bucket_mb: The most MiB of a bucket at level 1. None: one bucket for each dtype.
-        delay_compensation: How the delay is compensated. ``prediction``: gradients are computed at the weights after
-            the updates in flight, which each rank predicts with its own gradients; ``momentum``: predicted with
-            gradients of zero (SpecTrain). Or by a smaller learning rate (lecture, "Staleness Dependent Learning Rate"):
-            ``staleness``: divided by the number of updates that the gradient is late, which needs ``staleness`` of at
-            least 2; ``distance``: at most ``distance_constant`` over the squared distance that the weights have moved
-            since. ``none``: not at all, as in the paper.
-        distance_constant: C of ``delay_compensation="distance"``.
-        checkpoint_own_gradients: Whether a checkpoint holds each rank's own part of the gradients in flight, with which
-            it predicts: ``staleness`` times the weights for every rank. Without them a resumed run predicts its first
-            steps with the averages.
-        timeout_s: Seconds after which a rank that does not answer counts as lost.
-        accelerator: as in DDPStrategy.
-        parallel_devices: as in DDPStrategy.
-        cluster_environment: as in DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        precision: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
-        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-
-    Raises:
-        ValueError: a setting is unknown or out of its range.
+    The settings are those of :class:`PipeSGDConfig`, as in :class:`PipeSGDStrategy`.
+    The other arguments are those of DDPStrategy.
     """
 
     name = "pipe_sgd"
@@ -377,48 +194,8 @@ class PipeSGDFabricStrategyMixin(PipeSyncFabricStrategyMixin):
 class SelSyncFabricStrategyMixin(PipeSyncFabricStrategyMixin):
     """Local steps, synchronized only when some rank's gradient changes by more than delta.
 
-    Args:
-        delta: Threshold on the relative gradient change (Section III-B). 0: every step is synchronized; ``inf``: none
-            is. ``auto``: delta follows the largest change over all ranks, so that the share ``lssr`` of the steps is
-            local.
-        lssr: With ``delta="auto"``: the target share of local steps (Eq. 4), in [0, 1).
-        aggregation: What a synchronized step averages (Section III-C): the updated parameters, or the gradients before
-            the update.
-        overlap: With ``aggregation="parameters"``: where a synchronized step's average runs. ``none``: before
-            ``step()`` returns; ``forward``: under the next forward pass, in which each module waits for its weights
-            only. Then set a smaller ``bucket_mb``, and let nothing else read or write weights right after a step. A
-            model with compiled modules gets ``none``.
-        window: Steps over which the squared gradient norm is smoothed (Section III-A).
-        smoothing: Smoothing factor of the moving average, in (0, 1]. The paper uses number of ranks / 100, 0.16 for its
-            16 ranks; then the meaning of ``delta`` depends on the number of ranks.
-        outer_lr: With ``aggregation="parameters"``: learning rate of the outer step from the weights of the last
-            synchronized step to the average of the replicas. 1: to the average, as in the paper.
-        outer_momentum: With ``aggregation="parameters"``: Nesterov momentum of the outer steps, in [0, 1), as in DiLoCo
-            and SlowMo. ``auto``: 0.3 with ``delta="auto"`` and an optimizer with ``betas`` such as Adam, whose steps
-            are shorter because of the noise of a rank's batch; otherwise 0.
-        partition: Order of the training data (Section III-D): ``seldp`` rotates the chunks; ``defdp`` is the
-            framework's order.
-        full_pass: With ``seldp``: whether an epoch covers all chunks, instead of one chunk, 1 / ranks of the data.
-        injection: Data injection for non-IID data: (alpha, beta) of Section III-E. At each step a share alpha of the
-            ranks sends a share beta of its batch to all ranks. Eq. 3 reduces the batch size, so that the cumulative one
-            stays.
-        compression: Codec of a synchronized step: none, bf16, fp16, truncate16, int8, int4, topk, chunked_topk. With
-            parameter aggregation it encodes the difference to the parameters of the last synchronized step.
-        error_feedback: Whether the error of a lossy codec is added to the next values that it encodes.
-        bucket_mb: The most MiB of a bucket, which is exchanged in one collective, and awaited as a whole.
-        timeout_s: Seconds after which a rank that does not answer counts as lost.
-        checkpoint_replicas: Whether a checkpoint holds each rank's weights and optimizer state besides the average.
-            Without them it is smaller by a factor of the number of ranks, and a resumed run starts from the average.
-        accelerator: as in DDPStrategy.
-        parallel_devices: as in DDPStrategy.
-        cluster_environment: as in DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        precision: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.
-        start_method: as in DDPStrategy: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-
-    Raises:
-        ValueError: a setting is unknown or out of its range.
+    The settings are those of :class:`SelSyncConfig`, as in :class:`SelSyncStrategy`.
+    The other arguments are those of DDPStrategy.
     """
 
     name = "selsync"

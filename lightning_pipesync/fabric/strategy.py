@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -26,13 +26,13 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown
 from lightning_pipesync.data import TrainLoader
 from lightning_pipesync.fabric.checkpoints import FabricCheckpointMixin
 from lightning_pipesync.fabric.private import control_backward_sync, scaler_of, unwrapped
-from lightning_pipesync.methods.method import PIECE_MB, parameters_of
+from lightning_pipesync.methods.method import PIECE_MB, Method, parameters_of
 from lightning_pipesync.methods.settings import check_for_loop
 from lightning_pipesync.methods.step import check_unscaling
 from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.module import SyncedModule
-from lightning_pipesync.training.registry import make_config
+from lightning_pipesync.training.registry import METHODS, make_config
 from lightning_pipesync.training.session import MethodPlan, Sessions
 from lightning_pipesync.training.strategies import settings_in
 
@@ -250,3 +250,22 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         if self._scaler is not None:
             check_unscaling(optimizer, "precision='16-mixed'", f"strategy={self.name!r}")
         self._sessions.add_optimizer(optimizer)
+
+
+class RefusedPipelineMixin:
+    """Pipelines cannot be strategies of Fabric."""
+
+    name: str
+
+    def __init__(self, **_: Any) -> None:
+        raise ValueError(
+            f"strategy={self.name!r} cannot run under Fabric, whose loop makes the backward pass of one mini-batch at "
+            "a time; a pipeline has several in flight. Use Fabric(strategy='ddp') and, after launch(), "
+            f"lightning_pipesync.{METHODS[self.name].__name__}(layers, loss, optimizer_factory) with "
+            f"train_batch(batch) in the loop instead of fabric.setup(); or Trainer(strategy={self.name!r})."
+        )
+
+
+def mixin_of(method: type[Method]) -> tuple[type, Collection[str]]:
+    """Returns the mixin of a method's strategy, and the settings that only the Trainer can follow."""
+    return RefusedPipelineMixin if method.makes_passes else PipeSyncFabricStrategyMixin, method.config_type.for_trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,8 @@ from lightning_pipesync.lightning.private import (
 )
 from lightning_pipesync.lightning.strategy import PipeSyncStrategyMixin
 from lightning_pipesync.lightning.submodule import Submodule, digest
+from lightning_pipesync.lightning.sync import SyncStrategyMixin
+from lightning_pipesync.methods.method import Method
 from lightning_pipesync.methods.pipeline import PipelineMethod, PipelineSettings
 from lightning_pipesync.training.registry import METHODS
 
@@ -291,3 +293,8 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         if states is not None and any(part["state"] for part in states):
             merged["state"] = {index: values for part in states for index, values in part["state"].items()}
         return merged
+
+
+def mixin_of(method: type[Method]) -> tuple[type, Collection[str]]:
+    """Returns the mixin of a method's strategy, and the settings that the Trainer's arguments replace."""
+    return PipelineStrategyMixin if method.makes_passes else SyncStrategyMixin, method.config_type.set_by_trainer

@@ -10,48 +10,37 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_pipesync.lightning import arguments
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
+from lightning_pipesync.lightning.pipeline import mixin_of
 from lightning_pipesync.lightning.step_report import StepReportMixin
-from lightning_pipesync.lightning.users_strategy import users_strategy
 from lightning_pipesync.training.strategies import Strategies
 
 
-class PipeSyncCallback(PipeSyncCallbackMixin, Callback):  # type: ignore[misc]
-    __doc__ = PipeSyncCallbackMixin.__doc__
+class PipeSyncCallback(PipeSyncCallbackMixin, Callback): ...  # type: ignore[misc]
 
 
-class StepReport(StepReportMixin, Callback):  # type: ignore[misc]
-    __doc__ = StepReportMixin.__doc__
+class StepReport(StepReportMixin, Callback): ...  # type: ignore[misc]
 
 
-class DeARStrategy(arguments.DeARStrategyMixin, DDPStrategy):  # type: ignore[misc]
-    __doc__ = arguments.DeARStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
+class _Strategy(DDPStrategy):
+    callback_class: type[Callback] = PipeSyncCallback
 
 
-class EAPipeStrategy(arguments.EAPipeStrategyMixin, DDPStrategy):  # type: ignore[misc]
-    __doc__ = arguments.EAPipeStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
+class DeARStrategy(arguments.DeARStrategyMixin, _Strategy): ...  # type: ignore[misc]
 
 
-class LocalSGDStrategy(arguments.LocalSGDStrategyMixin, DDPStrategy):  # type: ignore[misc]
-    __doc__ = arguments.LocalSGDStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
+class EAPipeStrategy(arguments.EAPipeStrategyMixin, _Strategy): ...  # type: ignore[misc]
 
 
-class ParameterServerStrategy(arguments.ParameterServerStrategyMixin, DDPStrategy):  # type: ignore[misc]
-    __doc__ = arguments.ParameterServerStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
+class LocalSGDStrategy(arguments.LocalSGDStrategyMixin, _Strategy): ...  # type: ignore[misc]
 
 
-class PipeSGDStrategy(arguments.PipeSGDStrategyMixin, DDPStrategy):  # type: ignore[misc]
-    __doc__ = arguments.PipeSGDStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
+class ParameterServerStrategy(arguments.ParameterServerStrategyMixin, _Strategy): ...  # type: ignore[misc]
 
 
-class SelSyncStrategy(arguments.SelSyncStrategyMixin, DDPStrategy):  # type: ignore[misc]
-    __doc__ = arguments.SelSyncStrategyMixin.__doc__
-    callback_class = PipeSyncCallback
+class PipeSGDStrategy(arguments.PipeSGDStrategyMixin, _Strategy): ...  # type: ignore[misc]
 
 
-_make = users_strategy(DDPStrategy, PipeSyncCallback, __name__)
-STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _make)
+class SelSyncStrategy(arguments.SelSyncStrategyMixin, _Strategy): ...  # type: ignore[misc]
+
+
+STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _Strategy, mixin_of)

@@ -16,6 +16,7 @@ from lightning_pipesync.methods.method import Method
 from lightning_pipesync.training.registry import METHODS
 
 P = ParamSpec("P")
+MixinOf = Callable[[type[Method]], tuple[type, Collection[str]]]
 
 #: The arguments of a framework's DDPStrategy that strategies have, too, besides a method's settings.
 OF_DDP = (
@@ -29,15 +30,17 @@ class Strategies:
 
     Args:
         registry: the framework's registry of strategies.
-        classes: the strategy classes by name; those of a user's methods are added.
+        classes: the names of a module with the strategy classes; those of a user's methods are added.
         suffix: what a class's name has after that of the method.
-        make: returns the class for a user's method.
+        base: the distribution's DDPStrategy.
+        mixin_of: returns the mixin of a method's strategy, and the settings that are not arguments.
     """
 
     def __init__(
-        self, registry: Any, classes: MutableMapping[str, Any], suffix: str, make: Callable[[type[Method]], Any]
+        self, registry: Any, classes: MutableMapping[str, Any], suffix: str, base: type, mixin_of: MixinOf
     ) -> None:
-        self._registry, self._classes, self._suffix, self._make = registry, classes, suffix, make
+        self._registry, self._classes, self._suffix = registry, classes, suffix
+        self._base, self._mixin_of = base, mixin_of
         for method in METHODS.values():
             self.register(method)
 
@@ -46,8 +49,10 @@ class Strategies:
         name = method.__name__ + self._suffix
         strategy = self._classes.get(name)
         if getattr(strategy, "name", None) != method.name:
-            strategy = self._classes[name] = self._make(method)
-        summary = (strategy.__doc__ or "").partition("\n")[0]
+            mixin, without = self._mixin_of(method)
+            strategy = strategy_class(name, method, (mixin, self._base), without, self._classes["__name__"])
+            self._classes[name] = strategy
+        summary = (inspect.getdoc(strategy) or "").partition("\n")[0]
         self._registry.register(method.name, strategy, summary, override=True)
 
 
@@ -91,17 +96,9 @@ def signature_of(method: type[Method], ddp_strategy: type, without: Collection[s
 
 
 def strategy_class(
-    name: str, method: type[Method], bases: tuple[type, ...], without: Collection[str], **attributes: Any
+    name: str, method: type[Method], bases: tuple[type, ...], without: Collection[str], module: str
 ) -> type[Any]:
-    """Creates the strategy class of a user's method.
-
-    Args:
-        name: of the class.
-        method: the method's class.
-        bases: the mixin that translates a framework's hooks, and the framework's strategy.
-        without: settings that are not arguments.
-        attributes: further attributes of the class, such as ``__module__``.
-    """
+    """Creates the strategy class of a user's method; ``module`` exports it."""
 
     def __init__(self: Any) -> None: ...
 
@@ -113,6 +110,6 @@ def strategy_class(
         "__init__": passes_to(bases[0])(__init__),
         "__doc__": f"{summary}\n\nThe arguments are those of :class:`{method.config_type.__name__}` and DDPStrategy.",
         "name": method.name,
-        **attributes,
+        "__module__": module,
     }
     return type(name, bases, contents)
