@@ -100,7 +100,6 @@ def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -
         "enable_checkpointing": False,
         "default_root_dir": directory,
         "max_epochs": 2,
-        "log_every_n_steps": 1,
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
