@@ -15,7 +15,7 @@ CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/tes
     tests/test_lightning_ea_pipe.py tests/test_lightning_dear.py tests/test_accelerate_transformers.py \
     tests/test_lightning_resume.py tests/test_lightning_cli.py tests/test_registration.py tests/test_ea_pipe_stages.py \
     tests/test_dear.py tests/test_selsync.py tests/test_pipe_sgd.py tests/test_dear_search.py \
-    tests/test_bench_stages.py tests/test_netlab.py
+    tests/test_benchmarks_stages.py tests/test_netlab.py
 
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE

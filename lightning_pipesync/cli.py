@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import resolve_name
@@ -44,12 +44,19 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
         "_help": "Measures communication and training steps, beside what a user would pick instead, and the limits.",
         "collectives": "lightning_pipesync.lab.bench.collectives:Collectives",
         "step": "lightning_pipesync.lab.bench.step:Step",
-        "stages": "lightning_pipesync.lab.papers.stages:Stages",
         "timeline": "lightning_pipesync.lab.bench.timeline:Timeline",
         "converge": "lightning_pipesync.lab.bench.converge:Converge",
-        "pipeline": "lightning_pipesync.lab.papers.pipeline:Pipeline",
-        "plan": "lightning_pipesync.lab.plan.accuracy:Accuracy",
     },
+}
+
+#: Former subcommands of ``bench``, each with the module in the repository's folder ``benchmarks`` that replaces it.
+MOVED = {"stages": "stages", "pipeline": "pipeline", "plan": "plan_accuracy"}
+#: Former options and values of subcommands, which only the benchmark of the same name in that folder takes now.
+_BASELINES = frozenset({"serial", "wfbp", "mg-wfbp", "horovod", "horovod-bo", "byte-scheduler", "ps"})
+MOVED_WORDS = {
+    "converge": frozenset({"--compute", "--slow", "--stalls", "mnist1d"}),
+    "step": _BASELINES,
+    "timeline": _BASELINES,
 }
 
 #: The packages of the extra ``bench`` that each subcommand needs, by the name that is imported.
@@ -73,26 +80,39 @@ EPILOG = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``pipesync ARGUMENTS`` and returns the exit status; 2 for what the user got wrong."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # for the user's modules: a console script begins without it
+    return exit_status(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(words: list[str]) -> int | None:
+    words = import_modules(words)
+    _check_subcommand(words)
+    check_packages(words)
+    components: Any = dict(SUBCOMMANDS)
+    if words[:1] == ["bench"]:
+        components["bench"] = _imported(components["bench"])
+    else:
+        components["bench"] = {"_help": components["bench"]["_help"]}
+    found = parse(components, _for_parser(words, components), prog="pipesync", version=__version__, epilog=EPILOG)
+    result: int | None = found.run() if hasattr(found, "run") else found
+    return result
+
+
+def parse(components: Any, words: Sequence[str], **options: Any) -> Any:
+    """Parses options by signatures and docstrings; returns a dataclass, or what a function has returned."""
     from jsonargparse import auto_cli
 
     from lightning_pipesync.cli_help import HelpFormatter
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # for the user's modules: a console script begins without it
+    shared: dict[str, Any] = {"formatter_class": HelpFormatter, "allow_abbrev": False}
+    return auto_cli(components, args=list(words), as_positional=False, return_instance=True, **shared, **options)
+
+
+def exit_status(run: Callable[[], int | None]) -> int:
+    """Runs a command and returns its exit status; prints what the user got wrong, which is 2."""
     try:
-        given = _import_modules(list(sys.argv[1:] if arguments is None else arguments))
-        _check_subcommand(given)
-        if not {"-h", "--help"} & set(given):
-            check_installed(*_needs(given))
-        components: Any = dict(SUBCOMMANDS)
-        if given[:1] == ["bench"]:
-            components["bench"] = _imported(components["bench"])
-        else:
-            components["bench"] = {"_help": components["bench"]["_help"]}
-        options: dict[str, Any] = {"formatter_class": HelpFormatter, "prog": "pipesync", "allow_abbrev": False}
-        options |= {"version": __version__, "epilog": EPILOG, "as_positional": False, "return_instance": True}
-        found = auto_cli(components, args=_for_parser(given, components), **options)
-        return (found.run() if hasattr(found, "run") else found) or 0
+        return run() or 0
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"pipesync: error: {error}", file=sys.stderr)
         return 2
@@ -104,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _import_modules(words: list[str]) -> list[str]:
+def import_modules(words: list[str]) -> list[str]:
     """Imports the user's modules that ``--import`` names, and returns the words after these options.
 
     Raises:
@@ -126,7 +146,7 @@ def _import_modules(words: list[str]) -> list[str]:
         raise ValueError(f"--import {module}: {type(error).__name__}: {error}.") from error
     if is_new and known == set(METHODS):
         raise ValueError(f"--import {module} registers no method: call lightning_pipesync.register_method in it.")
-    return _import_modules(rest)
+    return import_modules(rest)
 
 
 def _imported(components: Any) -> dict[str, Any]:
@@ -137,6 +157,7 @@ def _imported(components: Any) -> dict[str, Any]:
 
 def _check_subcommand(words: Sequence[str]) -> None:
     """Raises ValueError if a subcommand does not exist; its message names one with a similar name."""
+    _check_moved(words)
     known: Any = SUBCOMMANDS
     for depth, word in enumerate(words):
         if not isinstance(known, dict) or word.startswith("-"):
@@ -149,15 +170,33 @@ def _check_subcommand(words: Sequence[str]) -> None:
         known = known[word]
 
 
-def _needs(words: Sequence[str]) -> list[str]:
-    """Returns the packages of an extra that a command imports, sooner or later."""
+def _check_moved(words: Sequence[str]) -> None:
+    """Raises ValueError for what ``pipesync bench`` did in former versions, and names the command that does it now."""
+    if len(words) < 2 or words[0] != "bench":
+        return
+    name, given = words[1], {part for word in words[2:] for part in word.split("=")}
+    if name in MOVED:
+        raise ValueError(
+            f"bench {name} is now python -m benchmarks.{MOVED[name]}, to run in a checkout of lightning-pipesync."
+        )
+    for word in sorted(given & MOVED_WORDS.get(name, frozenset())):
+        raise ValueError(
+            f"bench {name} without {word}, or python -m benchmarks.{name} in a checkout of lightning-pipesync, "
+            "which has the papers' experiments."
+        )
+
+
+def check_packages(words: Sequence[str]) -> None:
+    """Raises ModuleNotFoundError if a command that is to run needs a package of an extra that is not installed."""
+    if {"-h", "--help"} & set(words):
+        return
     needs = list(NEEDS.get(words[0], ())) if words else []
     values = {value.rpartition("=")[2] for value in words}
     if words[:1] in (["plan"], ["bench"]) and not values.isdisjoint(MODELS_OF_TRANSFORMERS):
         needs.append("transformers")
-    if words[:2] in (["bench", "converge"], ["bench", "pipeline"]) and values.isdisjoint(TASKS_WITHOUT_SKLEARN):
+    if words[1:2] in (["converge"], ["pipeline"]) and values.isdisjoint(TASKS_WITHOUT_SKLEARN):
         needs.append("sklearn")
-    return needs
+    check_installed(*needs)
 
 
 def _for_parser(words: list[str], components: Any) -> list[str]:
@@ -171,19 +210,26 @@ def _for_parser(words: list[str], components: Any) -> list[str]:
     if options[:1] == ["plan"]:
         options = [re.sub(r"^--from(?=$|=)", "--from_file", option) for option in options]
     if options[:1] == ["bench"] and options[1:2] and not options[1].startswith("-"):
-        options = list(_with_lists(options, components["bench"][options[1]]))
+        options = with_lists(options, components["bench"][options[1]])
     options = [re.sub(r"^--(slow|kill|freeze)(?=$|=)", r"--\1+", option) for option in options]
     return options if command is None else [*options, "--command", json.dumps(command)]
 
 
-def _with_lists(options: list[str], component: Any) -> Iterator[str]:
-    """Writes ``--hosts 2 4`` as ``--hosts [2,4]`` for those options of a subcommand that take several values."""
+def with_lists(options: list[str], component: Any) -> list[str]:
+    """Writes options of a component that take several values as the parser takes them.
+
+    ``--hosts 2 4`` of a tuple becomes ``--hosts [2,4]``. An option of a list may be given again: it gets a plus.
+    """
     types = {name: str(option.annotation) for name, option in inspect.signature(component).parameters.items()}
-    several = {f"--{name}" for name, annotation in types.items() if re.match(r"list|tuple", annotation)} - {"--slow"}
+    several = {f"--{name}" for name, annotation in types.items() if annotation.startswith("tuple")}
+    again = {f"--{name}" for name, annotation in types.items() if annotation.startswith("list")}
     starts = [i for i, word in enumerate(options) if i == 0 or word.startswith("--")]
+    written: list[str] = []
     for start, end in zip(starts, [*starts[1:], len(options)], strict=True):
         name, *values = options[start:end]
         if name in several and values and not values[0].startswith("["):
             quoted = (json.dumps(value) if re.search("[,:]", value) else value for value in values)
             values = [f"[{','.join(quoted)}]"]
-        yield from [name, *values]
+        option, equals, value = name.partition("=")
+        written += [f"{option}+{equals}{value}" if option in again else name, *values]
+    return written

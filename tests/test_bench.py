@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import command
 from lightning_pipesync.cli import main
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.transport import Transport
@@ -23,9 +24,9 @@ from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench import step_report, timeline
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.collectives import Collectives, add_predictions, tables_of
+from lightning_pipesync.lab.bench.push_pull import PushPull
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import predict_ddp
-from lightning_pipesync.lab.papers.baselines import PushPull
 from tests.harness import launch
 
 ERRORS = ("alpha_error", "beta_error")
@@ -173,7 +174,7 @@ def test_rows_of_the_step_table() -> None:
     assert "scaling efficiency = T(1) / T(n), communication overhead = T(n) - T(1)" in text
     assert "(Eq. 8), 350 with the paper's DeAR (Eq. 7), 300 with gathers under\nbackward, too" in text
     assert "at least 400 ms with the" in text
-    assert "300 with Pipe-SGD, which\nmay need 2 times as many" in text
+    assert "300 with Pipe-SGD, which\nmay need twice as many" in text
     assert "600 ms.\n" in text
 
 
@@ -229,7 +230,7 @@ def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
         "--ratio",
         "4",
     ]
-    assert main(["bench", "step", *settings, *methods, "--output", str(tmp_path)]) == 0
+    assert command.main("benchmarks.step:Step", [*settings, *methods, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "step.json").read_text())["results"]
     ddp, dear, merged, level_2, int8, selsync, edged = result["runs"][0]["candidates"][1:]
     assert (level_2["name"], int8["name"]) == ("Pipe-SGD (pipeline_level=2)", "Pipe-SGD (compression=int8)")
@@ -298,7 +299,7 @@ def test_under_a_launcher(tmp_path: Path) -> None:
         ("step", ["--ratio", "0"], ["ratio must be positive"]),
         ("step", ["--methods", "dear"], ["ddp has to be among them"]),
         ("timeline", ["--methods", "zero"], ["cannot be seen"]),
-        ("step", ["--methods", "ddp", "magic"], ["'magic'", "dear, ea_pipe, local_sgd"]),
+        ("step", ["--methods", "ddp", "magic"], ["'magic'", "dear, ea_pipe, local_sgd", "pipesync --import MODULE"]),
         ("step", ["--methods", "ddp", "dear:edges=1"], ["'edges=1'", "edge_mb"]),
         ("step", ["--methods", "ddp", "dear:overlap=best"], ["overlap", "'best'"]),
         ("step", ["--hosts", "2", "1"], ["hosts=[2, 1]"]),

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import benchmarks.mnist1d  # noqa: F401 - adds it to the tasks
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.converge import Converge, evaluate, parse_method, spread_of, train
-from lightning_pipesync.lab.bench.tasks import TASK_NAMES, build_task
+from lightning_pipesync.lab.bench.tasks import TASKS, build_task
 from tests.harness import launch
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_tasks_can_be_learned(name: str) -> None:
     """Some steps on one batch lower its loss."""
     torch.manual_seed(0)
@@ -38,7 +39,7 @@ def test_tasks_can_be_learned(name: str) -> None:
     assert task.loss(module, batch).item() < before / 2
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", TASKS)
 def test_validation_holds_back_a_tenth_of_the_training_data(name: str) -> None:
     task, whole, again = build_task(name, "validation"), build_task(name), build_task(name, "validation")
     kept, held_back = task.train_set.indices, task.test_set.indices
@@ -277,7 +278,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--task", "nope"], ["task='nope'", "digits, mnist1d, signals, topics"]),
+        (["--task", "nope"], ["task='nope'", "digits, signals, topics"]),
         (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
         (["--methods", "nope"], ["'nope'", "alone, ddp, dear, local_sgd, parameter_server, pipe_sgd, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),

@@ -25,6 +25,10 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["pln"], "There is no subcommand 'pln'. Did you mean pipesync plan? There are launch, plan, netlab, bench."),
         (["bench", "stp"], "There is no subcommand 'stp'. Did you mean pipesync bench step? There are collectives, "),
         (["bench", "xyz"], "There is no subcommand 'xyz'. There are collectives, "),
+        (["bench", "plan"], "bench plan is now python -m benchmarks.plan_accuracy, to run in a checkout"),
+        (["bench", "stages", "--hosts", "4"], "bench stages is now python -m benchmarks.stages, to run in a checkout"),
+        (["bench", "step", "--methods", "ddp", "wfbp"], "bench step without wfbp, or python -m benchmarks.step"),
+        (["bench", "converge", "--task=mnist1d"], "bench converge without mnist1d, or python -m benchmarks.converge"),
     ],
 )
 def test_a_subcommand_that_is_meant(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +38,7 @@ def test_a_subcommand_that_is_meant(words: list[str], said: str, capsys: pytest.
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["plan"], ["netlab"], ["launch"], ["bench"], ["bench", "step"], ["bench", "plan"], ["bench", "stages"]],
+    [[], ["plan"], ["netlab"], ["launch"], ["bench"], ["bench", "step"], ["bench", "converge"]],
 )
 def test_help_has_no_types_of_python(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -130,13 +130,13 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("script", "options", "word"),
     [
-        ("benchmark_overhead.py", ["--steps", 2, "--batch-size", 1, "--sequence", 4], "tracker"),
-        ("benchmark_selsync.py", ["--steps", 10, "--rounds", 1], "SelDP"),
-        ("benchmark_codecs.py", ["--mib", 1, "--rounds", 2], "truncate16"),
+        ("overhead.py", ["--steps", 2, "--batch-size", 1, "--sequence", 4], "tracker"),
+        ("selsync_overhead.py", ["--steps", 10, "--rounds", 1], "SelDP"),
+        ("codecs.py", ["--mib", 1, "--rounds", 2], "truncate16"),
     ],
 )
 def test_benchmarks(script: str, options: list[object], word: str) -> None:
-    [result] = run_forked(1, script, *options)
+    [result] = run_forked(1, f"../benchmarks/{script}", *options)
     assert result.returncode == 0, result.stderr
     assert word in result.stdout
 

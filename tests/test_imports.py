@@ -50,6 +50,7 @@ def test_imports_go_down(storey: str) -> None:
     for path in files:
         for name in imports_of(path):
             package, _, rest = name.partition(".")
+            assert package not in {"benchmarks", "examples", "tests"}, f"{path.relative_to(ROOT)} imports {name}"
             if package == "lightning_pipesync" and rest:
                 other = rest.partition(".")[0]
                 below = FLOOR.get(other, len(STOREYS)) < FLOOR[storey]

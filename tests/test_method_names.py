@@ -12,15 +12,14 @@ from lightning_pipesync.training.registry import METHODS
 ROOT = Path(__file__).parents[1] / "lightning_pipesync"
 METHODS_OF_PACKAGE = [one for one in METHODS.values() if one.__module__.startswith("lightning_pipesync.")]
 
-#: Where methods are listed; and what reproduces their papers.
-LISTED = {"__init__.py", "training/registry.py", "lab/papers"}
+#: Where methods are listed.
+LISTED = {"__init__.py", "training/registry.py"}
 #: The first lines of a file that a script has written from the registry.
 GENERATED = "Written by docs/strategy_classes.py"
 
 #: What else names one, by file, and why.
 EXCEPTIONS = {
     "accelerate/plugin.py": {"selsync"},  # an example, in the error for a file without the key
-    "lab/bench/candidates.py": {"dear"},  # the baselines dear-rs and dear-ag of its paper
     "lab/bench/step_report.py": {"DeAR"},  # cited for its equations
     "lab/bench/timeline.py": {"dear"},  # its figure is drawn if no methods are named
     "methods/local_sgd/clock.py": {"selsync"},  # a value of the setting period
@@ -57,8 +56,7 @@ def test_methods_are_named_in_their_folders_alone() -> None:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         inside = path.relative_to(ROOT).as_posix()
-        listed = any(inside == one or inside.startswith(f"{one}/") for one in LISTED)
-        if not listed and GENERATED not in path.read_text()[:300] and (names := named_in(path)):
+        if inside not in LISTED and GENERATED not in path.read_text()[:300] and (names := named_in(path)):
             found[inside] = names
     assert len(METHODS_OF_PACKAGE) == 6
     assert found == EXCEPTIONS, "an exception that is no longer needed is to go, too"

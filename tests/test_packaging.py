@@ -37,10 +37,10 @@ def declared(project: dict[str, Any]) -> dict[str, str]:
 def test_every_import_is_declared(project: dict[str, Any]) -> None:
     known, distributions = declared(project), packages_distributions()
     imports: dict[str, Path] = {}
-    for path in (ROOT / "lightning_pipesync").rglob("*.py"):
+    for path in [*(ROOT / "lightning_pipesync").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         imports |= dict.fromkeys((name.partition(".")[0] for name in imports_of(path)), path)
     for package, path in imports.items():
-        if package == "lightning_pipesync" or package in sys.stdlib_module_names:
+        if package in {"lightning_pipesync", "benchmarks", "examples", *sys.stdlib_module_names}:
             continue
         assert any(normalized(one) in known for one in distributions[package]), f"{path} imports {package}"
 
@@ -52,6 +52,10 @@ def test_the_oldest_constraints_are_the_lower_bounds(project: dict[str, Any]) ->
         bound = re.search(r">=([\d.]+)", known.get(normalized(name), ""))
         if version and bound:
             assert re.sub(r"(\.0)+$", "", version) == re.sub(r"(\.0)+$", "", bound[1]), line
+
+
+def test_the_wheel_has_the_package_alone(project: dict[str, Any]) -> None:
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["lightning_pipesync"]}
 
 
 def test_the_version_has_one_source(project: dict[str, Any]) -> None:

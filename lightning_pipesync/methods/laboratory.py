@@ -56,11 +56,6 @@ def waiting_share(compute: float, seconds: float) -> str:
     return f"{1 - compute / seconds:.0%} of a step waits for the network"
 
 
-def together_per_second(passes: Sequence[Iterator[float]], num_steps: int = 5000) -> float:
-    """Returns the gradients a second of steps that wait for all ranks; see :meth:`LabEntry.gradients_per_second`."""
-    return len(passes) * num_steps / sum(max(map(next, passes)) for _ in range(num_steps))
-
-
 @dataclass(frozen=True)
 class BenchCandidate:
     """A method with settings, as benchmarks run it.
@@ -202,15 +197,6 @@ class LabEntry:
             divided_data: whether each rank holds data of its own, so that they cannot be in a queue.
         """
         return BenchCandidate(self.label, config)
-
-    def gradients_per_second(self, config: Any, passes: Sequence[Iterator[float]]) -> float | None:
-        """Returns how many gradients are used if nothing but computation takes time; None: it depends on the training.
-
-        Args:
-            config: of :attr:`training_config_type`.
-            passes: of each rank the seconds of its forward and backward passes, without an end.
-        """
-        return None
 
     # --- plans ------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.passes import Passes
+
+#: Runs the passes of a step: called with what computes the loss, and with what raises if the passes are not needed.
+RunPasses = Callable[[Callable[[], Tensor], Callable[[], object]], Any]
 
 #: Every candidate trains with SGD, learning rate and momentum, unless its model has an optimizer.
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
@@ -28,12 +31,14 @@ class Candidate(ABC):
         compression: the ratio of the size of the gradient to its size on the wire.
         segments: the number of segments of an all-reduce that runs under the next step; None: there is none.
         period: the number of steps after which what a step does repeats: take whole periods as a measurement.
+        transport: carries its communication; None: another library communicates.
     """
 
     limit = "compute"
     compression = 1.0
     segments: int | None = None
     period = 1
+    transport: Transport | None = None
 
     def __init__(self, name: str, model: BenchModel) -> None:
         self.name, self.model = name, model
@@ -69,15 +74,15 @@ class Trainable(Candidate):
     Attributes:
         optimizer: of its parameters.
         max_norm: the norm to which gradients are clipped; None: no clipping.
-        passes: emulates how long forward and backward pass take on this rank; None: as long as they do.
+        run_passes: runs forward and backward pass, and returns the loss.
     """
 
     max_norm: float | None = None
-    passes: Passes | None = None
+    run_passes: RunPasses
 
     def __init__(self, name: str, model: BenchModel, module: nn.Module) -> None:
         super().__init__(name, model)
-        self.module = module
+        self.module, self.run_passes = module, forward_and_backward
         self.optimizer = model.optimizer(model.module) if model.optimizer else sgd(module.parameters())
 
     def step(self, batch: Any = None) -> None:
@@ -86,14 +91,10 @@ class Trainable(Candidate):
         self.update()
 
     def compute_gradient(self, batch: Any = None, check: Callable[[], object] = lambda: None) -> Any:
-        """Runs forward and backward pass, and returns the loss; ``check``: see :class:`Passes`."""
+        """Runs forward and backward pass, and returns the loss; ``check`` raises if the passes are not needed."""
         self.optimizer.zero_grad()
         batch = self.batch if batch is None else batch
-        if self.passes is not None:
-            return self.passes.run(lambda: self.model.loss(self.module, batch), check)
-        loss = self.model.loss(self.module, batch)
-        loss.backward()
-        return loss
+        return self.run_passes(lambda: self.model.loss(self.module, batch), check)
 
     @abstractmethod
     def update(self) -> None:
@@ -113,6 +114,12 @@ class Trainable(Candidate):
     @abstractmethod
     def lssr(self) -> float | None:
         """The share of local steps (SelSync, Eq. 4); None if it is not defined."""
+
+
+def forward_and_backward(forward: Callable[[], Tensor], check: Callable[[], object]) -> Tensor:
+    loss = forward()
+    loss.backward()
+    return loss
 
 
 def sgd(parameters: Iterable[Tensor]) -> Optimizer:

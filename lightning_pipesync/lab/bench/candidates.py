@@ -17,16 +17,6 @@ from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.candidate import LEARNING_RATE, MOMENTUM, Trainable
 from lightning_pipesync.lab.bench.method_candidate import MakeCandidate, lab_of, method_candidates
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.papers.baselines import (
-    AllGatherOnly,
-    ByteScheduler,
-    GroupedAllReduce,
-    Horovod,
-    MergedAllReduce,
-    ParameterServerBaseline,
-    ReduceScatterOnly,
-    TunedHorovod,
-)
 from lightning_pipesync.training.registry import METHODS
 
 
@@ -104,30 +94,11 @@ def zero(model: BenchModel, bucket_mb: float) -> Wrapped:
     return Wrapped("DDP + ZeRO-1", model, module, "baseline", optimizer)
 
 
-def serial(model: BenchModel, bucket_mb: float) -> GroupedAllReduce:
-    """All-reduces of buckets after backward, hidden under nothing."""
-    return GroupedAllReduce(f"all-reduce after backward, {bucket_mb:g} MiB", model, "serial", bucket_mb, hidden=False)
-
-
-def wfbp(model: BenchModel) -> GroupedAllReduce:
-    """Wait-free backpropagation: the all-reduce of each tensor by itself, under backward."""
-    return GroupedAllReduce("WFBP", model, "baseline", bucket_mb=None)
-
-
 #: By name what this package's methods are compared with: a function of the bucket sizes in MiB.
 ALTERNATIVES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
     "ddp": lambda sizes: [partial(ddp, bucket_mb=size) for size in sizes],
     "fsdp2": lambda _: [fsdp2],
-    "serial": lambda sizes: [partial(serial, bucket_mb=size) for size in sizes],
-    "wfbp": lambda _: [wfbp],
-    "mg-wfbp": lambda _: [MergedAllReduce],
-    "horovod": lambda _: [Horovod],
-    "horovod-bo": lambda _: [TunedHorovod],
-    "byte-scheduler": lambda sizes: [partial(ByteScheduler, partition_mb=size) for size in sizes],
-    "ps": lambda _: [ParameterServerBaseline],
     "zero": lambda sizes: [partial(zero, bucket_mb=sizes[0])],
-    "dear-rs": lambda sizes: [partial(ReduceScatterOnly, bucket_mb=size) for size in sizes],
-    "dear-ag": lambda sizes: [partial(AllGatherOnly, bucket_mb=size) for size in sizes],
 }
 
 

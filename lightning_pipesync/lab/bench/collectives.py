@@ -18,9 +18,9 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
+from lightning_pipesync.lab.bench.push_pull import PushPull
 from lightning_pipesync.lab.bench.round_robin import median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.tables import table, table_of
-from lightning_pipesync.lab.papers.baselines import PushPull
 
 #: By operation, whether it is one half of an all-reduce or both.
 HALVES = {"reduce_scatter": 1, "all_gather": 1, "reduce_scatter + all_gather": 2, "all_reduce": 2}

@@ -16,13 +16,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
-from lightning_pipesync.lab.bench.job import launched
 from lightning_pipesync.lab.bench.named_settings import parse_named
-from lightning_pipesync.lab.bench.passes import Passes
-from lightning_pipesync.lab.bench.tasks import EVALUATED_ON, TASK_NAMES, Task, build_task, evaluations
+from lightning_pipesync.lab.bench.tasks import EVALUATED_ON, TASKS, Task, build_task, evaluations
 from lightning_pipesync.lab.bench.training import Training, compared_trainings, config_types
-from lightning_pipesync.lab.papers import host_speed_report
-from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +26,8 @@ class Converge(Benchmark):
     """Trains to a target with several methods: time, steps and bytes that each needs.
 
     Attributes:
-        task: digits (scikit-learn's, accuracy), mnist1d (digits as signals, accuracy), signals (noisy curves,
-            accuracy) or topics (the text of Python's documentation, perplexity).
+        task: digits (scikit-learn's, accuracy), signals (noisy curves, accuracy) or topics (the text of Python's
+            documentation, perplexity).
         methods: alone, ddp, and methods of this package, each with settings if need be:
             NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5. FedAvg with C and E is
             local_sgd:period=0.25epoch,participation=0.5. With alone, each rank by itself, the table has the limit.
@@ -42,10 +38,6 @@ class Converge(Benchmark):
         evaluations: How often the quality is measured in a training; time and bytes to the target are as fine as that.
         evaluate_on: test, or validation: a tenth of the training data, on which to choose settings.
         labels_per_worker: Number of labels that each rank holds, which makes the data non-IID.
-        compute: Emulated computation: the least time of each pass of a rank, e.g. 100ms; it sleeps for the rest.
-        slow: HOST:SHARE% for a rank that computes at that share of the speed (3:50%). May be given again.
-        stalls: SHARE%:FACTOR for passes that stall at random (5%:10): that share of them takes longer, by an
-            exponentially distributed time with a mean of so many times --compute.
     """
 
     task: str = "digits"
@@ -57,15 +49,12 @@ class Converge(Benchmark):
     evaluations: int = 24
     evaluate_on: str = "test"
     labels_per_worker: int | None = None
-    compute: str | None = None
-    slow: list[str] = field(default_factory=list)
-    stalls: str | None = None
 
     name = "converge"
 
     def __post_init__(self) -> None:
-        if self.task not in TASK_NAMES:
-            raise ValueError(f"task={self.task!r} is not known; there are {', '.join(TASK_NAMES)}.")
+        if self.task not in TASKS:
+            raise ValueError(f"task={self.task!r} is not known; there are {', '.join(TASKS)}.")
         if self.evaluate_on not in EVALUATED_ON:
             raise ValueError(f"evaluate_on must be one of {', '.join(EVALUATED_ON)}, got {self.evaluate_on!r}.")
         if not self.methods or len(set(self.methods)) < len(self.methods):
@@ -80,13 +69,6 @@ class Converge(Benchmark):
         if self.labels_per_worker is not None:
             self.build_task()
         super().__post_init__()
-        for count in () if launched() else self.hosts:
-            self.host_speeds.check_hosts(count)
-
-    @property
-    def host_speeds(self) -> HostSpeeds:
-        """How long the computation of a step takes on each host."""
-        return HostSpeeds.parse(self.compute, self.slow, self.stalls)
 
     @property
     def num_measurements(self) -> int:
@@ -97,13 +79,15 @@ class Converge(Benchmark):
         task = build_task(self.task, self.evaluate_on)
         return task if self.labels_per_worker is None else task.with_label_skew(self.labels_per_worker)
 
+    def prepare(self, training: Training, seed: int) -> None:
+        """Called before each training."""
+
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Trains with every method, seed by seed; a collective call.
 
         Returns:
             Settings; metric, target and whether higher is better; and ``runs``: the results of :func:`train`.
         """
-        self.host_speeds.check_hosts(dist.get_world_size())
         task = self.build_task()
         runs = [train(task, method, seed, self, progress) for seed in self.seeds for method in self.methods]
         return {
@@ -116,16 +100,10 @@ class Converge(Benchmark):
         }
 
     def report(self, results: list[dict[str, Any]]) -> str:
-        text = converge_report.as_markdown(results)
-        if self.compute is not None:
-            text += "".join("\n" + host_speed_report.as_markdown(result, config_of) for result in results)
-        return text
+        return converge_report.as_markdown(results)
 
     def draw(self, results: list[dict[str, Any]]) -> None:
         converge_report.draw(results, self.output / "converge.png")
-        for result in results:
-            host_speed_report.draw_errors(result, self.output / f"errors_{result['world_size']}.png")
-            host_speed_report.draw_staleness(result, self.output / f"staleness_{result['world_size']}.png")
 
 
 def parse_method(text: str) -> Callable[[Task], Training]:
@@ -158,7 +136,7 @@ def train(task: Task, method: str, seed: int, settings: Converge, progress: Call
     """
     torch.manual_seed(seed)  # the same weights for every method
     training = parse_method(method)(task)
-    training.candidate.passes = Passes(settings.host_speeds.seconds_of(dist.get_rank(), seed))
+    settings.prepare(training, seed)
     torch.manual_seed(1000 * seed + dist.get_rank())
     # The same number of steps for every method: with data injection a step uses fewer of the rank's own samples.
     num_steps = (settings.epochs or task.epochs) * training.steps_per_epoch

@@ -17,6 +17,9 @@ from lightning_pipesync.lab.bench.named_settings import parse_settings
 from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry
 from lightning_pipesync.training.registry import METHODS
 
+#: The way out for methods that nobody has registered.
+OWN_METHODS = "For a method of yours: pipesync --import MODULE ..., which names the module that registers it."
+
 #: Makes a candidate for a model; a collective call.
 MakeCandidate = Callable[[BenchModel], Candidate]
 
@@ -39,6 +42,7 @@ class MethodCandidate(Trainable):
         self.declared, self.limit, self.compression = declared, declared.limit, declared.compression
         self.segments, self.period = declared.segments, declared.period
         self.sync = method(model.module, self.optimizer, declared.config)
+        self.transport = self.sync.transport
         self._check_of_pass = declared.check_of_pass(self.sync)
         for group in self.optimizer.param_groups:
             group["lr"] *= declared.lr_scale
@@ -162,7 +166,7 @@ def method_candidates(text: str, bucket_mb: Sequence[float], known: Iterable[str
     """
     name, _, chosen = text.partition(":")
     if name not in METHODS:
-        raise ValueError(f"methods: {text!r} is not known; there are {', '.join([*METHODS, *known])}.")
+        raise ValueError(f"methods: {text!r} is not known; there are {', '.join([*METHODS, *known])}. {OWN_METHODS}")
     entry = lab_of(name)
     label = f"{entry.label} ({chosen.replace(',', ', ')})" if chosen else entry.label
     settings = parse_settings(text, METHODS[name].config_type)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import LinkCost, StepCost, end_of_pipeline
 from lightning_pipesync.core.layer_limits import LayerLimits
-from lightning_pipesync.core.pipe_cost import PipeCost
 from lightning_pipesync.core.work import Profile
 from lightning_pipesync.lab.bench import step_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
@@ -70,14 +69,12 @@ class Step(StepBenchmark):
     """Times a training step by method, compared with DDP, FSDP2, ZeRO and the limits of the papers.
 
     Attributes:
-        methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
-            the papers' baselines; dear-rs and dear-ag, half of DeAR; and methods of this package, each with settings
-            if need be: NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward, dear:edge_mb=0.5, dear:fusion=bo,
-            which searches for a bucket size first, in some 100 steps, selsync:overlap=forward or
-            pipe_sgd:compression=int8.
+        methods: What is compared: ddp, fsdp2, zero, and methods of this package, each with settings if need be:
+            NAME:SETTING=VALUE,SETTING=VALUE, e.g. dear:overlap=forward, dear:edge_mb=0.5, dear:fusion=bo, which
+            searches for a bucket size first, in some 100 steps, selsync:overlap=forward or pipe_sgd:compression=int8.
         ratio: Communication time over computation time of an emulated model; 1 if not given.
-        bucket_mb: Bucket sizes in MiB of DDP, of methods with buckets whose settings choose no size, and of
-            ByteScheduler's pieces; the baseline is DDP with its best size.
+        bucket_mb: Bucket sizes in MiB of DDP, and of methods with buckets whose settings choose no size; the baseline
+            is DDP with its best size.
         steps: Steps of one measurement; of local SGD whole periods.
         rounds: Number of measurements of each candidate, in turns.
     """
@@ -167,11 +164,12 @@ class Step(StepBenchmark):
         for candidate in candidates:
             candidate.close()
         predicted = {ddp_name(mib): predict_ddp(profile, link, world_size, mib) for mib in self.bucket_mb}
-        pipe = PipeCost(profile.update, profile.forward, profile.backward, num_bytes, world_size, link)
         measured = []
         for name, candidate in by_name.items():
             if candidate.segments is not None:
-                predicted[name] = pipe.step(segments=candidate.segments, compression=candidate.compression)
+                all_reduce = link.all_reduce(num_bytes / candidate.compression, world_size)
+                all_reduce += (candidate.segments - 1) * link.all_reduce(0, world_size)
+                predicted[name] = max(cost.compute, all_reduce)
             compressed = cost.compressed(candidate.compression)
             measured.append(
                 {

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.cost import StepCost
-from lightning_pipesync.core.pipe_cost import iterations_to_bound
 from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.round_robin import median_and_quartiles
 from lightning_pipesync.lab.bench.tables import table_of
@@ -96,7 +95,6 @@ def as_markdown(results: list[dict[str, Any]]) -> str:
 def _heading(result: dict[str, Any], run: dict[str, Any]) -> str:
     world_size, cost = result["world_size"], StepCost(**run["cost"])
     model, mib, mbit = result["settings"]["model"], run["num_bytes"] / MIB, result["bandwidth"] * 8 / 1e6
-    late = iterations_to_bound(1.0, staleness=1) / iterations_to_bound(1.0, staleness=0)
     halves, pipe = cost.two_halves, cost.under_next_step
     return f"""### {world_size} hosts, communication {cost.ratio:.2g} times computation
 
@@ -105,7 +103,7 @@ Computation: forward {_ms(cost.forward)}, backward {_ms(cost.backward)}, update 
 An all-reduce takes at least {_ms(cost.all_reduce)} ms. So a step takes at least {_ms(cost.baseline)} ms with the
 all-reduce under backward (Eq. 8), {_ms(halves)} with the paper's DeAR (Eq. 7), {_ms(cost.eager)} with gathers under
 backward, too, {_ms(pipe)} with Pipe-SGD, which
-may need {late:g} times as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(late * pipe)} ms.
+may need twice as many (its convergence bound, 8 F L sqrt((k + 1) / T)): {_ms(2 * pipe)} ms.
 The largest possible speed-up over one host (Eq. 6) is {cost.max_speedup(world_size):.2f}.
 With T(n) the time of a step on n hosts, and T(1) that of the step without communication, with the same mini-batch on
 each host: scaling efficiency = T(1) / T(n), communication overhead = T(n) - T(1), speed-up = n T(1) / T(n).

@@ -21,12 +21,10 @@ from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Progress
 from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import Wrapped, makers
-from lightning_pipesync.lab.bench.method_candidate import MethodCandidate
 from lightning_pipesync.lab.bench.models import EMULATED
 from lightning_pipesync.lab.bench.pictures import OF_PARTS, draw_span, picture
 from lightning_pipesync.lab.bench.step import StepBenchmark
 from lightning_pipesync.lab.bench.tables import table
-from lightning_pipesync.lab.papers.baselines import OverTransport
 
 COMPUTATION = ("forward", "backward")
 
@@ -60,10 +58,9 @@ class Recorder:
             module.register_full_backward_pre_hook(partial(self._record_backward, number))
             for parameter in module.parameters(recurse=False):
                 parameter.register_post_accumulate_grad_hook(partial(self._record_backward, number))
-        if isinstance(candidate, MethodCandidate | OverTransport):
-            transport = candidate.transport if isinstance(candidate, OverTransport) else candidate.sync.transport
+        if candidate.transport is not None:
             for name in ("reduce_scatter", "all_gather", "all_reduce"):
-                self._watch_operation(transport, name)
+                self._watch_operation(candidate.transport, name)
         elif isinstance(candidate, Wrapped) and isinstance(candidate.module, nn.parallel.DistributedDataParallel):
             candidate.module.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
 

@@ -21,7 +21,6 @@ from lightning_pipesync.methods.laboratory import (
     LabEntry,
     Prediction,
     StandIn,
-    together_per_second,
     waiting_share,
 )
 
@@ -63,9 +62,6 @@ class DeARLab(LabEntry):
             DeARCandidate(name, config, limit="eager" if config.gathers_early else "two_halves")
             for name, config in configs
         ]
-
-    def gradients_per_second(self, config: Any, passes: Sequence[Iterator[float]]) -> float:
-        return together_per_second(passes)
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
         """Yields all bucket sizes, in a ring and on a torus, and again those that are larger than the best."""

@@ -10,7 +10,6 @@ from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
 from lightning_pipesync.methods.laboratory import BenchCandidate, Exchange, LabEntry, Prediction
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
-from lightning_pipesync.methods.servers.throughput import Throughput
 
 #: The exchange whose cost a plan measures.
 PUSH_AND_PULL = "push and pull"
@@ -67,9 +66,6 @@ class ParameterServerLab(LabEntry):
             return ServedCandidate(self.label, config, lr_scale=lr_scale)
         logged = replace(config, **QUEUE, keep_log=True)
         return ServedCandidate(self.label, logged, own_pace=True, lr_scale=lr_scale)
-
-    def gradients_per_second(self, config: Any, passes: Sequence[Iterator[float]]) -> float:
-        return Throughput(config.policy_for(len(passes)), passes).gradients_per_second()
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
         if costs := cluster.exchanges.get(PUSH_AND_PULL):

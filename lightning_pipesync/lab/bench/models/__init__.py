@@ -3,8 +3,8 @@
 from lightning_pipesync.lab.bench.models.bench_model import BenchModel
 from lightning_pipesync.lab.bench.models.build import EMULATED, MODEL_NAMES, build_model, stand_in
 from lightning_pipesync.lab.bench.models.emulated import EmulatedModel, computation_seconds
+from lightning_pipesync.lab.bench.models.networks import TABLES
 from lightning_pipesync.lab.bench.models.table import ModelTable
-from lightning_pipesync.lab.papers.networks import TABLES
 
 __all__ = [
     "EMULATED",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_pipesync.lab.bench.models import real
 from lightning_pipesync.lab.bench.models.bench_model import BenchModel
 from lightning_pipesync.lab.bench.models.emulated import EmulatedModel
+from lightning_pipesync.lab.bench.models.networks import TABLES
 from lightning_pipesync.lab.bench.models.table import ModelTable
-from lightning_pipesync.lab.papers.networks import TABLES
 
 #: What the name of an emulated network begins with.
 EMULATED = "emulated-"

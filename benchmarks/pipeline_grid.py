@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_pipesync.core import layers as chain
-from lightning_pipesync.lab.bench.tasks import Task, evaluations
-from lightning_pipesync.lab.papers.pipeline_training import (
+from benchmarks.pipeline_training import (
     MODELS,
     Data,
     PipelineOptions,
     least_pipeline,
     reductions,
 )
-from lightning_pipesync.lab.papers.vectorized import Dense, Trainings, trainings_of
+from benchmarks.vectorized import Dense, Trainings, trainings_of
+from lightning_pipesync.core import layers as chain
+from lightning_pipesync.lab.bench.tasks import Task, evaluations
 
 #: One training: method, learning rate, seed.
 Member = tuple[str, float, int]

@@ -1,6 +1,6 @@
 """How fast each codec is on this CPU, beside a plain `Tensor.copy_` of the same values.
 
-python examples/benchmark_codecs.py --mib 25 --rounds 15 --threads 1
+python -m benchmarks.codecs --mib 25 --rounds 15 --threads 1
 
 GB/s counts the bytes of the fp32 source, whatever the size of the wire. Rounds are interleaved, so that a slow moment
 of a busy machine hits all rows alike; compare the ratios, not the speeds. "feedback" is a whole `encode_with_feedback`.

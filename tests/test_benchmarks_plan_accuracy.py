@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.cli import main
-from lightning_pipesync.lab.plan.accuracy import Accuracy
-from lightning_pipesync.lab.plan.accuracy_report import as_markdown, draw, extrapolated, outcomes, read
+from benchmarks import command
+from benchmarks.plan_accuracy import Accuracy
+from benchmarks.plan_accuracy_report import as_markdown, draw, extrapolated, outcomes, read
 from lightning_pipesync.lab.plan.predictions import considered
 from tests.test_plan import WORK, cluster
 
@@ -93,10 +93,10 @@ def test_tensors_have_the_size_that_has_the_ratio() -> None:
 
 
 def test_plans_are_added_to_those_of_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "plan", "--models", "emulated-alexnet", "--compute_ms", "20", "--ratio", "0.002", "--steps", "1"]
+    words = ["--models", "emulated-alexnet", "--compute_ms", "20", "--ratio", "0.002", "--steps", "1"]
     words += ["--rounds", "1", "--output", str(tmp_path)]
     (tmp_path / "accuracy.json").write_text(json.dumps({"results": [result()]}))
-    assert main(words) == 0
+    assert command.main("benchmarks.plan_accuracy:Accuracy", words) == 0
     assert "off by" in capsys.readouterr().out
     assert "| alexnet | 2 |" in (tmp_path / "accuracy.md").read_text()
     before, now = read(tmp_path / "accuracy.json")
@@ -125,5 +125,5 @@ def test_plans_are_added_to_those_of_before(tmp_path: Path, capsys: pytest.Captu
 def test_what_cannot_be_measured_is_refused(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "plan", *words, "--output", str(tmp_path)]) == 2
+    assert command.main("benchmarks.plan_accuracy:Accuracy", [*words, "--output", str(tmp_path)]) == 2
     assert said in " ".join(capsys.readouterr().err.split())

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from benchmarks.pipe_cost import PipeCost, convergence_bound, iterations_to_bound
 from lightning_pipesync.core.cost import LinkCost
-from lightning_pipesync.core.pipe_cost import PipeCost, convergence_bound, iterations_to_bound
 
 ALPHA, BETA, GAMMA, S, N = 1e-4, 8e-9, 1e-10, 2e-3, 1e8
 

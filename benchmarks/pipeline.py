@@ -1,20 +1,22 @@
-"""``pipesync bench pipeline``: pipelines with delayed gradients (EA-Pipe, Section IV, Tables 1 to 7, Figs. 3 and 4)."""
+"""``python -m benchmarks.pipeline``: pipelines with delayed gradients (EA-Pipe, Section IV, Tables 1-7, Figs. 3, 4)."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from benchmarks import command
+from benchmarks.pipeline_grid import train_at_once
+from benchmarks.pipeline_training import PipelineOptions, train
 from lightning_pipesync.lab.bench.benchmark import progress_bar
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import picture
 from lightning_pipesync.lab.bench.tables import environment, interval_of, table, with_interval
 from lightning_pipesync.lab.bench.tasks import build_task
-from lightning_pipesync.lab.papers.pipeline_grid import train_at_once
-from lightning_pipesync.lab.papers.pipeline_training import PipelineOptions, train
 
 Run = dict[str, Any]
 
@@ -188,3 +190,7 @@ def _draw_curve(panel: Any, runs: list[Run], label: str) -> None:
 def _runs(result: dict[str, Any], method: str, learning_rate: float, batch_size: int) -> list[Run]:
     wanted = (method, learning_rate, batch_size)
     return [run for run in result["runs"] if (run["method"], run["learning_rate"], run["batch_size"]) == wanted]
+
+
+if __name__ == "__main__":
+    sys.exit(command.main("benchmarks.pipeline:Pipeline"))

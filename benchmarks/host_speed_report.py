@@ -8,13 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.host_speed import HostSpeeds
+from benchmarks.throughput import Throughput, together_per_second
 from lightning_pipesync.lab.bench.converge_report import by_method, curves_of, rows_of, title_of
-from lightning_pipesync.lab.bench.method_candidate import lab_of
 from lightning_pipesync.lab.bench.named_settings import readable
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
 from lightning_pipesync.lab.bench.tables import number, table_of
-from lightning_pipesync.lab.papers.host_speed import HostSpeeds
-from lightning_pipesync.methods.laboratory import together_per_second
 
 #: Panels in a row of the picture of the staleness.
 _COLUMNS = 3
@@ -58,11 +57,13 @@ def limit_of(result: dict[str, Any], method: str, config: Any) -> float | None:
     """
     settings, num_hosts = result["settings"], result["world_size"]
     speeds = HostSpeeds.parse(settings["compute"], settings["slow"], settings["stalls"])
-    name, together = method.partition(":")[0], together_per_second(speeds.of_hosts(num_hosts))
-    if name == "ddp":
-        return 1.0
-    found = lab_of(name).gradients_per_second(config, speeds.of_hosts(num_hosts))
-    return None if found is None else found / together
+    match method.partition(":")[0]:
+        case "ddp" | "dear":
+            return 1.0
+        case "parameter_server":
+            found = Throughput(config.policy_for(num_hosts), speeds.of_hosts(num_hosts)).gradients_per_second()
+            return found / together_per_second(speeds.of_hosts(num_hosts))
+    return None
 
 
 def draw_errors(result: dict[str, Any], path: Path) -> None:

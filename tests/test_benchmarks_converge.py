@@ -1,4 +1,4 @@
-"""`pipesync bench converge` on hosts of different speed: emulated times, limits, trainings at the ranks' own pace."""
+"""`python -m benchmarks.converge`: emulated times, limits, and trainings in which each rank has its own pace."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync.cli import main
-from lightning_pipesync.lab.bench import passes
+from benchmarks import command, host_speed_report, passes
+from benchmarks.host_speed import HostSpeeds
+from benchmarks.passes import Passes
+from benchmarks.throughput import Throughput
 from lightning_pipesync.lab.bench.converge import config_of, parse_method
-from lightning_pipesync.lab.bench.passes import Passes
 from lightning_pipesync.lab.bench.tasks import build_task
-from lightning_pipesync.lab.papers import host_speed_report
-from lightning_pipesync.lab.papers.host_speed import HostSpeeds
 from lightning_pipesync.methods.servers import ParameterServerConfig
-from lightning_pipesync.methods.servers.throughput import Throughput
 from tests.harness import launch
 
 SLOW = HostSpeeds.parse("100ms", ["3:50%"], None)
@@ -152,7 +150,7 @@ METHODS = [
 def test_the_command(tmp_path: Path) -> None:
     options = ["--methods", *METHODS, "--compute", "20ms", "--slow", "1:50%", "--stalls", "10%:1"]
     options += ["--steps", "16", "--evaluations", "4", "--target", "20", "--output", str(tmp_path)]
-    assert main(["bench", "converge", *options]) == 0
+    assert command.main("benchmarks.converge:Converge", [*options]) == 0
     [result] = json.loads((tmp_path / "converge.json").read_text())["results"]
     runs = {run["method"]: run for run in result["runs"]}
     for run in runs.values():
@@ -179,7 +177,8 @@ def an_epoch_at_own_pace(method: str) -> tuple[list[int], list[float], dict[str,
     task = build_task("digits")
     training = parse_method(method)(task)
     assert training.own_pace
-    training.candidate.passes = Passes(HostSpeeds.parse("4ms", ["1:50%"], None).seconds_of(dist.get_rank(), 0))
+    speeds = HostSpeeds.parse("4ms", ["1:50%"], None)
+    training.candidate.run_passes = Passes(speeds.seconds_of(dist.get_rank(), 0)).run
     rates, sizes, step = [], [], training.step
 
     def recorded(batch: Any) -> None:
@@ -248,6 +247,6 @@ def test_ranks_with_data_of_their_own_take_as_many_steps_each() -> None:
     ],
 )
 def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "converge", *options]) == 2
+    assert command.main("benchmarks.converge:Converge", [*options]) == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message

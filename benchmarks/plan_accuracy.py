@@ -1,18 +1,20 @@
-"""How far plans are off: predictions beside measured steps, and the recommended method beside all others."""
+"""``python -m benchmarks.plan_accuracy``: how far plans are off, and the recommended method beside all others."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks import command
+from benchmarks import plan_accuracy_report as accuracy_report
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Command, Progress, make_hosts, run_on
 from lightning_pipesync.lab.bench.job import launched
 from lightning_pipesync.lab.bench.models import EMULATED, TABLES
-from lightning_pipesync.lab.plan import accuracy_report
 from lightning_pipesync.lab.plan.measure import plan_for
 from lightning_pipesync.lab.plan.model import PlanSettings
 from lightning_pipesync.lab.plan.predictions import considered, predict
@@ -114,3 +116,7 @@ class Accuracy(Command):
             },
             "recommended": (verdict_of(run, measured).exact or run[0]).name,
         }
+
+
+if __name__ == "__main__":
+    sys.exit(command.main("benchmarks.plan_accuracy:Accuracy"))

@@ -57,3 +57,8 @@ class Throughput:
                     released.update(host for host, learner in self._sequencer.learners.items() if not learner.waiting)
         for host in sorted(released):
             self._begin(host)
+
+
+def together_per_second(passes: Sequence[Iterator[float]], num_steps: int = 5000) -> float:
+    """Returns the gradients a second of steps that wait for all hosts, without communication."""
+    return len(passes) * num_steps / sum(max(map(next, passes)) for _ in range(num_steps))

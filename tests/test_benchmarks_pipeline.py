@@ -1,4 +1,4 @@
-"""`pipesync bench pipeline`: its models and methods, its arithmetic, and that it runs."""
+"""`python -m benchmarks.pipeline`: its models and methods, its arithmetic, and that it runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
-from lightning_pipesync.cli import main
+from benchmarks import command, pipeline_grid, pipeline_training
+from benchmarks.pipeline import Pipeline, choice_of, outcome_of
+from benchmarks.pipeline_grid import train_at_once
+from benchmarks.pipeline_training import MODELS, Data, build_engine, parse_method, train
 from lightning_pipesync.lab.bench.tasks import build_task
-from lightning_pipesync.lab.papers import pipeline_grid, pipeline_training
-from lightning_pipesync.lab.papers.pipeline import Pipeline, choice_of, outcome_of
-from lightning_pipesync.lab.papers.pipeline_grid import train_at_once
-from lightning_pipesync.lab.papers.pipeline_training import MODELS, Data, build_engine, parse_method, train
 from lightning_pipesync.methods.ea_pipe import EAPipe
+
+PIPELINE = "benchmarks.pipeline:Pipeline"
 
 
 @pytest.mark.parametrize(("name", "stages"), [("resnet", 50), ("vgg", 8), ("cnn", 4), ("mlp", 8)])
@@ -160,7 +161,7 @@ def test_the_command(tmp_path: Path) -> None:
     names = ["sgd", "pipedream", "weight_stashing", "spectrain", "naive", "ea_pipe:elastic_force=0.3,period=2"]
     options = ["--model", "cnn", "--stages", "3", "--learning_rates", "0.1", "1e30", "--seeds", "0", "1"]
     size = ["--batch_sizes", "200", "--epochs", "1", "--evaluations", "1"]
-    assert main(["bench", "pipeline", "--methods", *names, *options, *size, "--output", str(tmp_path)]) == 0
+    assert command.main(PIPELINE, ["--methods", *names, *options, *size, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "pipeline.json").read_text())["results"]
     assert len(result["runs"]) == 6 * 2 * 2
     for run in result["runs"]:
@@ -177,7 +178,7 @@ def test_the_command_for_many_at_once(tmp_path: Path) -> None:
     methods = ["--methods", "sgd", "weight_stashing", "ea_pipe:elastic_force=0.3", "ea_pipe:elastic_force=0.6"]
     options = ["--task", "mnist1d", "--model", "mlp", "--stages", "4", "--learning_rates", "0.01", "1e30"]
     size = ["--batch_sizes", "40", "80", "--seeds", "0", "1", "--epochs", "1", "--evaluations", "2"]
-    assert main(["bench", "pipeline", *methods, *options, *size, "--output", str(tmp_path)]) == 0
+    assert command.main(PIPELINE, [*methods, *options, *size, "--output", str(tmp_path)]) == 0
     [result] = json.loads((tmp_path / "pipeline.json").read_text())["results"]
     assert len(result["runs"]) == 4 * 2 * 2 * 2
     for run in result["runs"]:
@@ -207,7 +208,7 @@ def test_the_command_for_many_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "pipeline", *options]) == 2
+    assert command.main(PIPELINE, [*options]) == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message
 

@@ -1,7 +1,8 @@
-"""``pipesync bench stages``: the throughput of a pipeline by method (EA-Pipe, Tables 2 and 5)."""
+"""``python -m benchmarks.stages``: the throughput of a pipeline by method (EA-Pipe, Tables 2 and 5)."""
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from benchmarks import command
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
@@ -230,3 +232,7 @@ reaches {bandwidth * 8 / 1e6:.0f} Mbit/s). The share is of the throughput of sta
 is that of a stage for a mini-batch, of all threads.
 
 {table(["", "ms a mini-batch", "of the limit", "processor ms"], rows)}"""
+
+
+if __name__ == "__main__":
+    sys.exit(command.main("benchmarks.stages:Stages"))

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from benchmarks.baselines.over_transport import OverTransport
 from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.comm.comm_queue import Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
 from lightning_pipesync.methods.gradients.backpipe import BackPipe
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.gradients.link import measure_link

@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, Subset
 
+import benchmarks.mnist1d  # noqa: F401 - adds it to the tasks
+from benchmarks import layered
 from lightning_pipesync.lab.bench.benchmark import Command
 from lightning_pipesync.lab.bench.named_settings import parse_named
 from lightning_pipesync.lab.bench.tasks import Task, evaluations
-from lightning_pipesync.lab.papers import layered
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
 
 Error = TypeVar("Error")

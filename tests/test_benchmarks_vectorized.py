@@ -10,8 +10,8 @@ import torch
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
+from benchmarks.vectorized import Dense, trainings_of
 from lightning_pipesync.lab.bench.tasks import build_task
-from lightning_pipesync.lab.papers.vectorized import Dense, trainings_of
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig
 from tests.reference_ea_pipe import Weights, ea_pipe, one_version, pipedream, weight_stashing
 

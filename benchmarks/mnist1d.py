@@ -8,8 +8,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
-from lightning_pipesync.lab.bench.tasks.task import Task
-from lightning_pipesync.lab.papers import layered
+from benchmarks import layered
+from lightning_pipesync.lab.bench.tasks import TASKS, Task
 
 #: The shape of each digit, as its authors drew it.
 _TEMPLATES = (
@@ -74,3 +74,6 @@ def _signal(shape: np.ndarray, generator: np.random.Generator) -> np.ndarray:
 
 def _resampled(signal: np.ndarray, size: int) -> np.ndarray:
     return np.interp(np.linspace(0, 1, size), np.linspace(0, 1, len(signal)), signal)
+
+
+TASKS["mnist1d"] = mnist1d

@@ -5,8 +5,8 @@ SelSync (delta so high that none is synchronized) and steps of Pipe-SGD take tur
 meets all alike. Within them their own parts are timed: measuring the gradient's norm, and the flag, sent before the
 update and awaited behind it; the trial step on copies of the weights.
 
-    python examples/benchmark_overhead.py
-    torchrun --nproc-per-node 4 examples/benchmark_overhead.py
+    python -m benchmarks.overhead
+    torchrun --nproc-per-node 4 -m benchmarks.overhead
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
-from launching import run_on_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from examples.launching import run_on_ranks
 from lightning_pipesync import PipeSGD, SelSync
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
@@ -70,7 +70,8 @@ def measure(args: argparse.Namespace) -> None:
         nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
 
     def plain_step() -> dict[str, float]:
-        return {"plain step": timed(lambda: (backward(models[0]), plain.step()))}
+        compute = timed(lambda: backward(models[0]))
+        return {"plain step": compute + timed(plain.step)}
 
     def local_step() -> dict[str, float]:
         compute = timed(lambda: backward(models[1]))

@@ -1,4 +1,4 @@
-"""What `pipesync bench stages` measures, and how it is shown."""
+"""What `python -m benchmarks.stages` measures, and how it is shown."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_pipesync.cli import main
-from lightning_pipesync.lab.papers.stages import Stages, parse_candidate
+from benchmarks import command
+from benchmarks.stages import Stages, parse_candidate
 from tests.harness import launch
 
 METHODS = ("ea_pipe", "ea_pipe:replicas=4", "naive", "gpipe")
@@ -72,7 +72,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "stages", *options]) == 2
+    assert command.main("benchmarks.stages:Stages", [*options]) == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.baselines import ByteScheduler
+from benchmarks.baselines.grouped import merged
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
 from lightning_pipesync.lab.bench.models import build_model
-from lightning_pipesync.lab.papers.baselines import ByteScheduler
-from lightning_pipesync.lab.papers.baselines.grouped import merged
 from tests.harness import launch
 
 #: 1 ms a message, 1 s a MiB on two ranks.

@@ -31,7 +31,7 @@ class OverTransport(Candidate):
         super().__init__(name, model)
         self.limit = limit
         self.optimizer = sgd(model.module.parameters())
-        self.transport = Transport()
+        self.transport: Transport = Transport()
         self.in_ready_order = collect_parameters(model.module, [self.optimizer])[::-1]
         self.hooks: list[RemovableHandle] = []
 

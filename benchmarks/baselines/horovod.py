@@ -9,11 +9,11 @@ from typing import Any
 from bayes_opt import BayesianOptimization
 from torch import Tensor
 
+from benchmarks.baselines.over_transport import OverTransport
 from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.comm.handle import Promise, Worker
 from lightning_pipesync.core.parameters import hook_gradient
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
 
 #: Its defaults: MiB of the fusion buffer, and milliseconds of a cycle.
 FUSION_MB, CYCLE_MS = 64.0, 1.0

@@ -2,9 +2,9 @@
 
 In one process:
 
-    python examples/benchmark_selsync.py
+    python -m benchmarks.selsync_overhead
 
-benchmark_overhead.py measures the whole tracker, and the flag, in a training.
+benchmarks.overhead measures the whole tracker, and the flag, in a training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -40,7 +42,7 @@ def smoothing(steps: int) -> Table:
         tracker = GradientChangeTracker(window, smoothing=0.16)
         for _ in range(window):
             tracker.update(1.0)
-        seconds = median(timed(lambda tracker=tracker: tracker.update(1.0)) for _ in range(steps))
+        seconds = median(timed(partial(tracker.update, 1.0)) for _ in range(steps))
         table.add_row(f"{window}", f"{seconds * 1e6:.1f}")
     return table
 
@@ -50,7 +52,8 @@ def order(ranks: int, rounds: int) -> Table:
     headings = "data set", "samples", "", "ms before the first epoch", "ms before each further one"
     table = Table(*headings, title=f"The order of the data on one of {ranks} ranks")
     for name, samples in DATA_SETS.items():
-        for kind, sampler_type in (("DefDP", DistributedSampler), ("SelDP", SelDPSampler)):
+        kinds: dict[str, Any] = {"DefDP": DistributedSampler, "SelDP": SelDPSampler}
+        for kind, sampler_type in kinds.items():
             first, further = [], []
             for _ in range(rounds):
                 start = time.perf_counter()
@@ -58,7 +61,7 @@ def order(ranks: int, rounds: int) -> Table:
                 iter(sampler)
                 first.append(time.perf_counter() - start)
                 sampler.set_epoch(1)
-                further.append(timed(lambda sampler=sampler: iter(sampler)))
+                further.append(timed(partial(iter, sampler)))
             table.add_row(name, f"{samples:,}", kind, f"{median(first) * 1e3:.1f}", f"{median(further) * 1e3:.1f}")
     return table
 

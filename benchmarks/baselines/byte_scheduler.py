@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.baselines.over_transport import OverTransport
 from lightning_pipesync.core.buckets import MIB
 from lightning_pipesync.core.comm.comm_queue import Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.parameters import hook_gradient, modules_with_parameters
 from lightning_pipesync.lab.bench.candidate import sgd
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.papers.baselines.over_transport import OverTransport
 
 
 class ByteScheduler(OverTransport):

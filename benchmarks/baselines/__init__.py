@@ -1,0 +1,39 @@
+"""What the papers measure against: other ways to overlap exact synchronous SGD, over this package's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from benchmarks.baselines.byte_scheduler import ByteScheduler
+from benchmarks.baselines.central_server import ParameterServerBaseline
+from benchmarks.baselines.grouped import AllGatherOnly, GroupedAllReduce, MergedAllReduce, ReduceScatterOnly
+from benchmarks.baselines.horovod import Horovod, TunedHorovod
+from lightning_pipesync.lab.bench.candidates import ALTERNATIVES
+from lightning_pipesync.lab.bench.method_candidate import MakeCandidate
+from lightning_pipesync.lab.bench.models import BenchModel
+
+
+def serial(model: BenchModel, bucket_mb: float) -> GroupedAllReduce:
+    """All-reduces of buckets after backward, hidden under nothing."""
+    return GroupedAllReduce(f"all-reduce after backward, {bucket_mb:g} MiB", model, "serial", bucket_mb, hidden=False)
+
+
+def wfbp(model: BenchModel) -> GroupedAllReduce:
+    """Wait-free backpropagation: the all-reduce of each tensor by itself, under backward."""
+    return GroupedAllReduce("WFBP", model, "baseline", bucket_mb=None)
+
+
+#: By name, a function of the bucket sizes in MiB.
+BASELINES: dict[str, Callable[[Sequence[float]], list[MakeCandidate]]] = {
+    "serial": lambda sizes: [partial(serial, bucket_mb=size) for size in sizes],
+    "wfbp": lambda _: [wfbp],
+    "mg-wfbp": lambda _: [MergedAllReduce],
+    "horovod": lambda _: [Horovod],
+    "horovod-bo": lambda _: [TunedHorovod],
+    "byte-scheduler": lambda sizes: [partial(ByteScheduler, partition_mb=size) for size in sizes],
+    "ps": lambda _: [ParameterServerBaseline],
+    "dear-rs": lambda sizes: [partial(ReduceScatterOnly, bucket_mb=size) for size in sizes],
+    "dear-ag": lambda sizes: [partial(AllGatherOnly, bucket_mb=size) for size in sizes],
+}
+ALTERNATIVES |= BASELINES

@@ -1,0 +1,24 @@
+"""``python -m benchmarks.timeline``: ``pipesync bench timeline``, of the baselines of the papers, too."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import benchmarks.baselines  # noqa: F401 - adds them to what can be drawn
+from benchmarks import command
+from lightning_pipesync.lab.bench import timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(timeline.Timeline):
+    """Draws when training steps compute and when they communicate, by method.
+
+    Attributes:
+        methods: What is drawn: ddp, serial, wfbp, mg-wfbp, horovod, byte-scheduler, ps, and methods of this package,
+            with settings as in `pipesync bench step`.
+    """
+
+
+if __name__ == "__main__":
+    sys.exit(command.main("benchmarks.timeline:Timeline"))

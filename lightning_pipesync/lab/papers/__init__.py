@@ -1,1 +1,0 @@
-"""The papers' experiments: their baselines, networks, pipelines and emulated hosts. Apart from what users run."""
