@@ -4,7 +4,7 @@
 #     NODE_RANK=0 MASTER_ADDR=machine0 ./static.sh train.py --option value      on machine0
 #     NODE_RANK=1 MASTER_ADDR=machine0 ./static.sh train.py --option value      on machine1
 #
-# Without a script it starts examples/resumable_digits.py. If a process fails, all end; elastic.sh starts them again.
+# Without a script it starts examples/resumable_digits.py. If a process fails, all end; elastic.sh restarts them.
 set -eu
 
 : "${NODE_RANK:?set it to the number of this machine, from 0 to NNODES - 1}"
