@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,15 @@ from uuid import uuid4
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command, launch_command_parser
 
 from lightning_pipesync.cli import main
 from tests import accelerate_scripts
-from tests.harness import default_signals, free_port, launch
+from tests.harness import free_port, launch
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "integrations" / "accelerate"
 DIGITS = [str(ROOT / "examples" / "accelerate_digits.py"), "--epochs", "1"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 PIPESYNC = [sys.executable, "-m", "lightning_pipesync", "launch"]
 
 # These set no optimizer's step off, and nobody reduces the gradients of a model whose optimizer is not prepared.
@@ -62,52 +62,57 @@ def test_accelerates_own_scripts(environment: dict[str, str], failing: set[str])
             assert "its optimizer was not prepared" in outcomes[name]
 
 
-class Launch:
-    """A launcher, whose workers can be told from all other processes, whatever session they are in.
+def run_launcher(commands: list[tuple[str, list[str]]], folder: Path, environment: dict[str, str]) -> int:
+    """Runs the command of this rank in this process, as a launcher; returns its exit status."""
+    program, arguments = commands[int(os.environ["RANK"])]
+    output = (folder / os.environ["RANK"]).open("w")
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ.update(environment)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    try:
+        if program == "pipesync":
+            return main(arguments)
+        launch_command(launch_command_parser().parse_args(arguments))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
-    Args:
-        command: the launcher's.
-        before: called in the launcher's process before it begins.
-        environment: further variables.
+
+def launched(*commands: tuple[str, list[str]], folder: Path, **environment: str) -> tuple[list[int], str]:
+    """Runs launchers at the same time, in processes that have imported what they need.
+
+    Returns:
+        Their exit statuses, and what they and their workers wrote; none of these is left running.
     """
-
-    def __init__(self, command: list[str], before: Callable[[], None] = default_signals, **environment: str) -> None:
-        self.mark = f"TEST_LAUNCH={uuid4().hex}"
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIPESYNC_", "ACCELERATE_"))}
-        self.process = subprocess.Popen(
-            command,
-            env={**kept, **environment, "OMP_NUM_THREADS": "1", "TEST_LAUNCH": self.mark.partition("=")[2]},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=before,
-        )
-
-    def finish(self) -> tuple[int, str]:
-        """Waits, and returns the exit status and what it and its workers wrote; none of them is left running."""
-        try:
-            output, _ = self.process.communicate(timeout=240)
-        finally:
-            left = self.processes()
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-        assert not left, left
-        return self.process.returncode, output
-
-    def processes(self) -> list[int]:
-        """The living processes of this launch, the launcher first."""
-        found = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                environment = (status.parent / "environ").read_bytes().split(b"\0")
-                if self.mark.encode() in environment and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                    found.append(int(status.parent.name))
-        return sorted(found)
+    mark = uuid4().hex
+    variables = {**environment, "TEST_LAUNCH": mark}
+    try:
+        statuses = launch(run_launcher, len(commands), commands, folder, variables, init=False, timeout_s=240)
+    finally:
+        left = processes_of(mark)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left, left
+    return statuses, "".join((folder / str(rank)).read_text() for rank in range(len(commands)))
 
 
-def test_pipesync_launch() -> None:
+def processes_of(mark: str) -> list[int]:
+    """Returns the living processes in whose environment a launch is marked."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            environment = (status.parent / "environ").read_bytes().split(b"\0")
+            if f"TEST_LAUNCH={mark}".encode() in environment and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                found.append(int(status.parent.name))
+    return found
+
+
+def test_pipesync_launch(tmp_path: Path) -> None:
     options = ["--config_file", str(CONFIGS / "selsync_cpu.yaml"), "--main_process_port", str(free_port())]
-    status, output = Launch([*PIPESYNC, *options, *DIGITS]).finish()
+    [status], output = launched(("pipesync", ["launch", *options, *DIGITS]), folder=tmp_path)
     assert status == 0, output
     assert "selsync on 2 processes: test accuracy" in output
     assert "Warning" not in output.replace("UserWarning: OMP_NUM_THREADS", "")
@@ -121,15 +126,13 @@ def test_the_file_for_gpus_differs_from_that_for_a_cpu_by_the_device() -> None:
     assert not gpus["use_cpu"]
 
 
-def test_two_machines() -> None:
+def test_two_machines(tmp_path: Path) -> None:
     """The file for two machines, here twice on this one, with a process each; EA-Pipe needs no more of a launcher."""
     options = ["--config_file", str(CONFIGS / "two_machines.yaml"), "--main_process_ip", "127.0.0.1"]
     options += ["--main_process_port", str(free_port()), "--num_processes", "2", "--same_network"]
-    machines = [
-        Launch([*ACCELERATE, *options, "--machine_rank", rank, *DIGITS], PIPESYNC_METHOD="ea_pipe") for rank in "01"
-    ]
-    (status, output), (other_status, other) = [machine.finish() for machine in machines]
-    assert (status, other_status) == (0, 0), output + other
+    machines = [("accelerate", [*options, "--machine_rank", rank, *DIGITS]) for rank in "01"]
+    statuses, output = launched(*machines, folder=tmp_path, PIPESYNC_METHOD="ea_pipe")
+    assert statuses == [0, 0], output
     assert "ea_pipe on 2 processes: test accuracy" in output
 
 
@@ -141,18 +144,18 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_wrong_setting_ends_all_workers(script: str) -> None:
+def test_a_wrong_setting_ends_all_workers(script: str, tmp_path: Path) -> None:
     options = ["--config_file", str(CONFIGS / "cpu.yaml"), "--main_process_port", str(free_port())]
-    launched = Launch([*ACCELERATE, *options, script], PIPESYNC_METHOD="dear", PIPESYNC_BUFFERMB="4")
-    status, output = launched.finish()
+    variables = {"PIPESYNC_METHOD": "dear", "PIPESYNC_BUFFERMB": "4"}
+    [status], output = launched(("accelerate", [*options, script]), folder=tmp_path, **variables)
     assert status != 0
     assert "method='dear' has no setting 'buffermb'. It has: update, elementwise" in output
 
 
-def test_one_process_in_place_of_two(script: str) -> None:
+def test_one_process_in_place_of_two(script: str, tmp_path: Path) -> None:
     """What `accelerate launch --cpu` does without a word."""
-    command = [*ACCELERATE, "--cpu", "--num_processes", "2", script]
-    _, output = Launch(command, PIPESYNC_METHOD="dear").finish()
+    command = ("accelerate", ["--cpu", "--num_processes", "2", script])
+    _, output = launched(command, folder=tmp_path, PIPESYNC_METHOD="dear")
     assert "asked for several processes, and has started this one only" in output
 
 
@@ -166,19 +169,33 @@ def test_a_hangup_ends_pipesync_launch_unless_it_is_ignored(ignored: bool, tmp_p
     def nohup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
-    launched = Launch([*PIPESYNC, *options, str(script)], nohup)
-    assert launched.process.stdout is not None
-    seen = [""]
-    while "a worker waits" not in seen[-1]:
-        seen.append(launched.process.stdout.readline())
-        assert seen[-1], f"it has ended early: {''.join(seen)}"
-    launched.process.send_signal(signal.SIGHUP)
-    if ignored:
-        with pytest.raises(subprocess.TimeoutExpired):
-            launched.process.wait(3)
-        launched.process.send_signal(signal.SIGTERM)
-    status, output = launched.finish()
-    assert status == 128 + (signal.SIGTERM if ignored else signal.SIGHUP), output
+    mark = uuid4().hex
+    process = subprocess.Popen(
+        [*PIPESYNC, *options, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TEST_LAUNCH": mark},
+        preexec_fn=nohup,
+    )
+    try:
+        assert process.stdout is not None
+        seen = [""]
+        while "a worker waits" not in seen[-1]:
+            seen.append(process.stdout.readline())
+            assert seen[-1], f"it has ended early: {''.join(seen)}"
+        process.send_signal(signal.SIGHUP)
+        if ignored:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(3)
+            process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 128 + (signal.SIGTERM if ignored else signal.SIGHUP), output
+    finally:
+        left = processes_of(mark)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left, left
 
 
 @pytest.mark.parametrize(

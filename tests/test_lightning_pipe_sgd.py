@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -18,19 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
-from tests.harness import launch
-from tests.lightning_models import (
-    Classifier,
-    dataset,
-    fit,
-    fit_on,
-    make_strategy,
-    scaling,
-    train_loader,
-    trainer,
-    val_loader,
-)
-from tests.test_lightning_dear import assert_same, fine_tune, fit_averaged
+from tests.case_table import Outcomes, launch_cases
+from tests.lightning_models import Classifier, dataset, fit, make_strategy, scaling, train_loader, trainer, val_loader
+from tests.test_lightning_dear import DDP_UNUSED, TwoOptimizers, assert_same, fine_tune, fit_averaged, fit_manually
 
 PIPE_SGD = {"name": "pipe_sgd"}
 #: As in the paper.
@@ -60,24 +49,12 @@ class Delay(pl.Callback):
             trainer.optimizers[0].step()
 
 
-@pytest.mark.parametrize(
-    ("settings", "module", "arguments"),
-    [
-        ({"staleness": 2}, {"optimizer": "adamw", "dropout": 0.2}, {"val_check_interval": 0.5}),
-        ({"pipeline_level": 2}, {"optimizer": "sgd"}, {"accumulate_grad_batches": 3}),
-        ({"staleness": 3, "drain": True}, {"optimizer": "adamw"}, {"gradient_clip_val": 0.1}),
-    ],
-    ids=["k=2", "level 2", "drained"],
-)
-def test_is_ddp_delayed(settings: dict[str, Any], module: dict[str, Any], arguments: dict[str, Any], tmp_path: Path):
-    delay = Delay(settings.get("staleness", 1), settings.get("drain", False))
-    expected = fit_on(2, tmp_path, "ddp", module, callbacks=[delay], **arguments)
-    actual = fit_on(2, tmp_path, {**DELAYED, **settings}, module, **arguments)
-    assert_same(actual, expected)
-    metrics, steps = actual[0]["metrics"], actual[0]["steps"]
-    assert metrics["pipe_sgd/updates"] == steps - settings.get("staleness", 1)
-    assert metrics["pipe_sgd/staleness"] == settings.get("staleness", 1)
-    assert metrics["pipe_sgd/mib_sent"] > 0
+#: Settings of the method, the module and the Trainer.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "k=2": ({"staleness": 2}, {"optimizer": "adamw", "dropout": 0.2}, {"val_check_interval": 0.5}),
+    "level 2": ({"pipeline_level": 2}, {"optimizer": "sgd"}, {"accumulate_grad_batches": 3}),
+    "drained": ({"staleness": 3, "drain": True}, {"optimizer": "adamw"}, {"gradient_clip_val": 0.1}),
+}
 
 
 def fit_and_replay(settings: dict[str, Any], arguments: dict[str, Any], directory: Path) -> tuple[Tensor, Tensor]:
@@ -100,22 +77,6 @@ def fit_and_replay(settings: dict[str, Any], arguments: dict[str, Any], director
     sync.flush()
     sync.detach()
     return model.weights(), copy.weights()
-
-
-@pytest.mark.parametrize(
-    ("settings", "arguments"),
-    [
-        ({}, {"val_check_interval": 0.5}),
-        ({"pipeline_level": 2}, {"accumulate_grad_batches": 2, "val_check_interval": 3}),
-    ],
-    ids=["k=1", "accumulation, validation in between"],
-)
-def test_prediction_is_that_of_a_loop(settings: dict[str, Any], arguments: dict[str, Any], tmp_path: Path) -> None:
-    """Which a simulation is compared to."""
-    outcomes = launch(fit_and_replay, 2, settings, arguments, tmp_path, init=False)
-    for weights, replayed in outcomes:
-        assert torch.equal(weights, replayed)
-        assert torch.equal(weights, outcomes[0][0])
 
 
 class Differing(pl.Callback):
@@ -144,7 +105,7 @@ class Differing(pl.Callback):
 
 def fit_and_compare(manual: bool, directory: Path) -> tuple[int, int]:
     """Returns how often callbacks found other weights on the other rank, and how often a training step did."""
-    model, callback, within = TwoOptimizers() if manual else Classifier(), Differing(), []
+    model, callback, within = ClippingByHand() if manual else Classifier(), Differing(), []
     forward = model.model[0].forward
 
     def look(x: Tensor) -> Tensor:
@@ -157,28 +118,6 @@ def fit_and_compare(manual: bool, directory: Path) -> tuple[int, int]:
     run = trainer(make_strategy(PIPE_SGD), 2, directory, callbacks=[callback], val_check_interval=0.5)
     run.fit(model, train_loader(), val_loader())
     return callback.differing, sum(within)
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_who_finds_predicted_weights(manual: bool, tmp_path: Path) -> None:
-    """A forward pass of the training does. Callbacks find the same weights on all ranks, at any time."""
-    for in_callbacks, in_forward in launch(fit_and_compare, 2, manual, tmp_path, init=False):
-        assert in_callbacks == 0
-        assert in_forward > 10
-
-
-def test_running_average_of_the_weights(tmp_path: Path) -> None:
-    expected = launch(partial(fit_averaged, "ddp", tmp_path, Delay(1)), 2, init=False)
-    assert_same(launch(partial(fit_averaged, DELAYED, tmp_path), 2, init=False), expected)
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_fine_tuning(level: int, tmp_path: Path) -> None:
-    ddp, strategy = "ddp_find_unused_parameters_true", {**DELAYED, "pipeline_level": level}
-    expected = launch(partial(fine_tune, ddp, tmp_path, Delay(1)), 2, init=False)
-    for actual, reference in zip(launch(partial(fine_tune, strategy, tmp_path), 2, init=False), expected, strict=True):
-        assert torch.equal(actual[0], reference[0])
-        assert all(torch.equal(a, b) for a, b in zip(actual[1], reference[1], strict=True))
 
 
 class NormSeen(Classifier):
@@ -203,15 +142,6 @@ def fit_and_look(strategy: Any, directory: Path) -> tuple[list[float], list[floa
     return model.norms, model.rates
 
 
-def test_hooks_see_the_gradient_that_is_about_to_be_applied(tmp_path: Path) -> None:
-    outcomes = launch(fit_and_look, 2, {**PIPE_SGD, "staleness": 2}, tmp_path, init=False)
-    norms, rates = outcomes[0]
-    assert outcomes[1] == (norms, rates)
-    assert norms[:2] == [0.0, 0.0]
-    assert all(norm > 0 for norm in norms[2:])
-    assert rates == launch(fit_and_look, 2, "ddp", tmp_path, init=False)[0][1], "schedules count steps, as ever"
-
-
 def fit_scaled(strategy: Any, directory: Path, scale: float) -> dict[str, Any]:
     plugin = scaling()
     assert plugin.scaler is not None
@@ -221,31 +151,16 @@ def fit_scaled(strategy: Any, directory: Path, scale: float) -> dict[str, Any]:
     return {**result, "scale": plugin.scaler.get_scale()}
 
 
-def test_loss_scaling(tmp_path: Path) -> None:
-    expected = launch(partial(fit_scaled, "ddp", tmp_path, 2.0**10), 2, init=False)
-    actual = launch(partial(fit_scaled, DELAYED, tmp_path, 2.0**10), 2, init=False)
-    assert_same(actual, expected, exact=False)
-    unscaled, scaled = (launch(partial(fit_scaled, PIPE_SGD, tmp_path, scale), 2, init=False) for scale in (1, 2.0**10))
-    assert_same(scaled, unscaled, exact=False)
-
-
-def test_an_overflow_is_one_for_all(tmp_path: Path) -> None:
-    """The scale overflows at first, and is the same on all ranks at the end."""
-    actual = launch(partial(fit_scaled, PIPE_SGD, tmp_path, 2.0**24), 2, init=False)
-    assert torch.equal(actual[0]["weights"], actual[1]["weights"])
-    assert torch.isfinite(actual[0]["weights"]).all()
-    assert actual[0]["scale"] == actual[1]["scale"] < 2.0**24
-    assert 0 < actual[0]["metrics"]["pipe_sgd/updates"] < actual[0]["steps"] - 1
-
-
-def run_on(strategy: Any, directory: Path, path: Path | None, steps: int, scaled: bool = False) -> dict[str, Any]:
+def run_on(
+    strategy: Any, directory: Path, path: Path | None, steps: int, scaled: bool = False, world_size: int = 2
+) -> dict[str, Any]:
     """Saves after every step."""
     model = Classifier(optimizer="adamw", batch_norm=True, scheduler=True)
     saver = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     arguments: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": steps}
     if scaled:
         arguments["plugins"] = [scaling()]
-    run = trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory, **arguments)
+    run = trainer(make_strategy(strategy), world_size, directory, **arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fit(model, train_loader(), val_loader(), ckpt_path=path)
@@ -254,61 +169,12 @@ def run_on(strategy: Any, directory: Path, path: Path | None, steps: int, scaled
     return {"weights": model.weights(), "steps": run.global_step, "updates": updates, "lost": list(filter(None, lost))}
 
 
-@pytest.mark.parametrize(
-    ("settings", "scaled", "at"),
-    [({"staleness": 2, "compression": "int8"}, False, 8), ({}, True, 3)],
-    ids=["k=2, int8", "16-mixed"],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any], scaled: bool, at: int, tmp_path: Path):
-    """In mid-epoch and at the end of one."""
-    strategy = {**PIPE_SGD, **settings}
-    whole = launch(partial(run_on, strategy, tmp_path / "whole", None, 12, scaled), 2, init=False)
-    path = tmp_path / "whole" / f"step={at}.ckpt"
-    assert torch.load(path, weights_only=True)["pipesync"]["world_size"] == 2
-    resumed = launch(partial(run_on, strategy, tmp_path / "resumed", path, 12, scaled), 2, init=False)
-    for one, other in zip(resumed, whole, strict=True):
-        assert torch.equal(one["weights"], other["weights"])
-        assert one["steps"] == other["steps"] == 12
-        assert one["updates"] == other["updates"]
-
-
-def test_checkpoints_interchange_with_ddp(tmp_path: Path) -> None:
-    """Weights and optimizer; the pipeline fills anew."""
-    launch(partial(run_on, PIPE_SGD, tmp_path / "pipe_sgd", None, 8), 2, init=False)
-    launch(partial(run_on, "ddp", tmp_path / "ddp", None, 8), 2, init=False)
-    for first, second, world_size in ((PIPE_SGD, "ddp", 2), ("ddp", PIPE_SGD, 2), (PIPE_SGD, PIPE_SGD, 1)):
-        path = tmp_path / ("ddp" if first == "ddp" else "pipe_sgd") / "step=8.ckpt"
-        directory = tmp_path / f"on {world_size}"
-        for outcome in launch(partial(run_on, second, directory, path, 12), world_size, init=False):
-            assert outcome["steps"] == 12
-            assert outcome["updates"] == (-1 if second == "ddp" else 3)
-            dropped = ["gradients that were on their way are dropped, and the pipeline fills anew."]
-            assert outcome["lost"] == (dropped if world_size == 1 else [])
-
-
-class TwoOptimizers(Classifier):
-    """As a GAN: manual optimization, one optimizer after the other, clipped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.model[0], self.model[2])]
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        _, x, y = batch
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.cross_entropy(self.model(x), y))
-            self.clip_gradients(optimizer, gradient_clip_val=0.05)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
+class ClippingByHand(TwoOptimizers):
+    clip = 0.05
 
 
 def fit_manually_scaled(directory: Path) -> tuple[Tensor, list[float]]:
-    model, plugin = TwoOptimizers(), scaling()
+    model, plugin = ClippingByHand(), scaling()
     assert plugin.scaler is not None
     plugin.scaler._init_scale, plugin.scaler._growth_interval = 2.0**10, 5
     run = trainer(make_strategy(PIPE_SGD), 2, directory, plugins=[plugin])
@@ -323,23 +189,139 @@ def fit_manually_scaled(directory: Path) -> tuple[Tensor, list[float]]:
     return model.weights(), scales
 
 
-def test_clipping_by_hand_knows_the_loss_scale(tmp_path: Path) -> None:
-    outcomes = launch(fit_manually_scaled, 2, tmp_path, init=False)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Outcomes:
+    """What two ranks have trained, in this order: some resume from what others have saved."""
+    cases: dict[Any, Any] = {}
+    for name, (settings, module, arguments) in SETTINGS.items():
+        delay = Delay(settings.get("staleness", 1), settings.get("drain", False))
+        cases["ddp", name] = partial(fit, folder, "ddp", module, callbacks=[delay], **arguments)
+        cases["pipe_sgd", name] = partial(fit, folder, {**DELAYED, **settings}, module, **arguments)
+    replayed = {"pipeline_level": 2}, {"accumulate_grad_batches": 2, "val_check_interval": 3}
+    cases |= {
+        "replay": partial(fit_and_replay, *replayed, folder),
+        "compare": partial(fit_and_compare, False, folder),
+        "compare, manual": partial(fit_and_compare, True, folder),
+        "EMA, ddp": partial(fit_averaged, "ddp", folder, Delay(1)),
+        "EMA": partial(fit_averaged, DELAYED, folder),
+        "norms": partial(fit_and_look, {**PIPE_SGD, "staleness": 2}, folder),
+        "norms, ddp": partial(fit_and_look, "ddp", folder),
+        "scaled, ddp": partial(fit_scaled, "ddp", folder, 2.0**10),
+        "scaled, delayed": partial(fit_scaled, DELAYED, folder, 2.0**10),
+        "scaled": partial(fit_scaled, PIPE_SGD, folder, 2.0**10),
+        "unscaled": partial(fit_scaled, PIPE_SGD, folder, 1),
+        "overflow": partial(fit_scaled, PIPE_SGD, folder, 2.0**24),
+        "whole": partial(run_on, PIPE_SGD, folder / "whole", None, 12, True),
+        "resumed": partial(run_on, PIPE_SGD, folder / "resumed", folder / "whole" / "step=3.ckpt", 12, True),
+        "saved": partial(run_on, PIPE_SGD, folder / "pipe_sgd", None, 8),
+        "saved, ddp": partial(run_on, "ddp", folder / "ddp", None, 8),
+        "to ddp": partial(run_on, "ddp", folder / "on", folder / "pipe_sgd" / "step=8.ckpt", 12),
+        "from ddp": partial(run_on, PIPE_SGD, folder / "on", folder / "ddp" / "step=8.ckpt", 12),
+        "clipping by hand": partial(fit_manually_scaled, folder),
+        "manual, ddp": partial(fit_manually, DDP_UNUSED, folder, ClippingByHand),
+        "manual, exact": partial(fit_manually, {**PIPE_SGD, "staleness": 0}, folder, ClippingByHand),
+        "manual": partial(fit_manually, PIPE_SGD, folder, ClippingByHand),
+    }
+    for level in (0, 1, 2):
+        strategy, also = ({**DELAYED, "pipeline_level": level}, []) if level else (DDP_UNUSED, [Delay(1)])
+        cases["fine-tuned", level] = partial(fine_tune, strategy, folder / f"level {level}", *also)
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_is_ddp_delayed(name: str, trained: Outcomes) -> None:
+    actual, staleness = trained["pipe_sgd", name], SETTINGS[name][0].get("staleness", 1)
+    assert_same(actual, trained["ddp", name])
+    metrics, steps = actual[0]["metrics"], actual[0]["steps"]
+    assert metrics["pipe_sgd/updates"] == steps - staleness
+    assert metrics["pipe_sgd/staleness"] == staleness
+    assert metrics["pipe_sgd/mib_sent"] > 0
+
+
+def test_prediction_is_that_of_a_loop(trained: Outcomes) -> None:
+    """With accumulation, and validation in between."""
+    for weights, replayed in trained["replay"]:
+        assert torch.equal(weights, replayed)
+        assert torch.equal(weights, trained["replay"][0][0])
+
+
+@pytest.mark.parametrize("case", ["compare", "compare, manual"])
+def test_who_finds_predicted_weights(case: str, trained: Outcomes) -> None:
+    """A forward pass of the training does. Callbacks find the same weights on all ranks, at any time."""
+    for in_callbacks, in_forward in trained[case]:
+        assert in_callbacks == 0
+        assert in_forward > 10
+
+
+def test_running_average_of_the_weights(trained: Outcomes) -> None:
+    assert_same(trained["EMA"], trained["EMA, ddp"])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_fine_tuning(level: int, trained: Outcomes) -> None:
+    for actual, expected in zip(trained["fine-tuned", level], trained["fine-tuned", 0], strict=True):
+        assert torch.equal(actual["weights"], expected["weights"])
+        assert all(map(torch.equal, actual["validated_with"], expected["validated_with"]))
+
+
+def test_hooks_see_the_gradient_that_is_about_to_be_applied(trained: Outcomes) -> None:
+    norms, rates = trained["norms"][0]
+    assert trained["norms"][1] == (norms, rates)
+    assert norms[:2] == [0.0, 0.0]
+    assert all(norm > 0 for norm in norms[2:])
+    assert rates == trained["norms, ddp"][0][1], "schedules count steps, as ever"
+
+
+def test_loss_scaling(trained: Outcomes) -> None:
+    assert_same(trained["scaled, delayed"], trained["scaled, ddp"], exact=False)
+    assert_same(trained["scaled"], trained["unscaled"], exact=False)
+
+
+def test_an_overflow_is_one_for_all(trained: Outcomes) -> None:
+    """The scale overflows at first, and is the same on all ranks at the end."""
+    actual = trained["overflow"]
+    assert torch.equal(actual[0]["weights"], actual[1]["weights"])
+    assert torch.isfinite(actual[0]["weights"]).all()
+    assert actual[0]["scale"] == actual[1]["scale"] < 2.0**24
+    assert 0 < actual[0]["metrics"]["pipe_sgd/updates"] < actual[0]["steps"] - 1
+
+
+def test_a_resumed_run_with_a_loss_scaler_is_the_uninterrupted_one(trained: Outcomes, folder: Path) -> None:
+    for one, other in zip(trained["resumed"], trained["whole"], strict=True):
+        assert torch.equal(one["weights"], other["weights"])
+        assert one["steps"] == other["steps"] == 12
+        assert one["updates"] == other["updates"]
+    assert torch.load(folder / "whole" / "step=3.ckpt", weights_only=True)["pipesync"]["world_size"] == 2
+
+
+def test_checkpoints_interchange_with_ddp(trained: Outcomes, folder: Path) -> None:
+    """Weights and optimizer; the pipeline fills anew."""
+    assert len(trained["saved"]) == len(trained["saved, ddp"]) == 2
+    path = folder / "pipe_sgd" / "step=8.ckpt"
+    alone = launch_cases({"": partial(run_on, PIPE_SGD, folder / "alone", path, 12, world_size=1)}, 1, init=False)[""]
+    dropped = ["gradients that were on their way are dropped, and the pipeline fills anew."]
+    for outcomes, updates, lost in ((trained["to ddp"], -1, []), (trained["from ddp"], 3, []), (alone, 3, dropped)):
+        for outcome in outcomes:
+            assert outcome["steps"] == 12
+            assert outcome["updates"] == updates
+            assert outcome["lost"] == lost
+
+
+def test_clipping_by_hand_knows_the_loss_scale(trained: Outcomes) -> None:
+    outcomes = trained["clipping by hand"]
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert outcomes[0][1][0] == 2.0**10
     assert outcomes[0][1][-1] > 2.0**10
 
 
-def fit_manually(strategy: Any, directory: Path) -> Tensor:
-    model = TwoOptimizers()
-    trainer(make_strategy(strategy), int(os.environ["WORLD_SIZE"]), directory).fit(model, train_loader(), val_loader())
-    return model.weights()
-
-
-def test_manual_optimization(tmp_path: Path) -> None:
-    expected = launch(partial(fit_manually, "ddp_find_unused_parameters_true", tmp_path), 2, init=False)
-    for weights in launch(partial(fit_manually, {**PIPE_SGD, "staleness": 0}, tmp_path), 2, init=False):
+def test_manual_optimization(trained: Outcomes) -> None:
+    expected, delayed = trained["manual, ddp"], trained["manual"]
+    for weights in trained["manual, exact"]:
         assert torch.equal(weights, expected[0])
-    delayed = launch(partial(fit_manually, PIPE_SGD, tmp_path), 2, init=False)
     assert torch.equal(delayed[0], delayed[1])
     assert not torch.equal(delayed[0], expected[0])

@@ -6,6 +6,7 @@ They end as scripts of users do, with all that happens at an interpreter's shutd
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -15,9 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which an optimizer would import after the fork, and so would DDP the next two
 import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks
+import torch.distributed.optim
 
-import tests.preload  # noqa: F401 - what each rank would import after it was forked
 from tests.conformance.methods import METHODS
 from tests.conformance.runners import train
 from tests.conformance.training import Checkpoint, Options
@@ -89,6 +92,7 @@ def fork_rank(rank: int, port: int, job: str, folder: Path) -> int:
 def main(folder: Path, jobs: list[str]) -> None:
     """Args: where all write, and the jobs: what befalls rank 1, the framework and the method."""
     torch.set_num_threads(1)
+    gc.freeze()  # or each rank's last garbage collection copies the memory that it shares
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     codes = {}
     for wave in WAVES:

@@ -68,7 +68,7 @@ METHODS = {
             LocalSGD,
             exact={"warmup_steps": 1000},
             typical=(
-                {"period": 3, "participation": 0.5, "average_optimizer_states": True},
+                {"period": 2, "participation": 0.5, "average_optimizer_states": True},
                 {"period": 3, "overlap_steps": 2, "outer_optimizer": "nesterov", "compression": "int8"},
                 {"period": "selsync", "lssr": 0.5, "fragments": 2, "overlap_steps": 1},
             ),

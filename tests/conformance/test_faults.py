@@ -19,6 +19,7 @@ import pytest
 
 from tests.conformance.cases import PAIRS
 from tests.conformance.faults import HANG_TIMEOUT_S, HUNG_S, TIMEOUT_S, WAVES
+from tests.conformance.methods import METHODS
 from tests.harness import default_signals
 
 #: What the last line of the other rank's error says of the one that is lost.
@@ -28,10 +29,14 @@ HOW = {
     "raises": "raised KeyError: 'a bug in the loop'",
 }
 
+PLAIN = [pair for pair in PAIRS if pair[0] == "plain"]
+#: What a framework makes of an exception does not depend on the method, except that it is a pipeline or not.
+REPRESENTATIVES = {(framework, METHODS[name].pipeline): (framework, name) for framework, name in reversed(PAIRS)}
+RAISING = sorted({*PLAIN, *REPRESENTATIVES.values()})
 #: A rank that hangs is found out by its timeout, whatever the framework.
 JOBS = {
-    how: [" ".join((how, *pair)) for pair in PAIRS if how != "hangs" or pair[0] == "plain"]
-    for how in (*HOW, "interrupted")
+    how: [" ".join((how, *pair)) for pair in pairs]
+    for how, pairs in {"killed": PAIRS, "hangs": PLAIN, "raises": RAISING, "interrupted": RAISING}.items()
 }
 
 

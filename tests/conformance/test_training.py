@@ -17,7 +17,7 @@ from tests.conformance.runners import saved_weights, train, train_plainly
 from tests.conformance.training import BATCHES, EPOCHS, Checkpoint, Options, Result, flat, network
 
 #: Saved within an epoch, with random numbers to be drawn.
-RESUMED, SAVED_EVERY = Options("adamw", dropout=0.2), 4
+RESUMED, SAVED_EVERY = Options("adamw", dropout=0.2), 3
 #: Loaded by another method: at the end of an epoch, from where DDP's Trainer, too, continues.
 EXCHANGED = Options("adamw")
 

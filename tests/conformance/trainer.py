@@ -77,7 +77,11 @@ def fit(
 ) -> Result:
     """Trains in a Trainer."""
     strategy = "ddp" if method is None else StrategyRegistry[method.name]["strategy"](**settings)
-    arguments: dict[str, Any] = {"limit_train_batches": BATCHES, "accumulate_grad_batches": options.accumulate}
+    arguments: dict[str, Any] = {
+        "limit_train_batches": BATCHES,
+        "accumulate_grad_batches": options.accumulate,
+        "log_every_n_steps": BATCHES,
+    }
     if not options.several:  # otherwise the module clips
         arguments["gradient_clip_val"] = options.clip_norm or options.clip_value
         arguments["gradient_clip_algorithm"] = "value" if options.clip_value else "norm"

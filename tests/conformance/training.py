@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.lightning_models import dataset
 
 EPOCHS = 2
-BATCHES = 6  # of an epoch, on each of two ranks: a part of those that there are
+BATCHES = 4  # of an epoch, on each of two ranks: a part of those that there are
 BATCH_SIZE = 4
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {

@@ -8,7 +8,7 @@ from tests.fuzz.batch import RUNS, reproduction, run_batch
 from tests.fuzz.outcome import FAILED
 
 
-@pytest.mark.parametrize(("num_ranks", "number"), [(2, 60), (3, 8)])
+@pytest.mark.parametrize(("num_ranks", "number"), [(2, 36), (3, 6)])
 @pytest.mark.parametrize("method", RUNS)
 def test_random_configurations(method: str, num_ranks: int, number: int) -> None:
     outcomes = run_batch(method, range(number), num_ranks)
