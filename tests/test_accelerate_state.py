@@ -101,6 +101,32 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         assert (tmp_path / method / "pipesync_1.bin").exists()
 
 
+def train_virtual_stages(folder: Path) -> list[Tensor]:
+    """Returns the weights of a pipeline in one process after six batches, and again resumed after three of them."""
+    trained = []
+    for first in (0, 3):
+        accelerator, model = accelerator_of("ea_pipe"), Classifier(dropout=0.3)
+        engine = accelerator.prepare_pipeline(
+            model.model, LOSS, lambda parameters: OPTIMIZERS["adamw"](nn.ParameterList(parameters)), virtual_stages=2
+        )
+        if first:
+            accelerator.load_state(str(folder))
+        for step in range(first, 6):
+            engine.train_batch(dataset()[torch.arange(4) + 4 * step][1:])
+            if step == 2:
+                accelerator.save_state(str(folder))
+        accelerator.consolidate()
+        trained.append(model.weights())
+        accelerator.free_memory()
+    return trained
+
+
+def test_a_pipeline_in_one_process_resumes(tmp_path: Path) -> None:
+    [(uninterrupted, resumed)] = launch(train_virtual_stages, 1, tmp_path, init=False)
+    assert torch.equal(uninterrupted, resumed)
+    assert not torch.equal(resumed, Classifier().weights())
+
+
 def steps(accelerator: Accelerator, folder: Path | None, num_steps: int, save: Path | None) -> tuple[Tensor, float]:
     """Trains from a checkpoint, if there is one, and saves another."""
     torch.manual_seed(accelerator.process_index)

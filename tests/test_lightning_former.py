@@ -62,9 +62,11 @@ def train(folder: Path, name: str, path: Path | None = None, steps: int = STEPS)
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """By method, without and with the checkpoint."""
     folder = tmp_path_factory.mktemp("former")
-    archive, cases = tarfile.open(FILE), {}
+    cases: dict[Any, Any] = {}
+    with tarfile.open(FILE) as archive:
+        for name in METHODS:
+            (folder / f"{name}.ckpt").write_bytes(archive.extractfile(f"{name}.ckpt").read())
     for name in METHODS:
-        (folder / f"{name}.ckpt").write_bytes(archive.extractfile(f"{name}.ckpt").read())
         cases[name, "whole"] = partial(train, folder, name)
         cases[name, "resumed"] = partial(train, folder, name, folder / f"{name}.ckpt")
     return launch_cases(cases, 2, init=False)

@@ -38,7 +38,12 @@ def save_rank_states(
 
 
 def read_rank_states(
-    folder: str | Path, num_methods: int, transport: Transport, name: str, models: Sequence[nn.Module], config: Settings
+    folder: str | Path,
+    num_methods: int,
+    transport: Transport | None,
+    name: str,
+    models: Sequence[nn.Module],
+    config: Settings,
 ) -> list[Any]:
     """Returns the state of each method that :func:`save_rank_states` has written; a collective call.
 
@@ -48,8 +53,9 @@ def read_rank_states(
         ValueError: on all ranks: some ranks do not find their file, or it is damaged, or of other models or of another
             number of processes.
     """
-    path = _file(folder, transport.rank)
-    saved = on_all_ranks(transport, lambda: _read(path, transport.rank))
+    rank = 0 if transport is None else transport.rank
+    path = _file(folder, rank)
+    saved = on_all_ranks(transport, lambda: _read(path, rank))
     if saved is not None and saved["weights"] != _fingerprint(models):
         warnings.warn(
             f"{path} is of other weights than those that were loaded, and is not used: plain Accelerate, or another "
@@ -58,21 +64,22 @@ def read_rank_states(
         )
         saved = None
     mine = None if saved is None else (saved["method"], saved["world_size"], len(saved["states"]))
-    [method, saved_size, num_states], complete = _agreed(transport.gather_objects(mine))
+    of_ranks = [mine] if transport is None else transport.gather_objects(mine)
+    [method, saved_size, num_states], complete = _agreed(of_ranks)
     if method is None:
         return []
     state: Any = state_of_rank(
-        {"strategy": method, "world_size": saved_size, "ranks": {transport.rank: saved and saved["states"]}},
+        {"strategy": method, "world_size": saved_size, "ranks": {rank: saved and saved["states"]}},
         name,
         transport,
         config,
         removable=f"{_file('', 0).name} and its like",
     )
-    if method != name or saved_size != transport.world_size:
+    if method != name or saved_size != len(of_ranks):
         return []
     if not complete:
         raise ValueError(
-            f"Not all of the {transport.world_size} processes find what they need in {folder}: on machines without a "
+            f"Not all of the {len(of_ranks)} processes find what they need in {folder}: on machines without a "
             f"shared folder, each machine needs the files of its processes, such as {path.name}."
         )
     if num_states != num_methods:

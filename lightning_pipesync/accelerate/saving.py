@@ -99,9 +99,9 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
 
         Raises:
             ValueError: it is of other models, settings, or another number of processes.
-            RuntimeError: there is a pipeline with all stages in this process.
+            RuntimeError: each of several processes has a pipeline with all stages.
         """
-        self._sessions.check_resumable()
+        self._sessions.check_resumable(self.num_processes)
         folders: list[str] = []
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
         # A method reads weights and optimizer states when it is attached, so they are loaded without one.
@@ -123,7 +123,7 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         methods = self._sessions.methods
         if self.pipesync is None or not methods:
             return
-        transport, name, config = self._sessions.transport, self.pipesync.method, self.pipesync.config
+        transport, name, config = methods[0].transport, self.pipesync.method, self.pipesync.config
         states = checkpoint.read_rank_states(folder, len(methods), transport, name, prepared_models(self), config)
         for method, state in zip(methods, states, strict=False):
             method.load_state_dict(state)

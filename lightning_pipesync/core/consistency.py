@@ -33,8 +33,13 @@ def raise_on_all_ranks(transport: Transport, problem: ValueError | None) -> None
             raise ValueError(f"Rank {rank} cannot train: {text}")
 
 
-def on_all_ranks(transport: Transport, function: Callable[[], T]) -> T:
-    """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them; a collective call."""
+def on_all_ranks(transport: Transport | None, function: Callable[[], T]) -> T:
+    """Returns the result of ``function``; a ``ValueError`` of one rank is raised on all of them; a collective call.
+
+    Without a transport there are no other ranks.
+    """
+    if transport is None:
+        return function()
     try:
         result = function()
     except ValueError as error:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.method import Method, parameters_of
 from lightning_pipesync.methods.pipeline import PipelineMethod
 from lightning_pipesync.methods.settings import Settings
@@ -109,21 +108,16 @@ class Sessions:
         """All attached methods."""
         return [*(session.method for session in self.sessions), *self.pipelines]
 
-    @property
-    def transport(self) -> Transport:
-        """The transport of the first method, see :meth:`check_resumable`."""
-        return cast("Transport", self.methods[0].transport)
-
-    def check_resumable(self) -> None:
+    def check_resumable(self, num_processes: int) -> None:
         """Checks that all methods can resume from a checkpoint.
 
         Raises:
-            RuntimeError: there is a pipeline with all stages in this process.
+            RuntimeError: each of several processes has a pipeline with all stages.
         """
-        if any(method.transport is None for method in self.methods):
+        if num_processes > 1 and any(method.transport is None for method in self.methods):
             raise RuntimeError(
-                "A pipeline with all stages in one process cannot resume from a checkpoint: start a process for each "
-                "stage, or load the weights into the layers before the pipeline is created."
+                f"There are {num_processes} processes, each with all stages of a pipeline, which cannot resume from a "
+                "checkpoint: start a process for each stage, or a single one."
             )
 
     def wrap(self, module: nn.Module, automatic: bool) -> SyncedModule:

@@ -41,7 +41,7 @@ def rank_state(methods: dict[str, Any], precision: dict[str, Any], device: torch
 def state_of_rank(
     saved: Mapping[str, Any] | None,
     strategy: str,
-    transport: Transport,
+    transport: Transport | None,
     config: Settings,
     removable: str = f"the key {CHECKPOINT_KEY!r}",
 ) -> dict[str, Any] | None:
@@ -53,7 +53,7 @@ def state_of_rank(
     Args:
         saved: the section; None if the checkpoint has none.
         strategy: name of the strategy that resumes, with ``config``.
-        transport: communicates with the ranks that resume.
+        transport: communicates with the ranks that resume; None: there is one.
         config: its settings.
         removable: what a user may remove from the checkpoint to resume without the states of the ranks.
 
@@ -76,9 +76,9 @@ def check_digest(state: Any, expected: str, rank: int, where: str, removable: st
 
 
 def _state_in(
-    saved: Mapping[str, Any], strategy: str, transport: Transport, config: Settings, removable: str
+    saved: Mapping[str, Any], strategy: str, transport: Transport | None, config: Settings, removable: str
 ) -> dict[str, Any] | None:
-    rank, world_size = transport.rank, transport.world_size
+    rank, world_size = (0, 1) if transport is None else (transport.rank, transport.world_size)
     if saved["strategy"] != strategy:
         _warn_once(
             rank,
