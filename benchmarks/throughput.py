@@ -10,13 +10,9 @@ from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 
 
 class Throughput:
-    """Simulates learners that compute for as long as their hosts need, and servers that answer at once.
+    """Simulates learners with the sequencer's decisions, and servers that answer at once.
 
-    The decisions are those of the parameter servers' sequencer.
-
-    Args:
-        policy: when the servers update the weights.
-        passes: of each host, with a learner, the seconds of its passes, without an end.
+    ``passes`` yields the seconds of each host's passes, without an end.
     """
 
     def __init__(self, policy: Policy, passes: Sequence[Iterator[float]]) -> None:
@@ -30,7 +26,7 @@ class Throughput:
         self._ends: list[tuple[float, int, int]] = []  # when a pass ends: seconds, learner, number of the pass
 
     def gradients_per_second(self, num_gradients: int = 20_000) -> float:
-        """Returns the gradients that updates use in a second, from a simulation of so many."""
+        """Returns the gradients that updates use in a second, from a simulation of ``num_gradients``."""
         for host in range(len(self._seconds)):
             self._begin(host)
         while self._used < num_gradients:

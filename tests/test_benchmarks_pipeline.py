@@ -196,7 +196,7 @@ def test_the_command_for_many_at_once(tmp_path: Path) -> None:
         (["--model", "nope"], ["model='nope'", "resnet, vgg, cnn, mlp"]),
         (["--methods", "nope"], ["'nope'", "sgd, pipedream"]),
         (["--methods", "ea_pipe:algorithm=naive"], ["algorithm=naive", "elastic_force"]),
-        (["--methods", "ea_pipe:elastic_force=2"], ["elastic_force must lie"]),
+        (["--methods", "ea_pipe:elastic_force=2"], ["elastic_force must be between"]),
         (["--methods", "sgd", "sgd"], ["different"]),
         (["--learning_rates", "0"], ["learning_rates", "0"]),
         (["--momentum", "1"], ["momentum"]),

@@ -338,7 +338,7 @@ def test_refusals_say_what_to_do() -> None:
     assert_refused(
         {
             "this is training: if it is called with other": validated_first(with_labels_in_training),
-            "with the arguments of the first call, call it alike": validated_first(with_labels),
+            "If the first call did not use it, call it with the same": validated_first(with_labels),
             "as lru_cache does": refused(Net(lambda net, x: plain(net, x) * ones(len(x)))),
             "torch.where": refused(Net(lambda net, x: plain(net, x if x.sum() > 0 else -x))),
         }

@@ -255,8 +255,8 @@ REFUSED_ON_EVERY_RANK: list[Refused] = [
     ("share a parameter", "tied", {}),
     ("blocks has: blocks.0, blocks.1", "", {"split": ("blocks.7",)}),
     ("It has: stem, norm, blocks, head", "", {"split": ("bloks",)}),
-    ("after the first, 1 of", "", {"split": ("blocks.1", "head")}),
-    ("Unfit is no nn.Sequential", "", {"split": "balanced"}),
+    ("after the first begin, 1 of", "", {"split": ("blocks.1", "head")}),
+    ("Unfit is not an nn.Sequential", "", {"split": "balanced"}),
     ("algorithm='gpipe' takes", "", {"algorithm": "gpipe"}),
 ]
 REFUSED: list[Refused] = [

@@ -251,4 +251,4 @@ def refused() -> str:
 
 def test_a_pipeline_needs_layers() -> None:
     for message in launch(refused, 2):
-        assert "Linear is no nn.Sequential, and split='balanced' does not say where to divide it" in message
+        assert "Linear is not an nn.Sequential, and split='balanced' does not say where to divide it" in message

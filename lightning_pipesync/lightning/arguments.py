@@ -105,18 +105,19 @@ class EAPipeStrategyMixin(PipelineStrategyMixin):
         algorithm: ``ea_pipe``; or an algorithm that the paper compares it with: ``pipedream`` (weight stashing and
             vertical sync), ``naive`` (Fig. 1a), ``spectrain`` (weight prediction), or the synchronous ``gpipe`` and
             ``1f1b``. Also ``weight_stashing`` without vertical sync, the default of PipeDream.
-        module: Name of the submodule of a LightningModule that is divided. None: there is but one ``nn.Sequential``.
+        module: Name of the submodule of a LightningModule that is divided. None: its only ``nn.Sequential``.
         split: The layers of each stage: ``balanced`` by their measured time; by their number of ``parameters``; or the
-            indices of the first layers of the second and all later stages. For a model that is no ``nn.Sequential``:
-            the names of the submodules with which the second and all later stages begin, in the order in which they are
-            called.
+            indices of the first layers of the second and all later stages. For a model that is not an
+            ``nn.Sequential``: the names of the submodules with which the second and all later stages begin, in the
+            order in which they are called.
         replicas: The number of mini-batches in flight, each with a replica of the weights. None: the number of stages
             (N), as in the paper, which keeps all stages busy if communication takes no time. More replicas hide the
             communication.
         micro_batches: The number of micro-batches of ``gpipe`` and ``1f1b``. None: the number of stages.
         prediction_smoothing: The smoothing of the updates from which ``spectrain`` predicts weights; 0: the last update
             alone. None: 0 if the optimizer has a momentum, else 0.9.
-        compression: The dtype in which activations and their gradients are sent: bf16, fp16, or that which they have.
+        compression: The dtype in which activations and their gradients are sent: bf16, fp16, or none: the dtype that
+            they have.
         seed: The seed of the random numbers of layers and the loss, such as dropout, which depend only on it, the
             mini-batch and the stage.
         timeout_s: Seconds after which a rank that does not answer counts as lost.

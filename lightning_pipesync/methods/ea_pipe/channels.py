@@ -17,7 +17,7 @@ _ACTIVATIONS, _GRADIENTS = 0, 1
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of a stage to its neighbors; None where there is none."""
+    """The channels of a stage to its neighbors; None at the ends of the pipeline."""
 
     activations_in: Receiver | None = None
     activations_out: Sender | None = None
@@ -26,7 +26,7 @@ class Channels:
 
 
 def rank_of(stage: int, num_stages: int) -> int:
-    """Returns the rank of a stage, or the stage of a rank. Rank 0, which logs, has the last stage with the loss."""
+    """Returns the rank of a stage, or the stage of a rank. Rank 0, which logs, has the last stage and the loss."""
     return num_stages - 1 - stage
 
 

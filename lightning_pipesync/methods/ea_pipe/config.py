@@ -50,12 +50,12 @@ class EAPipeConfig(PipelineSettings):
     ``weight_stashing`` without vertical sync, the default of PipeDream."""
 
     module: str | None = None
-    """Name of the submodule of a LightningModule that is divided. None: there is but one ``nn.Sequential``."""
+    """Name of the submodule of a LightningModule that is divided. None: its only ``nn.Sequential``."""
 
     split: Split = "balanced"
     """The layers of each stage: ``balanced`` by their measured time; by their number of ``parameters``; or the indices
-    of the first layers of the second and all later stages. For a model that is no ``nn.Sequential``: the names of the
-    submodules with which the second and all later stages begin, in the order in which they are called."""
+    of the first layers of the second and all later stages. For a model that is not an ``nn.Sequential``: the names of
+    the submodules with which the second and all later stages begin, in the order in which they are called."""
 
     replicas: int | None = None
     """The number of mini-batches in flight, each with a replica of the weights. None: the number of stages (N), as in
@@ -69,7 +69,7 @@ class EAPipeConfig(PipelineSettings):
     optimizer has a momentum, else 0.9."""
 
     compression: Wire = "none"
-    """The dtype in which activations and their gradients are sent: bf16, fp16, or that which they have."""
+    """The dtype in which activations and their gradients are sent: bf16, fp16, or none: the dtype that they have."""
 
     clip_norm: float | None = None
     """The L2 norm, over all stages, to which the gradient of a mini-batch is clipped; None: no clipping."""
@@ -83,16 +83,12 @@ class EAPipeConfig(PipelineSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.elastic_force < 1:
-            raise ValueError(f"elastic_force must lie between 0 and 1, got {self.elastic_force!r}.")
+        self._check("elastic_force", 0 < self.elastic_force < 1, "between 0 and 1")
         self._check_least(period=1, replicas=1, micro_batches=1)
         self._check_split()
-        if self.prediction_smoothing is not None and not 0 <= self.prediction_smoothing < 1:
-            raise ValueError(
-                f"prediction_smoothing must be at least 0 and less than 1, got {self.prediction_smoothing!r}."
-            )
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ValueError(f"clip_norm must be a positive number, got {self.clip_norm!r}.")
+        smoothing, clip_norm = self.prediction_smoothing, self.clip_norm
+        self._check("prediction_smoothing", smoothing is None or 0 <= smoothing < 1, "at least 0 and less than 1")
+        self._check("clip_norm", clip_norm is None or 0 < clip_norm < math.inf, "a positive number")
         if self.clip_norm is not None and self.algorithm in UNCLIPPED:
             raise ValueError(
                 f"clip_norm={self.clip_norm!r} needs the norm over all stages, and algorithm={self.algorithm!r} "
@@ -119,11 +115,9 @@ class EAPipeConfig(PipelineSettings):
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        """What a run that is resumed with another number of ranks loses: the replicas."""
         return "all replicas begin from the master's weights" if self.algorithm == "ea_pipe" else None
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect because of others, by name, and why."""
         ignored, chosen = {}, f"with algorithm={self.algorithm!r}"
         if self.algorithm != "ea_pipe":
             for name in ("elastic_force", "period"):

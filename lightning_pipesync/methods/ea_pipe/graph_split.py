@@ -31,8 +31,8 @@ class StageGraph:
 def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
     """Splits a graph at its calls of ``torch.distributed.pipelining.pipe_split``.
 
-    A stage receives values from the stage before it only, so that values for later stages pass through all stages
-    between. Parameters and buffers do not: each stage reads those that it uses from the module.
+    A stage receives values from the stage before it only, so values for later stages pass through all stages between.
+    Parameters and buffers do not: each stage reads those that it uses from the module.
 
     Raises:
         ValueError: a stage has nothing to compute, or writes in place to memory that another stage reads.
@@ -62,9 +62,8 @@ def split_graph(traced: fx.GraphModule) -> list[StageGraph]:
         _check_writes(members, incoming, weights)
         run = fx.GraphModule(traced, _graph_of(members, incoming, outgoing))
         strides = tuple(_strides_of(node) for node in incoming)
-        stage_graphs.append(
-            StageGraph(run, strides, tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing))
-        )
+        of_weights = tuple(not in_weights.isdisjoint(_memory(node)) for node in outgoing)
+        stage_graphs.append(StageGraph(run, strides, of_weights))
         incoming = outgoing
     return stage_graphs
 
@@ -104,7 +103,7 @@ def _graph_of(members: Sequence[Node], incoming: Sequence[Node], outgoing: Seque
 
 
 def _check_writes(members: Sequence[Node], incoming: Sequence[Node], weights: Sequence[Node]) -> None:
-    """Raises a ValueError if a stage writes in place to what shares memory with other values from earlier stages.
+    """Raises a ValueError if a stage writes in place to memory that it shares with other values of earlier stages.
 
     Once sent, these values are separate copies.
     """
@@ -115,7 +114,7 @@ def _check_writes(members: Sequence[Node], incoming: Sequence[Node], weights: Se
             if others and len(others) + sum(bool(places & set(_memory(weight))) for weight in weights) > 1:
                 raise ValueError(
                     f"the model writes in place to {written.name}, which shares its memory with another value that "
-                    "comes from an earlier stage: begin the stage elsewhere, or do not work in place there"
+                    "comes from an earlier stage: begin the stage elsewhere, or do not write in place there"
                 )
 
 
@@ -131,7 +130,7 @@ def _strides_of(node: Node) -> tuple[int, ...] | None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Returns whether elements of a tensor overlap in memory, other than by expand()."""
+    """Returns whether elements of a tensor overlap in memory, except after expand()."""
     pairs = list(zip(tensor.stride(), tensor.shape, strict=True))
     if not all(isinstance(length, int) for pair in pairs for length in pair):
         return False  # the size depends on values; indexing by values copies

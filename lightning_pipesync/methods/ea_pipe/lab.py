@@ -17,12 +17,12 @@ from lightning_pipesync.methods.laboratory import LabEntry, Prediction, StandIn
 
 
 class EAPipeLab(LabEntry):
-    """Stages that are cut where EA-Pipe would cut them."""
+    """Stages with the layers that EA-Pipe would give them."""
 
     label = "EA-Pipe"
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-        """Yields a prediction if there are enough layers for a stage on each rank."""
+        """Yields a prediction if there are enough layers for all ranks."""
         num_stages = cluster.world_size
         if len(work.measured_by(self.name).layers) >= num_stages:
             late = f"{num_stages} mini-batches in stages, up to {num_stages - 1} steps late"
@@ -44,11 +44,10 @@ class EAPipeLab(LabEntry):
         return MethodWork(layers=[LayerWork(took, of_layer, int(both) - of_layer) for took, of_layer, both in measured])
 
     def _seconds(self, work: Work, bandwidth: float, num_stages: int) -> float:
-        """Returns the seconds in which a pipeline takes as many mini-batches as it has stages, in the steady state.
+        """Returns the seconds for as many mini-batches as there are stages, in the steady state.
 
-        A stage sends activations on and gradients back under its passes; the slowest stage sets the pace. Layers take
-        the share of the passes that they have of the time of all layers, and all stages the same of what the method
-        adds.
+        Communication overlaps with computation, and the slowest stage sets the pace. The time of the passes is divided
+        among the layers as measured, and what the method adds is the same for all stages.
         """
         layers, profile = work.measured_by(self.name).layers, work.profile
         parameters, total = sum(layer.parameter_bytes for layer in layers), sum(layer.seconds for layer in layers)

@@ -45,7 +45,7 @@ class Layout:
         return *map(_key_of, leaves), spec
 
     def check(self, what: str) -> None:
-        """Raises a ValueError that begins with ``what`` if a leaf that is no tensor cannot be compared and sent."""
+        """Raises a ValueError that begins with ``what`` if a leaf cannot be compared and sent."""
         for leaf in tree_flatten(self.tree)[0]:
             if isinstance(leaf, Tensor):
                 raise ValueError(
@@ -65,12 +65,11 @@ class Layout:
         return tree_unflatten([next(remaining) if isinstance(leaf, _Described) else leaf for leaf in leaves], spec)
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Returns zero tensors with this metadata."""
         return tuple(_zeros(leaf, device) for leaf in tree_flatten(self.tree)[0] if isinstance(leaf, _Described))
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    """Returns the same values with ``strides``, on which it depends whether an operation returns a view or a copy."""
+    """Returns the same values with ``strides``, which decide whether an operation returns a view or a copy."""
     if strides is None:
         return tensor.contiguous()
     if tensor.stride() == strides:
@@ -97,7 +96,6 @@ def _key_of(leaf: Any) -> tuple[Any, ...]:
 
 
 def _is_importable(leaf: Any) -> bool:
-    """Returns whether other processes can import the function or class by its name."""
     try:
         pickle.dumps(leaf)
     except Exception:  # the type depends on where it is defined
@@ -114,12 +112,11 @@ def _describe(tensor: Tensor) -> _Described | Tensor:
 
 def described(tree: Any) -> tuple[Layout, list[Tensor]]:
     """Returns the layout of nested containers, and their tensors."""
-    layout = map_tensors(_describe, tree)
-    return Layout(layout), tensors_in(tree)
+    return Layout(map_tensors(_describe, tree)), tensors_in(tree)
 
 
 def varying(layouts: Sequence[Layout]) -> list[str]:
-    """Returns the paths of the leaves that differ between layouts with the containers of the last one."""
+    """Returns the paths of the leaves that differ between layouts whose containers are those of the last one."""
     *_, spec = layouts[-1].key()
     keys = [layout.key()[:-1] for layout in layouts if layout.key()[-1] == spec]
     return [path for path, *found in zip(paths_in(layouts[-1].tree), *keys, strict=True) if len(set(found)) > 1]

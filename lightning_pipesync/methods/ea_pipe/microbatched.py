@@ -25,7 +25,7 @@ _UNEVEN = 2
 class MicroBatchedStage(ModelStage):
     """A stage that runs all micro-batches of a mini-batch before the next mini-batch starts.
 
-    All micro-batches have the same size. The inputs of the first layer and of each stage are a tensor or a tuple.
+    All micro-batches have the same size. The input of each stage is a tensor or a tuple.
     """
 
     def __init__(self, *args: Any, transport: Transport) -> None:
@@ -40,12 +40,7 @@ class MicroBatchedStage(ModelStage):
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:
-        """Runs all passes, forward and backward.
-
-        Raises:
-            ValueError: on every rank: the samples do not divide into micro-batches of one size.
-            RuntimeError: the ranks have different mini-batches.
-        """
+        """Runs all passes, forward and backward."""
         self._begin_training()
         self.weights.for_forward(self.step)
         self._loss = loss
@@ -88,7 +83,7 @@ class MicroBatchedStage(ModelStage):
         self._apply(squared_norm.sqrt())
 
     def _pipeline_for(self, arguments: tuple[Any, ...]) -> PipelineScheduleSingle:
-        """Returns the schedule, a new one if the shapes have changed, on which it depends."""
+        """Returns the schedule, a new one if the shapes have changed; raises a ValueError if they do not divide."""
         shapes = [tensor.shape for tensor in tensors_in(arguments)]
         uneven = max((shape[0] % self._parts for shape in shapes), default=0)
         flags = self._transport.exchange_flags(_UNEVEN if uneven else int(shapes != self._shapes)).wait()
@@ -127,7 +122,7 @@ class MicroBatchedStage(ModelStage):
 
 
 class _Tupled(nn.Module):
-    """Calls layers that take one tuple with its members."""
+    """Passes the arguments to the layers as one tuple."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()

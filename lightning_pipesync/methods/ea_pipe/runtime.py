@@ -37,17 +37,17 @@ T = TypeVar("T")
 class EAPipe(PipelineMethod):
     """Trains a model as a pipeline without bubbles, with one stage in each process.
 
-    Mini-batches follow each other without a flush. Each one in flight has its own replica of the weights, and replicas
-    and master are pulled together (paper, Algorithm 1). All processes make the same calls. Rank 0 has the last stage,
-    which computes the loss, and the last rank has the first stage. A plain loop::
+    Mini-batches follow each other without a flush. Each mini-batch in flight has a separate replica of the weights, and
+    replicas and master are pulled together (paper, Algorithm 1). All processes make the same calls. Rank 0 has the last
+    stage, which computes the loss, and the last rank has the first stage. A plain loop::
 
         engine = EAPipe(layers, nn.functional.cross_entropy, lambda parameters: SGD(parameters, lr=0.1))
         for x, y in loader:                       # the same batches on all ranks
-            loss = engine.train_batch((x, y))     # None but on rank 0
+            loss = engine.train_batch((x, y))     # None except on rank 0
         engine.flush()                            # the pipeline is empty, the layers hold the master's weights
         layers.eval()
-        predictions = engine.forward(x)           # None but on rank 0
-        engine.gather()                           # all layers on all ranks, not only those of its stage
+        predictions = engine.forward(x)           # None except on rank 0
+        engine.gather()                           # all ranks have all layers, not only those of their stage
         engine.detach()
 
     Args:
@@ -57,8 +57,8 @@ class EAPipe(PipelineMethod):
         optimizer_factory: returns the optimizer of a stage's parameters; None: the model is not trained.
         config: the settings; or pass them as keywords, see :class:`EAPipeConfig`.
         others: parameters and buffers that the loss uses; they belong to the last stage.
-        virtual_stages: runs this number of stages in this process, without ``torch.distributed``, with the same results
-            bit for bit.
+        virtual_stages: the number of stages that run in this process, without ``torch.distributed``; the results are
+            the same bit for bit.
         device: the device of this rank's stage; None: that of the layers.
         backend: the backend of the transport, see :class:`Transport`.
 
@@ -168,7 +168,7 @@ class EAPipe(PipelineMethod):
         return output
 
     def gather(self) -> None:
-        """Flushes, and broadcasts the master's layers of all stages to all ranks, unless that is done already."""
+        """Flushes, and broadcasts the master's layers of all stages to all ranks, unless they have them."""
         self.flush()
         if self.transport is None or not self.cuts or self._gathered:
             return
@@ -197,7 +197,7 @@ class EAPipe(PipelineMethod):
     def metrics(self) -> dict[str, float]:
         """Returns the MiB that this rank has sent, and the seconds that it has waited for others; 0 for virtual stages.
 
-        Without the steps of ``gpipe`` and ``1f1b``, in which PyTorch's own schedules communicate.
+        It does not count the steps of ``gpipe`` and ``1f1b``, in which PyTorch's schedules communicate.
         """
         traffic = Traffic() if self.transport is None else self.transport.traffic
         return {"mib_sent": traffic.total_bytes_sent / MIB, "exposed_seconds": traffic.total_seconds_waited}
@@ -215,7 +215,7 @@ class EAPipe(PipelineMethod):
         return self._stages[0].weights.optimizer_state() if self._stages else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from the result of :meth:`state_dict` on this rank, with its cuts; traced stages at the first batch.
+        """Resumes from the result of :meth:`state_dict` on this rank; traced stages resume at the first batch.
 
         Raises:
             ValueError: the state is of other stages, another algorithm or another number of replicas.
@@ -229,7 +229,7 @@ class EAPipe(PipelineMethod):
             if saved != getattr(self.config, name):
                 raise ValueError(
                     f"The state was saved with {name}={saved!r}, and this training has "
-                    f"{name}={getattr(self.config, name)!r}: set it as it was, or begin from the weights alone."
+                    f"{name}={getattr(self.config, name)!r}: set the saved value, or begin from the weights alone."
                 )
         if len(state["cuts"]) != self.num_stages - 1:
             raise ValueError(f"The state is of {len(state['cuts']) + 1} stages, and there are {self.num_stages}.")
@@ -268,11 +268,11 @@ class EAPipe(PipelineMethod):
             exchange_fused(self._others, PIECE_MB, self._broadcast)
 
     def _check_backend(self) -> None:
-        """Raises a ValueError if Gloo would have to carry CUDA tensors, which PyTorch's schedules send as they are."""
+        """Raises a ValueError if PyTorch's schedules would send CUDA tensors with Gloo."""
         staged = self.transport is not None and self.transport.backend == "gloo" and self._device.type == "cuda"
         if staged and self.config.algorithm in SYNCHRONOUS:
             raise ValueError(
-                f"algorithm={self.config.algorithm!r} runs on PyTorch's own schedules, which send CUDA tensors, and "
+                f"algorithm={self.config.algorithm!r} runs on PyTorch's schedules, which send CUDA tensors, and "
                 "backend='gloo' cannot: use backend='nccl', or another algorithm."
             )
 
@@ -284,8 +284,8 @@ class EAPipe(PipelineMethod):
         for name, layer in self._split.layers:
             if any(parameter.grad is not None and id(parameter) not in held for parameter in layer.parameters()):
                 raise RuntimeError(
-                    f"The loss depends on the parameters of layer {name} itself, which is on another stage: compute it "
-                    "from the output of the layers, and leave a penalty on weights to the optimizer's weight_decay."
+                    f"The loss depends directly on the parameters of layer {name}, which is on another stage: compute "
+                    "it from the output of the layers, and leave a penalty on weights to the optimizer's weight_decay."
                 )
 
     def _broadcast(self, flat: Tensor, src: int = 0) -> Handle[Tensor]:
@@ -295,7 +295,7 @@ class EAPipe(PipelineMethod):
         return Handle(lambda: flat.copy_(handle.wait()))
 
     def _begin(self, source: Source) -> None:
-        """Makes the stages at the first call; a collective call."""
+        """Makes the stages at the first call, which is a collective call."""
         if self._stages:
             return
         first = rank_of(0, self.num_stages)
@@ -334,7 +334,7 @@ class EAPipe(PipelineMethod):
 
     @contextmanager
     def _receiving(self, what: str) -> Iterator[None]:
-        """Context in which an unexpected message of the stage before becomes an error that names the rank at fault."""
+        """Context that turns an unexpected message of the stage before into an error that names the rank at fault."""
         try:
             yield
         except OutOfStepError as error:

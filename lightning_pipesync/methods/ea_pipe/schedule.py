@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of passes of one stage: ``lag`` forward passes, then one forward and one backward pass in turn.
+    """The order of passes of one stage: ``lag`` forward passes, then one forward and one backward pass in turn."""
 
-    Attributes:
-        stage: n, from 0.
-        num_stages: N.
-        num_replicas: the number of mini-batches in flight at the first stage, N in the paper.
-    """
-
-    stage: int
-    num_stages: int
-    num_replicas: int
+    stage: int  # n, from 0
+    num_stages: int  # N
+    num_replicas: int  # mini-batches in flight at the first stage, N in the paper
 
     @property
     def lag(self) -> int:

@@ -16,33 +16,24 @@ from lightning_pipesync.methods.ea_pipe.traced import Tracer
 
 
 class ModelSplit(ABC):
-    """The layers of a model, and where stages begin.
+    """The layers of a model, and where stages begin."""
 
-    Attributes:
-        layers: the layers by name, in order; of a traced model none before :meth:`choose`.
-        cuts: the indices of the first layers of all stages but the first; none before :meth:`cut`.
-    """
-
-    layers: list[tuple[str, nn.Module]]
+    layers: list[tuple[str, nn.Module]]  # by name; of a traced model none before :meth:`choose`
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
-        self.cuts: list[int] = []
+        self.cuts: list[int] = []  # the indices of the first layers of all stages but the first
 
     @abstractmethod
     def inspect(self, source: Callable[[], Any]) -> Any:
-        """Returns what the first stage tells all others of the model's first input, the result of ``source``."""
+        """Called on the first stage with the source of the model's first input; all stages get the result."""
 
     @abstractmethod
     def choose(self, inspected: Any) -> list[int]:
         """Returns the cuts for the result of :meth:`inspect`."""
 
     def cut(self, cuts: Sequence[int]) -> None:
-        """Sets :attr:`cuts`.
-
-        Raises:
-            ValueError: they do not split the layers into all stages, or two stages would share a parameter.
-        """
+        """Sets :attr:`cuts`; raises a ValueError if a stage would have no layers, or two would share a parameter."""
         if len(cuts) != self._num_stages - 1 or any(cut >= len(self.layers) for cut in cuts):
             raise ValueError(
                 f"split={tuple(cuts)!r} must name the first layers of the second to the last of {self._num_stages} "
@@ -109,13 +100,13 @@ class TracedSplit(ModelSplit):
             )
         if not names and num_stages > 1:
             raise ValueError(
-                f"{name} is no nn.Sequential, and split={config.split!r} does not say where to divide it: set split= "
-                "to the names of the submodules with which the later stages begin."
+                f"{name} is not an nn.Sequential, and split={config.split!r} does not say where to divide it: set "
+                "split= to the names of the submodules with which the later stages begin."
             )
         if len(names) != num_stages - 1:
             raise ValueError(
-                f"split={names!r} must have as many names as there are stages after the first, {num_stages - 1} of "
-                "them: of the submodules with which they begin."
+                f"split={names!r} must name the submodules with which the stages after the first begin, "
+                f"{num_stages - 1} of them."
             )
         self.layers = []
         self._tracer = Tracer(model, names, device, config.seed)
@@ -129,11 +120,6 @@ class TracedSplit(ModelSplit):
 
 
 def split_of(model: nn.Module, config: EAPipeConfig, num_stages: int, device: torch.device) -> ModelSplit:
-    """Returns the split that the settings choose.
-
-    Raises:
-        ValueError: the model cannot be split with these settings.
-    """
     if isinstance(model, nn.Sequential) and config.split_names is None:
         return SequentialSplit(model, config, num_stages, device)
     return TracedSplit(model, config, num_stages, device)

@@ -2,8 +2,8 @@
 
 [Note: passes and mini-batches]
 A mini-batch leads to one update; it has one forward and one backward pass, or several with gradient accumulation.
-Passes are numbered from 0 and run in order. The order of passes in a stage is fixed, and never depends on the arrival
-of messages. So a stage computes the same bits in its own process as together with all others in one process.
+Passes are numbered from 0 and run in order. The order of passes in a stage is fixed, and never depends on when messages
+arrive. So a stage computes the same bits in its own process as together with all others in one process.
 
 [Note: clipping across stages]
 The squared norm of a gradient is summed along the backward pass, and is complete at the first stage, which sends it to
@@ -67,15 +67,7 @@ class _Waiting:
 
 
 class ModelStage:
-    """The layers of one stage, in training.
-
-    Args:
-        others: parameters and buffers outside of the layers that are trained on this stage.
-
-    Attributes:
-        step: the mini-batch of the next forward pass, from 0.
-        weights: the versions of the stage's parameters and buffers.
-    """
+    """The layers of one stage, in training; ``others`` are further parameters and buffers that this stage trains."""
 
     def __init__(
         self,
@@ -93,7 +85,7 @@ class ModelStage:
         self._buffers = [*self._layers.buffers(), *(t for t in others if not isinstance(t, nn.Parameter))]
         self._optimizer = _optimizer_for(self._parameters, optimizer_factory)
         self.weights = WEIGHTS[config.algorithm](self._parameters, self._buffers, self._optimizer, schedule, config)
-        self.step = self._num_passes = 0
+        self.step = self._num_passes = 0  # of the next mini-batch; of forward passes
         self._passes: deque[_Pass] = deque()
         self._partial: list[Tensor | None] | None = None
         self._complete: tuple[_Pass, Tensor | None] | None = None
@@ -110,14 +102,9 @@ class ModelStage:
     def forward(
         self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None
     ) -> Tensor | None:
-        """Runs the next forward pass.
+        """Runs the next forward pass; returns the loss, detached, on the last stage.
 
-        Returns:
-            The loss, detached, on the last stage.
-
-        Raises:
-            RuntimeError: the last stage has another mini-batch than the first one.
-            OutOfStepError: the stage before empties the pipeline.
+        The last stage raises a RuntimeError if its mini-batch, of which ``digest`` is a digest, is not the first one's.
         """
         self._begin_training()
         is_last = self._channels.activations_out is None
@@ -140,10 +127,11 @@ class ModelStage:
             output = self._layers(value)
         if self._num_passes == 0:
             self._check_buffers()
-        if self._channels.activations_out is None:
+        if is_last:
             with self._drawing(None):
                 output = loss(output, lambda batch: batch)
         else:
+            assert self._channels.activations_out is not None
             assert self._channels.gradients_in is not None
             self._channels.activations_out.send((output, norms, digest))
             self._channels.gradients_in.expect()
@@ -169,18 +157,14 @@ class ModelStage:
             self._apply_in_time(squared_norm)
 
     def finish_backward(self, update: Callable[[], object]) -> None:
-        """Runs the remaining backward passes; calls ``update`` after each that completes a gradient."""
+        """Runs the remaining backward passes, and ``update`` whenever a gradient is complete."""
         while self._passes:
             self._backward()
             if self.is_complete:
                 update()
 
     def finish(self) -> None:
-        """Applies the remaining updates and loads the master. Call it after :meth:`finish_backward`.
-
-        Raises:
-            OutOfStepError: the stage before runs another mini-batch.
-        """
+        """Applies the remaining updates and loads the master, after :meth:`finish_backward`."""
         if not self._training:
             return
         norms = self._take_norms()
@@ -204,11 +188,11 @@ class ModelStage:
         if self._channels.activations_out is None:
             return output
         self._channels.activations_out.send(output)
-        self._channels.activations_out.finish()  # at most one batch ahead; delivered before the end
+        self._channels.activations_out.finish()  # so that this stage is at most one batch ahead
         return None
 
     def reset(self) -> None:
-        """Restarts with the first mini-batch, from the current weights and the current state of the optimizer."""
+        """Restarts with the first mini-batch, from the current weights and optimizer state."""
         self.step = self._num_passes = 0
         self.weights.reset()
         self.weights.load_master()
@@ -218,19 +202,17 @@ class ModelStage:
         return {"step": self.step, "passes": self._num_passes, "weights": self.weights.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from the result of :meth:`state_dict`."""
         self.step, self._num_passes = state["step"], state["passes"]
         self.weights.load_state_dict(state["weights"])
         self.weights.load_master()
 
     def close(self, timeout_s: float) -> None:
-        """Ends the threads."""
         for receiver in (self._channels.activations_in, self._channels.gradients_in):
             if receiver is not None:
                 receiver.close(timeout_s)
 
     def _receive(self, flushing: bool) -> Any:
-        """Returns a message of the stage before: a list of norms when it empties the pipeline, else a tuple."""
+        """Returns a message of the stage before: a list of norms if it empties the pipeline, else a tuple."""
         assert self._channels.activations_in is not None
         message = self._channels.activations_in.receive()
         if isinstance(message, list) != flushing:
@@ -253,7 +235,6 @@ class ModelStage:
             self._training = True
 
     def _count(self, completes: bool, stage_input: LayerInput | None, outputs: list[Tensor]) -> _Pass:
-        """Counts a forward pass."""
         made = _Pass(self.step, completes, stage_input, outputs, current(self._optimizer))
         self._num_passes += 1
         self.step += completes
@@ -269,8 +250,7 @@ class ModelStage:
             gradients, squared_norm = self._channels.gradients_in.receive()
         is_last = self._channels.gradients_in is None
         received = zip(made.outputs, gradients, strict=True)
-        pairs = [(output, gradient) for output, gradient in received if is_last or gradient is not None]
-        if pairs:
+        if pairs := [(output, gradient) for output, gradient in received if is_last or gradient is not None]:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         if made.is_last and self._config.clip_norm is not None:
             squared_norm = self._squared_norm(squared_norm)
@@ -280,7 +260,7 @@ class ModelStage:
         if made.is_last:
             self._complete = made, squared_norm
         else:
-            self._partial = self._take_gradients()  # where no zero_grad() reaches it
+            self._partial = self._take_gradients()  # a framework may zero them now
 
     def _restore_partial(self) -> None:
         """Restores the gradient that earlier passes of the same mini-batch have accumulated."""

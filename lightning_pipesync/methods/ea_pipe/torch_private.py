@@ -28,7 +28,6 @@ require(torch.UntypedStorage, "_cdata")
 
 
 def is_pipe_split(node: Node) -> bool:
-    """Returns whether ``node`` is a call of :func:`torch.distributed.pipelining.pipe_split`."""
     return node.target is torch.ops.pippy._pipe_split.default
 
 
@@ -48,7 +47,11 @@ def written_by(node: Node) -> list[Node]:
 
 @contextmanager
 def noting_gradient_code() -> Iterator[list[str]]:
-    """Context that yields descriptions of Python code of this thread that changes gradients, which a graph lacks."""
+    """Context that yields descriptions of Python code of this thread that changes gradients, which a graph lacks.
+
+    ``Function.apply`` is patched, as no hook of torch sees it: a ``TorchDispatchMode`` sees only the operations in it,
+    and autograd's graph has no node of it while the parameters before it are frozen.
+    """
     if "apply" not in vars(Function):
         raise missing(Function, "apply")
     found: list[str] = []
@@ -82,7 +85,7 @@ class _NotingTensorHooks(TorchFunctionMode):
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Returns whether ``module`` itself, not its submodules, has hooks for the backward pass."""
+    """Returns whether ``module``, without its submodules, has hooks for the backward pass."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 

@@ -1,10 +1,10 @@
-"""Stages of a model that is no ``nn.Sequential``: traced, and split at the calls of named submodules.
+"""Stages of a model that is not an ``nn.Sequential``: traced, and split at the calls of named submodules.
 
 [Note: a graph for each shape]
-``torch.export`` runs the model's Python code once, and records the operations. So Python's control flow is fixed at
-tracing: by the shapes of the input, by its leaves that are no tensors, by the training mode of modules, by autocast.
-There is a graph for each of these, traced on demand, over the model's own parameters and buffers. The layout of the
-first stage's input is sent along with the activations, so that each stage can trace its graph.
+``torch.export`` runs the model's Python code once, and records the operations. So Python's control flow is fixed when
+the model is traced: by the shapes of the input, its leaves that are not tensors, the training mode of modules, and
+autocast. There is a graph for each of these, traced on demand, over the model's parameters and buffers. The layout of
+the first stage's input is sent along with the activations, so that each stage can trace its graph.
 
 [Note: the split]
 ``torch.distributed.pipelining`` marks the split points, as for its own ``pipeline``. ``pipeline`` itself would rebuild
@@ -35,7 +35,7 @@ from lightning_pipesync.methods.pipeline import Call
 #: The number of graphs of a model above which its input is assumed to vary without bound.
 MANY_GRAPHS = 32
 #: Advice for models that are called with other arguments in training than in the validation before it.
-CALL_ALIKE = "call it alike from the first batch on, or set the Trainer's num_sanity_val_steps=0"
+SAME_CALL = "call it with the same arguments from the first batch on, or set the Trainer's num_sanity_val_steps=0"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Traced:
 
 @dataclass
 class _Run:
-    """The run in which a model is traced: the submodules called, the output's layout, the buffers replaced."""
+    """What a model does while it is traced: the submodules called, the output's layout, the buffers replaced."""
 
     called: list[str] = field(default_factory=list)
     output: Layout | None = None
@@ -58,9 +58,8 @@ class _Run:
 class Tracer:
     """Traces the graphs of a model, see [Note: a graph for each shape].
 
-    Args:
-        names: the submodules with which the second and later stages begin, in the order in which they are called.
-        seed: the seed of the random numbers that its Python control flow may use, the same on all ranks.
+    The second and later stages begin with the submodules ``names``, in the order in which they are called. ``seed``
+    seeds the random numbers that Python's control flow may use, the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device, seed: int) -> None:
@@ -86,7 +85,7 @@ class Tracer:
                 mode = "training" if self._model.training else "evaluation"
                 raise ValueError(
                     f"{error} It is traced in training and in evaluation with the arguments of the first call, and "
-                    f"this is {mode}: if it is called with other arguments there, {CALL_ALIKE}."
+                    f"this is {mode}: if it is called with other arguments there, {SAME_CALL}."
                 ) from error
         found: list[tuple[str, nn.Module]] = []
         last = len(self._names)
@@ -95,7 +94,10 @@ class Tracer:
         for stage, ids in enumerate(used):
             tensors = {name: tensor for name, tensor in _tensors_of(self._model).items() if id(tensor) in ids}
             self._owners.update((id(tensor), stage) for tensor in tensors.values())
-            found.append((self._describe(stage), TracedStage(self, stage, stage == last, tensors)))
+            begin = f"from {self._names[stage - 1]}" if stage else ""
+            end = f"before {self._names[stage]}" if stage < last else ""
+            name = " to ".join(filter(None, [begin, end])) or "all"
+            found.append((name, TracedStage(self, stage, stage == last, tensors)))
         return found
 
     def graph(self, inputs: Layout) -> _Traced:
@@ -144,16 +146,16 @@ class Tracer:
         self._check_calls(run.called, len(stage_graphs))
         if run.replaced:
             raise ValueError(
-                f"{name} replaces its buffer {min(run.replaced)} by another tensor, and a graph has the one that there "
-                "was: have it write in place, as with copy_()."
+                f"{name} replaces its buffer {min(run.replaced)} by another tensor, and a graph keeps the first one: "
+                "write to it in place, as with copy_()."
             )
         return _Traced(stage_graphs, output)
 
     def _check_run(self, run: _Run, gradient_code: list[str], what: str) -> Layout | None:
-        """Returns the layout of the output, after checking it and that the operations alone make all gradients."""
+        """Returns the layout of the output, after checking it, and that no Python code changes gradients."""
         hooked = [name or "itself" for name, module in self._model.named_modules() if has_backward_hooks(module)]
-        for found in (*(f"the backward hooks of {name}" for name in hooked), *gradient_code):
-            raise ValueError(f"{what}, since a graph would not have what it does to gradients: {found}.")
+        if code := [f"the backward hooks of {name}" for name in hooked] + gradient_code:
+            raise ValueError(f"{what}, since a graph would not have what it does to gradients: {code[0]}.")
         if run.output is not None:
             run.output.check(f"The output of {type(self._model).__name__}")
         return run.output
@@ -185,14 +187,9 @@ class Tracer:
                     raise ValueError(
                         f"{names[used]} is on stage {owner + 1}, and with an input of this shape or in this mode "
                         f"{type(self._model).__name__} uses it on stage {stage + 1}: set split= so that both are one. "
-                        f"If it had no use with the arguments of the first call, {CALL_ALIKE}."
+                        f"If the first call did not use it, {SAME_CALL}."
                     )
         return graph
-
-    def _describe(self, stage: int) -> str:
-        begin = f"from {self._names[stage - 1]}" if stage else ""
-        end = f"before {self._names[stage]}" if stage < len(self._names) else ""
-        return " to ".join(filter(None, [begin, end])) or "all"
 
 
 class TracedStage(nn.Module):
@@ -206,7 +203,11 @@ class TracedStage(nn.Module):
         super().__init__()
         self._tracer, self._stage, self._is_last = tracer, stage, is_last
         for name, tensor in tensors.items():
-            _register(self, name, tensor)
+            name = f"model/{name.replace('.', '/')}"  # a name of a tensor must not have dots
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
 
     def forward(self, value: Any) -> Any:
         inputs, values = value if self._stage else input_of(value)
@@ -215,11 +216,16 @@ class TracedStage(nn.Module):
         results = stage_graph.run(*map(with_strides, values, stage_graph.strides))
         if self._is_last:
             return graph.output.filled(results)
-        return inputs, [_to_send(*pair) for pair in zip(results, stage_graph.of_weights, strict=True)]
+        # Weights are copied, as they may be written to before they are delivered.
+        copied = zip(results, stage_graph.of_weights, strict=True)
+        return inputs, [
+            value.clone(memory_format=torch.contiguous_format) if is_of_weights else value.contiguous()
+            for value, is_of_weights in copied
+        ]
 
 
 class _Flat(nn.Module):
-    """A model that takes and returns tensors only, and tells ``run`` what is found."""
+    """A model that takes and returns tensors only, and records in ``run`` what it does."""
 
     def __init__(self, model: nn.Module, inputs: Layout, run: _Run) -> None:
         super().__init__()
@@ -232,11 +238,6 @@ class _Flat(nn.Module):
         self._run.output, found = described(output)
         self._run.replaced = {name for name, buffer in self.model.named_buffers() if buffer is not before.get(name)}
         return tuple(found)
-
-
-def _to_send(value: Any, is_of_weights: bool) -> Any:
-    """Returns the value to send: a copy of weights, which may be written to before it is delivered."""
-    return value.clone(memory_format=torch.contiguous_format) if is_of_weights else value.contiguous()
 
 
 @contextmanager
@@ -277,30 +278,17 @@ def _used(stage_graph: StageGraph) -> set[int]:
     return set(map(id, _tensors_of(stage_graph.run).values()))
 
 
-def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
-    """Registers a parameter or a buffer in ``holder`` under a dotted name."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in dict(holder.named_children()):
-            holder.add_module(part, nn.Module())
-        holder = holder.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        holder.register_parameter(last, tensor)
-    else:
-        holder.register_buffer(last, tensor)
-
-
 def _advice(reason: str) -> str:
     """Returns advice on an error of torch.export."""
     if "data-dependent" in reason:
         return (
-            "What Python decides must not depend on the values of tensors: have the model use torch.where, or make it "
+            "Python's control flow must not depend on the values of tensors: use torch.where in the model, or make it "
             "an nn.Sequential, whose layers are not traced."
         )
     if "fake tensor" in reason.lower():
         return (
-            "It may keep a tensor from one forward pass to the next, as lru_cache does: have it make the tensor anew, "
-            "or make it in __init__ as a buffer. Or it writes through .data: have it use torch.no_grad()."
+            "It may keep a tensor from one forward pass to the next, as lru_cache does: make a new tensor in each "
+            "pass, or a buffer in __init__. Or it writes through .data: use torch.no_grad()."
         )
     return "Change the model, or make it an nn.Sequential, whose layers are not traced."
 

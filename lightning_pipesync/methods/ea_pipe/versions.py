@@ -47,7 +47,6 @@ class Versions:
         self.load(0)
 
     def load(self, index: int) -> None:
-        """Loads version ``index`` into the tensors."""
         for tensor, view in zip(self._tensors, self._views[index], strict=True):
             tensor.data = view
 
@@ -57,7 +56,7 @@ class Versions:
         self._watched = [(tensor, version(tensor), tensor.data_ptr()) for tensor in watched]
 
     def written(self) -> bool:
-        """Returns whether a watched tensor has been written to, or its data replaced, since :meth:`load_master`."""
+        """Returns whether a watched tensor was written to, or its data replaced, since :meth:`load_master`."""
         return any((version(tensor), tensor.data_ptr()) != (mark, place) for tensor, mark, place in self._watched)
 
     @torch.no_grad()
@@ -72,12 +71,10 @@ class Versions:
             self.copy(master, index)
 
     def floating(self, index: int) -> list[Tensor]:
-        """Returns the floating-point flat buffers of version ``index``, 1-D."""
         return [flat for flat in self._flats[index] if flat.is_floating_point()]
 
     @torch.no_grad()
     def copy(self, source: int, target: int) -> None:
-        """Copies version ``source`` to version ``target``."""
         for copied, flat in zip(self._flats[target], self._flats[source], strict=True):
             copied.copy_(flat)
 
@@ -98,7 +95,6 @@ class Versions:
 
     @torch.no_grad()
     def load_state(self, state: list[list[Tensor]]) -> None:
-        """Loads the result of :meth:`state`."""
         for flats, saved in zip(self._flats, state, strict=True):
             for flat, values in zip(flats, saved, strict=True):
                 flat.copy_(values)
@@ -107,8 +103,8 @@ class Versions:
 class OptimizerStates:
     """Several states of one optimizer, which has one of them loaded. All start as its current state.
 
-    The user's optimizer itself steps, so that its hooks run and learning rate schedulers apply to all replicas. The
-    state of other parameters than those of the stage is dropped.
+    The user's optimizer steps, so that its hooks run and learning rate schedulers apply to all replicas. The state of
+    parameters of other stages is dropped.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], count: int) -> None:
@@ -147,7 +143,6 @@ class OptimizerStates:
         return {index: _mean([state[index] for state in states if index in state]) for index in sorted(indices)}
 
     def load_state(self, state: list[dict[str, Any]]) -> None:
-        """Loads the result of :meth:`state`."""
         for index, saved in enumerate(state):
             self.load(index)
             load_optimizer_state(self._optimizer, saved)

@@ -18,7 +18,7 @@ from lightning_pipesync.methods.ea_pipe.versions import OptimizerStates, Version
 
 
 class StageWeights(ABC):
-    """The parameters and buffers of one stage, in the versions that an algorithm needs; the last one is the master."""
+    """The parameters and buffers of one stage, in the versions that an algorithm needs; the last is the master."""
 
     #: Whether buffers (such as BatchNorm's averages) have versions, too; if not, all mini-batches share them.
     replicates_buffers = False
@@ -52,7 +52,7 @@ class StageWeights(ABC):
         """Loads the weights for the forward pass of mini-batch ``step``."""
 
     def for_backward(self, step: int) -> None:
-        """Loads the weights for the backward pass of mini-batch ``step``; the same, in most algorithms."""
+        """Loads the weights for the backward pass of mini-batch ``step``; in most algorithms the same."""
         self.for_forward(step)
 
     def update(self, step: int, optimizer_step: Callable[[], object]) -> None:
@@ -77,7 +77,7 @@ class StageWeights(ABC):
             self._versions.reset()
 
     def reset(self) -> None:
-        """Resets all versions and states to those of the parameters and the optimizer."""
+        """Resets all versions and states to the current ones of the parameters and the optimizer."""
         self._versions.reset()
         self._states.reset()
 
@@ -86,15 +86,13 @@ class StageWeights(ABC):
         return hidden_from_autograd(self._buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all versions of the weights and all states of the optimizer."""
         return {"versions": self._versions.state(), "optimizer": self._states.state()}
 
     def optimizer_state(self) -> dict[int, Any]:
-        """Returns one state of the optimizer, by the index of the parameter: the mean over the replicas."""
+        """Returns the mean state over the replicas, by the index of the parameter."""
         return self._states.mean()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the result of :meth:`state_dict`."""
         self._versions.load_state(state["versions"])
         self._states.load_state(state["optimizer"])
 

@@ -23,7 +23,7 @@ StalenessLR = Literal["none", "mean", "gradient", "distance"]
 DelayCompensation = Literal["none", "momentum", "dc_asgd"]
 OnLostRank = Literal["auto", "raise", "continue"]
 
-#: By setting, the policies that use it, if not all do.
+#: The policies that use a setting, if not all do.
 _POLICIES_WITH = {
     "k": ("k_sync", "k_batch_sync", "k_async", "k_batch_async"),
     "n": ("n_softsync",),
@@ -40,21 +40,13 @@ _ASYNCHRONOUS = ("k_async", "k_batch_async", "async", "n_softsync", "downpour", 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the ranks of a job do.
+    """What the ranks of a job do."""
 
-    Attributes:
-        num_servers: the number of servers, which are the first ranks.
-        learners: the ranks that train.
-        policy: when the servers update the weights.
-        force: alpha of EASGD.
-        survives_loss: whether training survives the loss of a rank that does not serve weights.
-    """
-
-    num_servers: int
+    num_servers: int  # the first ranks
     learners: range
     policy: Policy
-    force: float
-    survives_loss: bool
+    force: float  # alpha of EASGD
+    survives_loss: bool  # of a rank that does not serve weights
 
 
 @renamed({"sync_period": "period"}, {"partition": {"handed_out": "work_queue"}})
@@ -157,12 +149,9 @@ class ParameterServerConfig(Settings):
         super().__post_init__()
         codec, fetch_codec = get_codec(self.compression), get_codec(self.fetch_compression, "fetch_compression")
         self._check_least(k=1, n=1, staleness_bound=0, n_push=1, n_fetch=1, period=1, servers=1)
-        if not 0 < self.distance_bound < math.inf:
-            raise ValueError(f"distance_bound must be a positive number, got {self.distance_bound!r}.")
-        if self.elastic_force != "auto" and not 0 < self.elastic_force < 1:
-            raise ValueError(f"elastic_force must be 'auto' or in (0, 1), got {self.elastic_force!r}.")
-        if not 0 <= self.dc_lambda < math.inf:
-            raise ValueError(f"dc_lambda must be at least 0, got {self.dc_lambda!r}.")
+        self._check("distance_bound", 0 < self.distance_bound < math.inf, "a positive number")
+        self._check("elastic_force", self.elastic_force == "auto" or 0 < self.elastic_force < 1, "'auto' or in (0, 1)")
+        self._check("dc_lambda", 0 <= self.dc_lambda < math.inf, "at least 0")
         if self.dedicated_servers and self.servers is None:
             raise ValueError("dedicated_servers=True leaves no rank to train if all serve: set servers=1, or more.")
         moves = self.policy in ("downpour", "easgd")
@@ -180,7 +169,6 @@ class ParameterServerConfig(Settings):
                 raise ValueError(f"{name}={getattr(self, name)!r} {why}: set {name}='none'.")
 
     def for_framework(self) -> ParameterServerConfig:
-        """Returns the settings as a Trainer, Fabric or Accelerate follows them, see :class:`Settings`."""
         if self.on_lost_rank == "continue":
             raise ValueError(
                 "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
@@ -196,11 +184,7 @@ class ParameterServerConfig(Settings):
         return replace(self, on_lost_rank="raise")
 
     def roles(self, world_size: int) -> Roles:
-        """Returns what each of the ranks does.
-
-        Raises:
-            ValueError: a setting is for other numbers of ranks; the message names it and its value.
-        """
+        """Returns what the ranks do; raises a ValueError that names a setting that is for other numbers of ranks."""
         servers = world_size if self.servers is None else self.servers
         if servers > world_size:
             raise ValueError(f"servers={servers!r} is more than the {world_size} ranks.")
@@ -220,11 +204,7 @@ class ParameterServerConfig(Settings):
         return Roles(servers, learners, self.policy_for(len(learners)), force, continues and servers < world_size)
 
     def policy_for(self, learners: int) -> Policy:
-        """Returns the policy with a number of learners.
-
-        Raises:
-            ValueError: ``k`` or ``n`` is more than there are learners.
-        """
+        """Returns the policy with a number of learners; raises a ValueError if ``k`` or ``n`` is more than that."""
         for name in ("k", "n"):
             value = getattr(self, name)
             if self.policy in _POLICIES_WITH[name] and value is not None and value > learners:
@@ -233,17 +213,15 @@ class ParameterServerConfig(Settings):
         return policies(learners, k, self.n, self.staleness_bound)[self.policy]
 
     def check_optimizer(self, optimizer: Optimizer, num_servers: int) -> None:
-        """Checks that an optimizer can run on the servers.
+        """Raises a ValueError if an optimizer cannot run on the servers.
 
-        Raises:
-            ValueError: it is not known to be element-wise and there are several servers, or a hyper-parameter cannot be
-                sent with each gradient.
+        Several servers need one that is known to be element-wise, and hyper-parameters are sent with each gradient.
         """
         if num_servers > 1 and not self.is_elementwise(optimizer):
             names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
             raise ValueError(
                 f"servers={self.servers!r} divides tensors among {num_servers} servers, and {type(optimizer).__name__} "
-                f"is not known to treat every value by itself, as {names} do: set servers=1, or name its class in "
+                f"is not known to treat each element separately, as {names} do: set servers=1, or name its class in "
                 "elementwise= if it does."
             )
         for index, group in enumerate(current(optimizer)):
@@ -257,12 +235,10 @@ class ParameterServerConfig(Settings):
                     ) from None
 
     def is_elementwise(self, optimizer: Optimizer) -> bool:
-        """Returns whether this optimizer is known to treat every value by itself."""
         return type(optimizer) in (*ELEMENTWISE, *self.elementwise)
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        """What a run loses if it resumes with another number of ranks; None: nothing."""
         return "all replicas begin from the servers' weights" if self.policy == "easgd" else None
 
     @property
@@ -271,7 +247,6 @@ class ParameterServerConfig(Settings):
         return self.uses_error_feedback
 
     def without_effect(self) -> dict[str, str]:
-        """See :meth:`Settings.without_effect`."""
         ignored = {
             name: f"with policy={self.policy!r}: set {' or '.join(map(repr, names))}"
             for name, names in _POLICIES_WITH.items()

@@ -39,9 +39,6 @@ class Coordinator:
     """Calls the sequencer with what arrives from ``learners``, and sends its decisions to ``followers`` in their order.
 
     Threads of the mail call its methods. ``num_telling`` other servers tell what arrives, see [Note: half a gradient].
-
-    Attributes:
-        log: all updates so far, with ``keep_log``.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class Coordinator:
         keep_log: bool,
         num_telling: int = 0,
     ) -> None:
-        self.log: list[Update] = []
+        self.log: list[Update] = []  # all updates so far, with ``keep_log``
         self._sequencer, self._send, self._followers, self._keep_log = sequencer, send, followers, keep_log
         self._queue = WorkQueue(learners)
         self._num_resumed, self._early = 0, list[tuple[int, BatchWanted]]()  # what ranks ask that have resumed earlier
@@ -66,7 +63,6 @@ class Coordinator:
 
     @property
     def mean_staleness(self) -> float:
-        """The mean staleness of all gradients so far."""
         return self._sequencer.staleness_lr.mean
 
     def push(self, gradient: Gradient, settings: UpdateSettings) -> None:
@@ -86,7 +82,7 @@ class Coordinator:
             self._take(gradient.rank)
 
     def request(self, rank: int, request: Request) -> None:
-        """A learner requests something; it is ignored if the learner has just been lost."""
+        """A learner has sent a request; it is ignored if the learner has just been lost."""
         with self._lock:
             if rank not in self._lost:
                 self._take(rank, request)
@@ -98,7 +94,7 @@ class Coordinator:
                 self._buffers[rank] = buffers
 
     def hand_out(self, rank: int, ask: BatchWanted) -> None:
-        """Sends a learner the number of its next batch, once what an earlier run has handed out is known."""
+        """Sends a learner the number of its next batch, once this rank knows what an earlier run has handed out."""
         with self._lock:
             if ask.num_resumed > self._num_resumed:
                 self._early.append((rank, ask))
@@ -117,7 +113,7 @@ class Coordinator:
             self._decide([*halves, *self._sequencer.lose(rank)])
 
     def is_evicted(self, rank: int) -> bool:
-        """Returns whether a rank counts as lost, and tells it so."""
+        """Returns whether a rank counts as lost, and if so tells it."""
         with self._lock:
             lost = rank in self._lost
         if lost:
@@ -126,8 +122,7 @@ class Coordinator:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counters, while nothing is pending."""
-        staleness = self._sequencer.staleness_lr.state_dict()
-        return {"staleness": staleness, "handed_out": self._queue.state_dict()}
+        return {"staleness": self._sequencer.staleness_lr.state_dict(), "handed_out": self._queue.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
         """Resumes from what :meth:`state_dict` returned, with weights of a version."""
@@ -190,7 +185,7 @@ class Coordinator:
 
 
 class _Arrivals:
-    """Puts what the learners send in order, see [Note: half a gradient]."""
+    """Delivers what each learner sends in its order, see [Note: half a gradient]."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts

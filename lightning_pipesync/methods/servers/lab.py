@@ -33,7 +33,7 @@ class ServedConfig(ParameterServerConfig):
 
 
 class ServedCandidate(BenchCandidate):
-    """Learners whose passes servers may cancel, and whose staleness they log."""
+    """Learners whose passes may be cancelled, and whose staleness is logged."""
 
     def check_of_pass(self, sync: Any) -> Callable[[], object]:
         cancel: Callable[[], object] = sync.cancel_if_late
@@ -60,7 +60,7 @@ class ParameterServerLab(LabEntry):
         return [BenchCandidate(label, ParameterServerConfig(**settings), limit="serial")]
 
     def training(self, config: Any, world_size: int, divided_data: bool) -> BenchCandidate:
-        """Returns learners at their own pace, unless all wait for all, or each rank has data of its own."""
+        """Returns learners at their own pace, unless all wait for each other, or each rank has separate data."""
         lr_scale = config.lr_scale or config.policy_for(world_size).gradients / world_size
         if config.policy == "sync" or divided_data:
             return ServedCandidate(self.label, config, lr_scale=lr_scale)

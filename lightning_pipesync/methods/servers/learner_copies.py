@@ -30,9 +30,9 @@ class LearnerCopies:
     def message_for(
         self, rank: int, version: int, decision: Decision, predict: Callable[[], list[Tensor]]
     ) -> WeightsMessage:
-        """Returns what a released learner is sent; ``predict`` returns weights, which must not change afterwards."""
+        """Returns the message to a released learner; ``predict`` returns weights, which must not change afterwards."""
         last = self._last.get(rank)
-        # Weights that were predicted from the same version serve as well as if they were predicted anew.
+        # Weights that were predicted from the same version are not predicted again.
         is_current = last is not None and (last.version, bool(last.ahead)) == (version, bool(decision.ahead))
         if last is not None and is_current and not (decision.whole and last.are_differences):
             return last
@@ -50,7 +50,7 @@ class LearnerCopies:
         return message
 
     def forget_last(self, rank: int) -> None:
-        """The learner's weights are others than those that it has got last."""
+        """Call this if a learner's weights are no longer those of the last message."""
         self._last.pop(rank, None)
 
     def computed_at(self, gradient: Gradient) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,24 +27,15 @@ from lightning_pipesync.methods.servers.shards import SharedBucket
 from lightning_pipesync.methods.user_steps import UserSteps
 
 T = TypeVar("T")
+Hooks: TypeAlias = list[RemovableHandle]
 
 
 class Learner:
-    """Pushes the gradient of each step, and continues from the weights that the servers send then.
+    """Pushes the gradient of each step, and continues from the weights that the servers then send."""
 
-    Other kinds of learners override what they do in another way.
-
-    Attributes:
-        moves_weights: whether it updates its copy itself, so that its weights are not those that it has fetched.
-        keeps_replica: whether its copy is a replica that the user's optimizer trains (EASGD).
-        version: of the weights that it has fetched.
-        ahead: by how many updates they were predicted from that version.
-        steps: the number of steps that it has taken.
-        num_cancelled: the number of its passes that an update has cancelled.
-        clipping: by optimizer, how the servers clip the mean gradient of the next update, see :class:`UpdateSettings`.
-    """
-
+    #: Whether it updates its weights itself, so that they are not those that it has fetched.
     moves_weights: ClassVar[bool] = False
+    #: Whether its weights are a replica that the user's optimizer trains (EASGD).
     keeps_replica: ClassVar[bool] = False
 
     def __init__(
@@ -56,14 +47,13 @@ class Learner:
         user_steps: UserSteps,
         config: ParameterServerConfig,
     ) -> None:
-        self.version = self.steps = self.num_cancelled = 0
-        self.ahead = 0.0
-        self.clipping: dict[int, dict[str, float]] = {}
+        self.version = self.steps = self.num_cancelled = 0  # of the fetched weights; of steps; of cancelled passes
+        self.ahead = 0.0  # the number of updates by which the fetched weights were predicted
+        self.clipping: dict[int, dict[str, float]] = {}  # of the next mean gradient, by optimizer: see UpdateSettings
         self._router, self._rank, self._buckets, self._optimizers = router, rank, buckets, optimizers
         self._user_steps, self._config = user_steps, config
 
     def step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Takes a step of an optimizer, see :meth:`SyncMethod.step`."""
         stepped, result = self._user_steps.update_by_method(index, update, evaluate=self._evaluate)
         if stepped:
             self.steps += 1
@@ -73,7 +63,7 @@ class Learner:
         return result
 
     def retire(self) -> None:
-        """Waits until all gradients are applied, and fetches the weights that all ranks get."""
+        """Waits until all gradients are applied, and fetches the weights, which are the same on all ranks."""
         self._fetch(Request.RETIRE)
 
     def retire_to_reload(self) -> None:
@@ -82,10 +72,10 @@ class Learner:
         self._router.await_weights("all ranks to load weights or an optimizer's state, as this one has")
 
     def begin_from_flushed(self) -> None:
-        """Begins a step after a flush that was not undone."""
+        """Prepares the first step after a flush without :meth:`restore_replica`."""
 
     def keep_replica(self) -> None:
-        """Keeps the replica, if there is one, before the parameters become the servers' weights."""
+        """Keeps a copy of the replica before the parameters become the servers' weights."""
 
     def restore_replica(self) -> None:
         """Undoes :meth:`keep_replica`."""
@@ -93,22 +83,19 @@ class Learner:
     def begin_from_loaded(self) -> None:
         """Continues from loaded weights, after :meth:`retire_to_reload` and :meth:`retire`."""
 
-    def hook(
-        self, module: nn.Module, parameters: Sequence[NamedParameter], is_synced: Callable[[], bool]
-    ) -> list[RemovableHandle]:
+    def hook(self, module: nn.Module, parameters: Sequence[NamedParameter], is_synced: Callable[[], bool]) -> Hooks:
         """Registers the hooks at which a pass can be cancelled; returns their handles."""
         return []
 
     def cancel_if_late(self, *_: object) -> None:
-        """Cancels the pass under way if its gradient would not be used, and it can be repeated."""
+        """Cancels the current pass if its gradient would not be used, and it can be repeated."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counters and residuals, and the replica while it is kept."""
+        """Returns the counters and residuals, and the kept replica."""
         residuals = [bucket.residual for bucket in self._buckets if bucket.residual is not None]
         return {"version": self.version, "steps": self.steps, "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned."""
         self.version, self.steps = state["version"], state["steps"]
         for bucket, residual in zip(self._buckets, state["residuals"], strict=False):
             if bucket.residual is not None:
@@ -122,7 +109,6 @@ class Learner:
         self._await_weights()
 
     def _fetch(self, request: Request) -> None:
-        """Requests weights, and copies them into the parameters."""
         self._router.request(request)
         self._await_weights()
 
@@ -133,20 +119,17 @@ class Learner:
                 bucket.unpack()
 
     def _receive(self) -> bool:
-        """Waits for the requested weights, and copies them into the buckets; returns whether there are new ones."""
+        """Waits for the requested weights, and copies them into the buckets; returns whether they are new."""
         messages = self._router.await_weights()
         for server, message in messages.items():
             self.version, self.ahead = message.version, message.ahead
             for bucket, shard in zip(self._buckets, message.values or (), strict=False):
-                if message.are_differences:
-                    bucket.receive_difference(server, shard)
-                else:
-                    bucket.receive(server, shard)
+                bucket.receive(server, shard, message.are_differences)
         self._router.newest = max(self._router.newest, self.version)
         return any(message.values is not None for message in messages.values())
 
     def _push(self, gradient: Gradient, present: list[list[bool]]) -> None:
-        """Pushes what the buckets have packed; ``present``: for each, which parameters have a gradient."""
+        """Pushes the packed buckets; ``present``: which parameters of each have a gradient."""
         index = gradient.optimizer
         settings = UpdateSettings(current(self._optimizers[index]), **self.clipping.get(index, {}))
         for server in range(self._router.num_servers):
@@ -159,13 +142,11 @@ class Learner:
 
 
 class CancellingLearner(Learner):
-    """Cancels its pass at the next layer when there are newer weights, and repeats it if it is in a closure."""
+    """Cancels its pass at the next layer once there are newer weights, and repeats it if it is in a closure."""
 
     _may_cancel = _accumulates = False
 
-    def hook(
-        self, module: nn.Module, parameters: Sequence[NamedParameter], is_synced: Callable[[], bool]
-    ) -> list[RemovableHandle]:
+    def hook(self, module: nn.Module, parameters: Sequence[NamedParameter], is_synced: Callable[[], bool]) -> Hooks:
         self._is_synced = is_synced
         check = ModuleHook(self.cancel_if_late)
         hooks = [child.register_forward_pre_hook(check) for child in modules_with_parameters(module)]
@@ -206,7 +187,7 @@ class CancellingLearner(Learner):
             super()._push_and_fetch(gradient)
 
     def _after_gradient(self, _: Tensor) -> None:
-        self._accumulates |= not self._is_synced()  # what an earlier pass has added could not be repeated
+        self._accumulates |= not self._is_synced()  # the gradients of earlier passes cannot be repeated
         self.cancel_if_late()
 
 
@@ -214,35 +195,39 @@ class PassCancelled(BaseException):
     """Ends a pass whose gradient would not be used. A BaseException, so that users' handlers of errors let it pass."""
 
 
-class DownpourLearner(Learner):
-    """Takes local steps of plain SGD, and pushes accrued gradients and fetches weights under computation.
-
-    Weights that it requests at the end of a step are taken at the end of the next one, before that step's local update
-    (Dean et al., NIPS 2012, Algorithm 7.1; lecture, "Downpour - Pseudocode").
-    """
+class _LocalLearner(Learner):
+    """Takes local steps, and pushes what several of them have accrued."""
 
     moves_weights = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._accrued = [torch.zeros_like(bucket.packed) for bucket in self._buckets]
-        self._fetches: list[Fetch] = []  # since the last push
-        self._has_requested = False
-        self._forget_accrued()
+        self._first_step, self._fetches = 1, list[Fetch]()  # since the last push
 
-    def step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        stepped, result = self._user_steps.update_by_method(index, update)
-        if stepped:
-            self._step()
-        mark_stepped(self._optimizers[index])
-        return result
+    def _push_accrued(self, present: list[list[bool]]) -> None:
+        """Pushes the packed buckets."""
+        accrued = Accrued(self._first_step, tuple(self._fetches))
+        self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued), present)
+        self._first_step, self._fetches = self.steps + 1, []
+
+
+class DownpourLearner(_LocalLearner):
+    """Takes local steps of plain SGD, and pushes accrued gradients and fetches weights under computation.
+
+    Weights that it requests at the end of a step arrive at the end of the next one, before that step's local update
+    (Dean et al., NIPS 2012, Algorithm 7.1; lecture, "Downpour - Pseudocode").
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._accrued = [torch.zeros_like(bucket.packed) for bucket in self._buckets]
+        self._has_requested = False
+        self._forget_gradients()
 
     def retire(self) -> None:
-        if self._has_requested:
-            self._await_weights()
-            self._has_requested = False
+        self._take_requested()
         if self._first_step <= self.steps:
-            self._push_accrued()
+            self._push_gradients()
         super().retire()
         self._fetches = [Fetch(self.steps + 1, self.version, before_pass=True)]
 
@@ -250,57 +235,59 @@ class DownpourLearner(Learner):
         if self._has_requested:
             self._router.await_weights()
             self._has_requested = False
-        self._forget_accrued()
+        self._forget_gradients()
+        self._first_step, self._fetches = self.steps + 1, []
         super().retire_to_reload()
 
     @torch.no_grad()
-    def _step(self) -> None:
-        self.steps += 1
+    def _push_and_fetch(self, gradient: Gradient) -> None:
         for i, bucket in enumerate(self._buckets):
             present = bucket.pack()
             self._present[i] = [had or has for had, has in zip(self._present[i], present, strict=True)]
             self._accrued[i].add_(bucket.packed)
-        if self._has_requested:
-            self._await_weights()
-            self._has_requested = False
+        if self._take_requested():
             self._fetches.append(Fetch(self.steps, self.version, before_pass=False))
         for bucket in self._buckets:
             group = self._optimizers[0].param_groups[bucket.group[1]]
             alpha = group["lr"] if group.get("maximize") else -group["lr"]
-            for parameter in (member.tensor for member in bucket.members):
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=alpha)
+            for member in bucket.members:
+                if member.tensor.grad is not None:
+                    member.tensor.add_(member.tensor.grad, alpha=alpha)
         if self.steps % self._config.n_push == 0:
-            self._push_accrued()
+            self._push_gradients()
         if self.steps % self._config.n_fetch == 0:
             self._router.request(Request.FETCH)
             self._has_requested = True
 
-    def _push_accrued(self) -> None:
+    def _take_requested(self) -> bool:
+        """Copies requested weights into the parameters; returns whether there were any."""
+        requested, self._has_requested = self._has_requested, False
+        if requested:
+            self._await_weights()
+        return requested
+
+    def _push_gradients(self) -> None:
         for bucket, total in zip(self._buckets, self._accrued, strict=True):
             bucket.packed.copy_(total)
-        accrued = Accrued(self._first_step, tuple(self._fetches))
-        self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued), self._present)
-        self._forget_accrued()
+        self._push_accrued(self._present)
+        self._forget_gradients()
 
-    def _forget_accrued(self) -> None:
+    def _forget_gradients(self) -> None:
         for total in self._accrued:
             total.zero_()
         self._present = [[False] * len(bucket.members) for bucket in self._buckets]
-        self._first_step, self._fetches = self.steps + 1, []
 
 
-class EASGDLearner(Learner):
+class EASGDLearner(_LocalLearner):
     """Trains a replica with the user's optimizer; every ``period`` steps the replica and the center pull at each other.
 
     The center is the servers' weights (asynchronous EASGD, Zhang et al., NIPS 2015, Algorithm 1).
     """
 
-    moves_weights = keeps_replica = True
+    keeps_replica = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._first_step, self._fetches = 1, list[Fetch]()
         self._kept: list[Tensor] = []  # the replica, while the parameters are the center
         self._resumes = False  # with the replica of a checkpoint
 
@@ -310,17 +297,14 @@ class EASGDLearner(Learner):
         if self.steps % self._config.period == 0:
             for bucket in self._buckets:
                 bucket.pack_values()
-            accrued = Accrued(self._first_step, tuple(self._fetches))
-            everything = [[True] * len(bucket.members) for bucket in self._buckets]
-            self._push(Gradient(self._rank, self.steps, self.version, accrued=accrued), everything)
+            self._push_accrued([[True] * len(bucket.members) for bucket in self._buckets])
             self._receive()
             for bucket in self._buckets:
                 bucket.subtract()
-            self._first_step, self._fetches = self.steps + 1, []
         return result
 
     def begin_from_flushed(self) -> None:
-        """Makes the center, which the parameters are, the replica."""
+        """Makes the center, which the parameters hold, the replica."""
         self._kept = []
         self._fetches.append(Fetch(self.steps + 1, self.version, before_pass=True))
 
@@ -356,14 +340,9 @@ class EASGDLearner(Learner):
 
 
 #: By policy, the kind of learner, if not the base.
-_KINDS: dict[str, type[Learner]] = {
+LEARNERS: dict[str, type[Learner]] = {
     "k_sync": CancellingLearner,
     "k_batch_sync": CancellingLearner,
     "downpour": DownpourLearner,
     "easgd": EASGDLearner,
 }
-
-
-def learner_type(config: ParameterServerConfig) -> type[Learner]:
-    """Returns the kind of learner that trains with a policy."""
-    return _KINDS.get(config.policy, Learner)

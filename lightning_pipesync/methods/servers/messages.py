@@ -1,4 +1,4 @@
-"""What learners, servers and the coordinator tell each other."""
+"""The messages between learners, servers and the coordinator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipesync.methods.hyperparameters import Hyperparameters
 
 @dataclass(frozen=True)
 class Fetch:
-    """A learner that takes local steps has taken weights: before the pass of a step, or before its local update."""
+    """A learner that takes local steps got weights: before the pass of a step, or before its local update."""
 
     step: int
     version: int
@@ -30,44 +30,27 @@ class Accrued:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Which gradient a learner pushes.
-
-    Attributes:
-        rank: the learner.
-        step: the number of the learner's step: 1 for the first one.
-        version: of the weights that it was computed at.
-        optimizer: the index of the optimizer whose parameters have it.
-        ahead: by how many updates those weights were predicted from that version.
-        accrued: the local steps that it sums up; None: it is the gradient of one step.
-    """
+    """Identifies the gradient that a learner pushes."""
 
     rank: int
-    step: int
-    version: int
-    optimizer: int = 0
-    ahead: float = 0.0
-    accrued: Accrued | None = None
+    step: int  # of this learner, from 1
+    version: int  # of the weights that it was computed at
+    optimizer: int = 0  # the index of the optimizer
+    ahead: float = 0.0  # the number of updates by which those weights were predicted from that version
+    accrued: Accrued | None = None  # the local steps that it sums up; None: it is the gradient of one step
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update of the weights by the weighted mean of several gradients.
+    """An update of the weights by the weighted mean of several gradients."""
 
-    Attributes:
-        version: of the weights after it: 1 for the first one.
-        gradients: of one optimizer's parameters, ordered by rank, and by step.
-        weights: of each gradient in the mean; they add up to the number of gradients.
-        lr_factor: factor on the learning rate.
-    """
-
-    version: int
-    gradients: tuple[Gradient, ...]
-    weights: tuple[float, ...]
-    lr_factor: float
+    version: int  # of the weights after it, from 1
+    gradients: tuple[Gradient, ...]  # of one optimizer, ordered by rank, and by step
+    weights: tuple[float, ...]  # of each gradient in the mean; they add up to the number of gradients
+    lr_factor: float  # on the learning rate
 
     @property
     def optimizer(self) -> int:
-        """The index of the optimizer."""
         return self.gradients[0].optimizer
 
     @property
@@ -78,7 +61,7 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What a learner wants of the update that uses its gradient: hyper-parameters, by group, and how to clip the mean.
+    """How a learner wants its gradient to be applied: hyper-parameters by group, and how to clip the mean gradient.
 
     ``max_norm`` is an L2 norm, ``max_value`` an absolute value; None: no clipping.
     """
@@ -90,25 +73,15 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all servers do next; with policies that cancel passes or skip steps, learners get it, too.
+    """What all servers do next; with policies that cancel passes or skip steps, learners get it, too."""
 
-    Attributes:
-        update: the update that they make first; None: none.
-        dropped: a gradient that no update uses; None: none.
-        released: the learners that they then send the weights to.
-        ahead: by how many updates they predict these weights.
-        whole: whether all ranks get the same weights, which no codec changes.
-        skip: whether all learners skip a step that they take together; None: the decision is about something else.
-        settings: of the update.
-    """
-
-    update: Update | None = None
-    dropped: Gradient | None = None
-    released: tuple[int, ...] = ()
-    ahead: float = 0.0
-    whole: bool = False
-    skip: bool | None = None
-    settings: UpdateSettings | None = None
+    update: Update | None = None  # made first
+    dropped: Gradient | None = None  # no update uses it
+    released: tuple[int, ...] = ()  # the learners that then get the weights
+    ahead: float = 0.0  # the number of updates by which these weights are predicted
+    whole: bool = False  # all ranks get the same weights, which no codec changes
+    skip: bool | None = None  # all learners skip a step that they take together; None: it decides something else
+    settings: UpdateSettings | None = None  # of the update
 
 
 class Request(Enum):
@@ -123,20 +96,17 @@ class Request(Enum):
 
 @dataclass(frozen=True)
 class Push:
-    """A learner's gradient, for one server: for each of its shards the encoded values, and which parameters have one.
-
-    Only the coordinator's has the settings for the update.
-    """
+    """A learner's gradient for one server."""
 
     gradient: Gradient
-    settings: UpdateSettings | None
-    wires: list[Tensor]
-    present: list[list[bool]]
+    settings: UpdateSettings | None  # for the coordinator only
+    wires: list[Tensor]  # the encoded values of each shard
+    present: list[list[bool]]  # which parameters of each shard have a gradient
 
 
 @dataclass(frozen=True)
 class PushArrived:
-    """A server tells the coordinator that it has a gradient, see [Note: half a gradient]."""
+    """A server has received a gradient, see [Note: half a gradient]."""
 
     gradient: Gradient
 
@@ -183,14 +153,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class LearnerBuffers:
-    """The buffers of a learner that retires next; the coordinator sends all ranks those of the first learner."""
+    """The buffers of a learner that retires next."""
 
     values: list[Tensor]
 
 
 @dataclass(frozen=True)
 class AgreedBuffers:
-    """The buffers that all ranks get once all learners have retired."""
+    """The first learner's buffers, which all ranks get once all learners have retired."""
 
     values: list[Tensor]
 
@@ -204,7 +174,7 @@ class StatesWanted:
 
 @dataclass(frozen=True)
 class States:
-    """A server's part of an optimizer's state, by the name of a parameter."""
+    """A server's part of an optimizer's state, by parameter name."""
 
     values: dict[str, dict[str, Any]]
 

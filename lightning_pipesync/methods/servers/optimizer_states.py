@@ -18,8 +18,8 @@ from lightning_pipesync.methods.servers.shards import ServedShard, SharedBucket
 class ServedOptimizers:
     """The states of the users' optimizers that run on the servers.
 
-    ``ask_servers`` returns what each server has kept of an optimizer's state, by server, without a collective call. It
-    is None where no loss of a rank is survived, and collective calls may be made.
+    ``ask_servers`` returns what each server has kept of an optimizer's state, without a collective call. It is None if
+    training does not survive the loss of a rank, so that collective calls are allowed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ServedOptimizers:
             self._kept = [map_tensors(torch.clone, self._part(index)) for index, _ in enumerate(self._optimizers)]
 
     def kept(self, index: int) -> dict[str, Any]:
-        """Returns what :meth:`keep` has kept of an optimizer's state, by the name of a parameter."""
+        """Returns what :meth:`keep` has kept of an optimizer's state, by parameter name."""
         return self._kept[index]
 
     def state_dict_of(self, index: int) -> dict[str, Any]:
@@ -72,7 +72,6 @@ class ServedOptimizers:
             optimizer.state.clear()
 
     def _states_of(self, index: int) -> dict[Tensor, dict[str, Any]]:
-        """Returns an optimizer's state by whole parameter."""
         buckets = [bucket for bucket in self._buckets if bucket.group[0] == index]
         if self._ask_servers is None:
             states = self._of_all_servers(self._part(index), buckets)
@@ -86,7 +85,7 @@ class ServedOptimizers:
         }
 
     def _part(self, index: int) -> dict[str, dict[str, Any]]:
-        """Returns this server's part of an optimizer's state."""
+        """Returns this server's part of an optimizer's state, by parameter name."""
         shards = [shard for shard in self._shards if shard.bucket.group[0] == index]
         return {name: state for shard in shards for name, state in shard.update.states().items()}
 

@@ -15,24 +15,20 @@ from lightning_pipesync.methods.servers.messages import Decision, Gradient, Upda
 
 @dataclass(frozen=True)
 class Policy:
-    """What distinguishes the variants of SGD with parameter servers.
-
-    Attributes:
-        gradients: K, the number of gradients whose mean makes an update.
-        waits: whether a learner waits for the update that its gradient is part of, so that no update has two gradients
-            of one learner. Otherwise it continues at once, from the weights that there are.
-        cancels: whether an update cancels the passes under way: those learners begin again with its weights.
-        bound: the most gradients that a learner may be ahead of the slowest one (SSP's s); None: any number.
-        together: whether all learners skip a step in which one has a gradient that is not finite.
-        local: whether learners take local steps, and request weights when they want them.
-    """
+    """What distinguishes the variants of SGD with parameter servers."""
 
     gradients: int
+    """K, the number of gradients whose mean makes an update."""
     waits: bool
+    """A learner waits for the update that uses its gradient, so that no update has two gradients of one learner."""
     cancels: bool = False
+    """An update cancels the passes under way: those learners begin again with its weights."""
     bound: int | None = None
+    """The most gradients that a learner may be ahead of the slowest one (SSP's s); None: any number."""
     together: bool = False
+    """All learners skip a step in which one has a gradient that is not finite."""
     local: bool = False
+    """Learners take local steps, and request weights when they want them."""
 
 
 def policies(learners: int, k: int, n: int, staleness_bound: int) -> dict[str, Policy]:
@@ -52,8 +48,7 @@ def policies(learners: int, k: int, n: int, staleness_bound: int) -> dict[str, P
 
 
 def weights_and_factor(factors: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """Returns weights of gradients that add up to their number, and the factor on the rate that makes them
-    ``factors``."""
+    """Returns weights of gradients that add up to their number; times the returned factor they are ``factors``."""
     mean = sum(factors) / len(factors)
     return tuple(factor / mean for factor in factors) if mean else (1.0,) * len(factors), mean
 
@@ -61,10 +56,7 @@ def weights_and_factor(factors: Sequence[float]) -> tuple[tuple[float, ...], flo
 class StalenessLR:
     """The learning rate by staleness (lecture, "Staleness Dependent Learning Rate"; Zhang et al., ICDM and IJCAI 2016).
 
-    Args:
-        rule: ``"none"``; ``"mean"``: the rate is divided by the mean staleness so far, where that is above 1;
-            ``"gradient"``: each gradient is divided by its staleness; ``"distance"``: the servers decide, which know
-            the weights.
+    The rules are those of the setting ``staleness_lr``. ``"distance"`` is left to the servers, which know the weights.
     """
 
     def __init__(self, rule: str) -> None:
@@ -84,31 +76,21 @@ class StalenessLR:
         return self._total / self._count if self._count else 0.0
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the sum of the staleness, and the number of gradients."""
         return {"total": self._total, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resumes from what :meth:`state_dict` returned."""
         self._total, self._count = state["total"], state["count"]
 
 
 @dataclass
 class _Progress:
-    """What the sequencer knows of a rank.
+    """What the sequencer knows of a rank."""
 
-    Attributes:
-        clock: the gradients that it has pushed since all had the same weights last.
-        waiting: whether it waits for weights.
-        retired: whether it has retired, until all have.
-        serves: whether it only serves, and gets weights when all have retired.
-        finite: whether its gradient of a step that all take together is finite; None: not known yet.
-    """
-
-    clock: int = 0
-    waiting: bool = False
-    retired: bool = False
-    serves: bool = False
-    finite: bool | None = None
+    clock: int = 0  # the gradients that it has pushed since all had the same weights last
+    waiting: bool = False  # for weights
+    retired: bool = False  # until all have retired
+    serves: bool = False  # and takes no steps; it gets weights when all have retired
+    finite: bool | None = None  # its gradient of a step that all take together; None: not known yet
 
     @property
     def trains(self) -> bool:
@@ -118,23 +100,14 @@ class _Progress:
 
 @dataclass
 class Sequencer:
-    """Decides, in the order in which the learners' gradients and requests arrive.
-
-    Attributes:
-        policy: the variant of SGD.
-        staleness_lr: the learning rate by staleness.
-        learners: their progress, by rank.
-        predicts: whether learners get weights that are predicted by as many updates as gradients are stale on average.
-        version: the number of updates so far.
-        pending: gradients that no update has used yet.
-    """
+    """Decides, in the order in which the learners' gradients and requests arrive."""
 
     policy: Policy
     staleness_lr: StalenessLR
-    learners: dict[int, _Progress]
-    predicts: bool = False
-    version: int = 0
-    pending: list[Gradient] = field(default_factory=list)
+    learners: dict[int, _Progress]  # by rank
+    predicts: bool = False  # learners get weights predicted by as many updates as gradients are stale on average
+    version: int = 0  # the number of updates so far
+    pending: list[Gradient] = field(default_factory=list)  # that no update has used yet
 
     @classmethod
     def of(

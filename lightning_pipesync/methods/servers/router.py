@@ -1,4 +1,4 @@
-"""The message router of a rank: sends to other ranks, waits for answers, and delivers what arrives."""
+"""The message router of a rank: sends messages, waits for answers, and delivers what arrives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.servers.config import Roles
@@ -33,30 +35,27 @@ from lightning_pipesync.methods.servers.server import Server
 #: How many timeouts an answer may take where training survives a loss: one rank may be lost after the other.
 LOSSES = 3
 
+T = TypeVar("T")
+
 
 class MessageRouter:
-    """Carries what learners, servers and the coordinator tell each other. A wait raises RuntimeError if a rank is lost.
-
-    Attributes:
-        num_servers: the number of servers, which are the first ranks.
-        newest: the newest version of the weights that this rank knows of.
-        num_resumed: how many times this rank has resumed from a saved state.
-    """
+    """Carries the messages of learners, servers and the coordinator. A wait raises RuntimeError if a rank is lost."""
 
     def __init__(self, transport: Transport, roles: Roles, timeout_s: float) -> None:
         self.num_servers, self._survives_loss = roles.num_servers, roles.survives_loss
-        self.newest = self.num_resumed = 0
+        self.newest = 0  # version of the weights that this rank knows of
+        self.num_resumed = 0  # how many times this rank has resumed from a saved state
         self._rank, self._transport, self._timeout_s = transport.rank, transport, timeout_s
         self._learners = set(roles.learners)  # that are not lost
         self._is_patient = self._rank not in self._learners  # a rank that only serves waits while others train
-        self._answers: defaultdict[type, deque[tuple[int, Any]]] = defaultdict(deque)  # by kind, with their senders
+        self._answers: defaultdict[type, deque[tuple[int, Any]]] = defaultdict(deque)  # by type, with their senders
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._mail = transport.mail()
         self.send = self._mail.send
 
     def start(self, coordinator: Coordinator, server: Server | None, part: Callable[[int], dict[str, Any]]) -> None:
-        """Starts to send and to receive; ``part`` returns this server's part of the state of an optimizer, by index."""
+        """Starts the threads; ``part`` returns this server's part of the state of an optimizer, given its index."""
         self._coordinator, self._server, self._part = coordinator, server, part
         self._mail.start(self._deliver, self._lose, self._end)
 
@@ -68,52 +67,49 @@ class MessageRouter:
     # --- requests and answers ---------------------------------------------------------------------------------------
 
     def request(self, request: Request) -> None:
-        """Sends the coordinator a request."""
         self.send(COORDINATOR, request)
 
     def await_weights(self, what: str = "the weights of the parameter servers") -> dict[int, WeightsMessage]:
-        """Waits for the weights that this rank has requested, ``what`` in words; returns them by server."""
+        """Returns the requested weights by server; ``what`` describes them in errors."""
         return dict(self._await(WeightsMessage, what, self.num_servers))
 
     def next_batch(self, loader: int, epoch: int, num_batches: int, to_each: bool) -> int | None:
-        """Returns the number of a loader's next batch of an epoch with so many; None when there is no more."""
+        """Returns the number of a loader's next batch; None at the end of the epoch."""
         self.send(COORDINATOR, BatchWanted(loader, epoch, num_batches, to_each, self.num_resumed))
         [(_, batch)] = self._await(Batch, "the next batch")
-        number: int | None = batch.number
-        return number
+        return batch.number
 
     def skips(self, finite: bool) -> bool:
-        """Returns whether all learners skip a step that they take together, as the gradient of one is not finite."""
+        """Returns whether all learners skip a step that they take together: some gradient is not finite."""
         self.request(Request.STEP if finite else Request.SKIP)
         [(_, decision)] = self._await(Decision, "the gradients of all ranks")
         return bool(decision.skip)
 
-    def agreed_buffers(self) -> list[Any]:
-        """Waits for the buffers that all get when all learners have retired, and returns them."""
+    def agreed_buffers(self) -> list[Tensor]:
+        """Returns the first learner's buffers, once all learners have retired."""
         [(_, buffers)] = self._await(AgreedBuffers, "the buffers of the first learner")
-        values: list[Any] = buffers.values
-        return values
+        return buffers.values
 
     def states_of(self, optimizer: int) -> list[dict[str, Any]]:
-        """Returns by server its part of an optimizer's state, by the name of a parameter; not a collective call."""
+        """Returns each server's part of an optimizer's state, by parameter name; not a collective call."""
         for server in range(self.num_servers):
             self.send(server, StatesWanted(optimizer))
         parts = dict(self._await(States, "the states of the parameter servers' optimizers", self.num_servers))
         return [parts[server].values for server in range(self.num_servers)]
 
     def check(self) -> None:
-        """Raises the error that has ended the training, if there is one."""
+        """Raises the error that has ended training, if any."""
         if self._error is not None:
             raise self._error
 
     def fail(self, error: BaseException) -> None:
-        """Makes this rank's waits, and :meth:`check`, raise an error from now on."""
+        """Makes this rank's waits and :meth:`check` raise ``error`` from now on."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _await(self, kind: type, what: str, number: int = 1) -> list[tuple[int, Any]]:
-        """Waits for so many answers of a kind; returns each with its sender."""
+    def _await(self, kind: type[T], what: str, number: int = 1) -> list[tuple[int, T]]:
+        """Waits for ``number`` answers of a type; returns them with their senders."""
         watch, timeout_s = self._transport.watch, self._timeout_s * (LOSSES if self._survives_loss else 1)
 
         def has_ended() -> bool:
@@ -182,7 +178,6 @@ class MessageRouter:
             self._changed.notify_all()
 
     def _lose(self, rank: int, error: Exception) -> None:
-        """A rank is lost."""
         if not self._survives_loss or rank < self.num_servers:
             self.fail(error)
             return
@@ -198,7 +193,7 @@ class MessageRouter:
             self._coordinator.forget_rank(rank)
 
     def _end(self, rank: int) -> None:
-        """A rank has ended without an error; others may be about to."""
+        """A rank has ended without an error; others may end soon."""
         if not self._survives_loss or rank < self.num_servers:
             with self._changed:
                 self._is_patient = False

@@ -19,7 +19,7 @@ from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.servers.config import ParameterServerConfig
 from lightning_pipesync.methods.servers.coordinator import COORDINATOR, Coordinator
 from lightning_pipesync.methods.servers.lab import ParameterServerLab
-from lightning_pipesync.methods.servers.learners import Learner, learner_type
+from lightning_pipesync.methods.servers.learners import LEARNERS, Learner
 from lightning_pipesync.methods.servers.messages import LearnerBuffers, Update
 from lightning_pipesync.methods.servers.optimizer_states import ServedOptimizers
 from lightning_pipesync.methods.servers.policies import Sequencer
@@ -51,8 +51,8 @@ class ParameterServer(SyncMethod):
 
     Ranks may take different numbers of steps between two calls of :meth:`flush`. A policy that cancels passes does so
     during a pass if that is in a closure: ``sync.step(lambda: optimizer.step(closure))``. The closure is then evaluated
-    again, with newer weights. Otherwise the gradient of a cancelled pass is lost. Within a long computation that is in
-    no layer, call :meth:`cancel_if_late` from time to time.
+    again, with newer weights. Otherwise the gradient of a cancelled pass is lost. Within a long computation outside of
+    the layers, call :meth:`cancel_if_late` from time to time.
 
     Arguments, errors and further calls are those of :class:`SyncMethod`; the settings are in
     :class:`ParameterServerConfig`.
@@ -84,15 +84,13 @@ class ParameterServer(SyncMethod):
         self._serve()
 
     def _serve(self) -> None:
-        """Starts this rank's server, if it is one, and the coordinator, which decides on rank 0 alone."""
+        """Starts this rank's server, if it has one, and the coordinator, which is used on rank 0 only."""
         transport, config, router, roles = self.transport, self.config, self._router, self._roles
         num_servers, policy = roles.num_servers, roles.policy
-        shards: list[ServedShard] = []
-        if transport.rank < num_servers:
-            shards = [
-                ServedShard(bucket, transport.rank, self.optimizers[bucket.group[0]], config, num_servers)
-                for bucket in self._buckets
-            ]
+        shards = [
+            ServedShard(bucket, transport.rank, self.optimizers[bucket.group[0]], config, num_servers)
+            for bucket in (self._buckets if transport.rank < num_servers else ())
+        ]
         served = () if self._learner.keeps_replica else self.optimizers
         ask = router.states_of if roles.survives_loss else None
         self._states = ServedOptimizers(served, self._buckets, shards, num_servers, transport, ask)
@@ -140,13 +138,11 @@ class ParameterServer(SyncMethod):
         return self._router.skips(finite=all(bool(torch.isfinite(grad).all()) for grad in gradients))
 
     def _step(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Has the learner take the step, unless this rank cannot."""
         self._router.check()
         if self.only_serves:
             raise RuntimeError(
-                f"Rank {self.transport.rank} only serves (dedicated_servers=True), and takes no steps: leave them out "
-                "if sync.only_serves, and call flush() with the others; or let partition='work_queue' give it no "
-                "batches."
+                f"Rank {self.transport.rank} only serves (dedicated_servers=True), and takes no steps: skip them if "
+                "sync.only_serves, and call flush() with the others; or let partition='work_queue' give it no batches."
             )
         if self._has_new_parameters:
             raise RuntimeError(
@@ -214,9 +210,9 @@ class ParameterServer(SyncMethod):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Waits until all gradients are applied, and makes the weights the servers' newest; a collective call.
+        """Waits until all gradients are applied, and loads the servers' newest weights; a collective call.
 
-        Gradients that are too few for an update make one nevertheless. The buffers become those of the first learner.
+        Pending gradients make an update even if they are too few. The buffers become those of the first learner.
         With ``policy="easgd"`` :meth:`resume` restores this rank's replica.
         """
         self._router.check()
@@ -241,28 +237,25 @@ class ParameterServer(SyncMethod):
         self.flushed = False
 
     def _after_loading(self, *_: object) -> None:
-        """Makes the next step start from the weights and the optimizer's state that were loaded."""
+        """Makes the next step start from the loaded weights and optimizer states."""
         self._loaded = True
 
     def _reload(self) -> None:
-        """Makes the servers read what was loaded on all ranks; a collective call.
+        """Makes the servers read loaded weights and states; a collective call.
 
-        What was pushed before is applied first, and has no effect then.
-
-        Raises:
-            RuntimeError: on all ranks: some of them have loaded nothing.
+        Gradients that were pushed before have no effect then. If some ranks have loaded nothing, all raise an error.
         """
         self._loaded = False
         self._learner.retire_to_reload()
         if self._server is not None:
             self._server.reload(self._states.read_loaded)
-        self._learner.retire()  # a learner continues once all servers have read
+        self._learner.retire()  # waits until all servers have read
         self._learner.begin_from_loaded()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Returns the updates, this rank's cancelled passes, on rank 0 the mean staleness, and what the base does."""
+        """Returns the updates, this rank's cancelled passes, on rank 0 the mean staleness, and the base's metrics."""
         counts = {"updates": float(self._learner.version), "cancelled": float(self._learner.num_cancelled)}
         if self.transport.rank == COORDINATOR:
             counts["staleness"] = self._coordinator.mean_staleness
@@ -307,7 +300,6 @@ class ParameterServer(SyncMethod):
             self._reload()  # the next gradient is of the replica
 
     def _detach(self, timeout_s: float) -> None:
-        """Ends the threads and the process groups. The weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
         if self._server is not None:
@@ -317,7 +309,7 @@ class ParameterServer(SyncMethod):
 
     @property
     def _learner_type(self) -> type[Learner]:
-        return learner_type(self.config)
+        return LEARNERS.get(self.config.policy, Learner)
 
     def _problem(self) -> ValueError | None:
         kind = self._learner_type

@@ -33,16 +33,7 @@ Key = tuple[int, int]
 class Server:
     """Follows the coordinator's decisions, one after the other, on a thread.
 
-    Attributes:
-        version: of the weights.
-
-    Args:
-        shards: the server's shards of all buckets.
-        num_servers: the number of servers, which are the first ranks.
-        config: the settings.
-        send: sends a message to a rank.
-        fail: called with an error, after which the server does nothing more.
-        before_flush: called before all get the same weights.
+    It calls ``before_flush`` before all ranks get the same weights, and does nothing more after a call of ``fail``.
     """
 
     def __init__(
@@ -70,7 +61,6 @@ class Server:
         self._worker = Worker("pipesync-server")
 
     def push(self, push: Push) -> None:
-        """A gradient has arrived."""
         key = (push.gradient.rank, push.gradient.step)
         with self._arrived:
             if key in self._unused:
@@ -80,7 +70,6 @@ class Server:
             self._arrived.notify_all()
 
     def add_sums(self, server: int, sums: PartialSums) -> None:
-        """A server's part of sums has arrived."""
         with self._arrived:
             self._sums.setdefault((sums.version, sums.kind), {})[server] = sums.part
             self._arrived.notify_all()
@@ -101,7 +90,7 @@ class Server:
         self._worker.submit(follow)
 
     def reload(self, read: Callable[[], object]) -> None:
-        """Queues a function that gives the shards other weights."""
+        """Queues ``read``, which changes the weights of the shards."""
 
         def reload() -> None:
             read()
@@ -143,7 +132,6 @@ class Server:
                 self._unused.add(key)
 
     def _update(self, update: Update, settings: UpdateSettings, pushed: Sequence[Push]) -> None:
-        """Updates the weights by the mean gradient."""
         numbers = [i for i, shard in enumerate(self._shards) if shard.bucket.group[0] == update.optimizer]
         shards = [self._shards[i] for i in numbers]
         weights, lr_factor = update.weights, update.lr_factor
@@ -168,7 +156,7 @@ class Server:
     def _by_distance(
         self, update: Update, shards: Sequence[ServedShard], computed_at: Sequence[Sequence[Tensor]], bound: float
     ) -> tuple[tuple[float, ...], float]:
-        """Returns the weight of each gradient, and a factor on the rate, by how far the weights have moved since.
+        """Returns :func:`weights_and_factor` by how far the weights have moved since each gradient was computed.
 
         The distance is that of all parameters of the optimizer, on all servers (Dutta et al., AISTATS 2018, Eq. 13).
         """
@@ -194,7 +182,7 @@ class Server:
             mean.mul_(factor)
 
     def _summed(self, sums: PartialSums) -> Tensor:
-        """Returns the sums of all servers' parts, the same bits on all."""
+        """Returns the sums over all servers, with the same bits on all."""
         for server in range(self._num_servers):
             self._send(server, sums)
         key = (sums.version, sums.kind)
@@ -203,7 +191,6 @@ class Server:
         return torch.stack([parts[server] for server in range(self._num_servers)]).sum(dim=0)
 
     def _await(self, arrived: Callable[[], bool]) -> None:
-        """Waits for what others send."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._ended or arrived())
         if self._ended:
@@ -215,12 +202,12 @@ class Server:
 
 
 class CenterServer(Server):
-    """A server of EASGD: has the center, which replicas pull at and which pulls at them, by alpha."""
+    """A server of EASGD: it has the center, and the center and the replicas pull at each other."""
 
     def __init__(self, force: float, *args: Any) -> None:
         super().__init__(*args)
         self._force = force
-        self._pulls: dict[int, list[Tensor]] = {}  # by learner, what its replica is pulled by
+        self._pulls: dict[int, list[Tensor]] = {}  # by learner, what it subtracts from its replica
 
     def _update(self, update: Update, settings: UpdateSettings, pushed: Sequence[Push]) -> None:
         (pull,), (gradient,) = pushed, update.gradients

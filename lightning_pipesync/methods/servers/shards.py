@@ -1,4 +1,4 @@
-"""The shards of the weights, one for each server: what a server holds, and what a learner sends and receives."""
+"""The servers' shards of the weights: what a server holds, and what a learner sends and receives."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ from lightning_pipesync.methods.servers.config import ParameterServerConfig
 class SharedBucket:
     """Parameters of one group, dtype and device in one buffer, which is divided among the servers.
 
-    Attributes:
-        members: the parameters.
-        group: the indices of their optimizer and of their parameter group there.
-        places: by the parameter's name, its slice of the buffer.
-        residual: of the error feedback, one for each value of the buffer; None without it.
+    ``group`` has the indices of the optimizer and of the parameter group, ``places`` each parameter's slice by name.
     """
 
     def __init__(self, members: Sequence[NamedParameter], num_servers: int, config: ParameterServerConfig) -> None:
@@ -39,7 +35,7 @@ class SharedBucket:
         self._gradients, self._values = Bucket(self._tensors), Bucket(self._tensors)
         self._values.pack(self._tensors)  # what all ranks have at first
         self.places = {m.name: place for m, place in zip(members, self._gradients.places, strict=True)}
-        self.residual: Tensor | None = None
+        self.residual: Tensor | None = None  # of the error feedback, by element of the buffer
         if config.uses_error_feedback:
             flat = self._gradients.flat
             self.residual = torch.zeros_like(flat, dtype=accumulation_dtype(flat.dtype))
@@ -54,37 +50,35 @@ class SharedBucket:
         return self._gradients.pack_gradients(self._tensors)
 
     def pack_values(self) -> None:
-        """Copies the parameters themselves into the buffer."""
+        """Copies the parameters into the buffer of the gradients."""
         self._gradients.pack(self._tensors)
 
     def clear_gradients(self) -> None:
-        """Drops the gradients of the parameters."""
         for tensor in self._tensors:
             tensor.grad = None
 
     def encoded(self, server: int) -> Tensor:
-        """Returns a server's shard of the packed gradients, encoded: 1-D, uint8."""
+        """Returns a server's encoded shard of the packed gradients: 1-D, uint8."""
         shard = shard_of(self.packed, server, self._num_servers)
         wire = torch.empty(self._codec.wire_bytes(shard.numel(), shard.dtype), dtype=torch.uint8, device=shard.device)
         residual = None if self.residual is None else shard_of(self.residual, server, self._num_servers)
         encode_with_feedback(self._codec, shard, wire, residual)
         return wire
 
-    def receive(self, server: int, values: Tensor) -> None:
-        """Copies a server's shard of the weights into the buffer; see :meth:`unpack`."""
-        shard_of(self._values.flat, server, self._num_servers).copy_(values)
-
-    def receive_difference(self, server: int, wire: Tensor) -> None:
-        """Adds the encoded difference of a server's shard of the weights from what was received before."""
+    def receive(self, server: int, values: Tensor, is_difference: bool) -> None:
+        """Stores a server's shard of the weights, or adds its encoded difference, for :meth:`unpack`."""
         shard = shard_of(self._values.flat, server, self._num_servers)
-        self._fetch_codec.decode_add(wire.to(shard.device), shard, shard.dtype)
+        if is_difference:
+            self._fetch_codec.decode_add(values.to(shard.device), shard, shard.dtype)
+        else:
+            shard.copy_(values)
 
     def unpack(self) -> None:
         """Copies the received weights into the parameters."""
         self._values.unpack(self._tensors)
 
     def unpack_from(self, flat: Tensor) -> None:
-        """Copies values of such a buffer into the parameters, and not what was received."""
+        """Copies a clone of :attr:`packed` into the parameters."""
         self.packed.copy_(flat)
         self._gradients.unpack(self._tensors)
 
@@ -94,11 +88,10 @@ class SharedBucket:
         foreach_add_(self._tensors, self._values.views, alpha=-1)
 
     def shard(self, server: int) -> slice:
-        """Returns the slice of the buffer that a server has."""
         return shard_slice(self.packed.numel(), server, self._num_servers)
 
     def slices(self, server: int) -> dict[str, slice]:
-        """Returns the slices of the parameters, by name, that a server has."""
+        """Returns a server's slices of the parameters, by name."""
         return slices_in_shard(self.shard(server), self.places)
 
 
@@ -141,7 +134,7 @@ class ServedShard:
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Copies the weights of the user's parameters."""
+        """Copies the user's parameters into the shard."""
         self._present = None
         for piece in self._pieces:
             whole = piece.parameter.detach()
@@ -149,18 +142,15 @@ class ServedShard:
 
     @torch.no_grad()
     def squared_distance(self, others: Tensor) -> Tensor:
-        """Returns the squared L2 distance of the weights from others: 0-dim, float64, on the CPU."""
+        """Returns the squared L2 distance of the weights from ``others``: 0-dim, float64, on the CPU."""
         return (self.values - others).square_().sum(dtype=torch.float64).cpu()
 
     def average(
         self, wires: Sequence[Tensor], weights: Sequence[float], computed_at: Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Returns the weighted mean of gradients, a buffer that :meth:`step` uses.
+        """Returns the weighted mean of encoded gradients, in a buffer that :meth:`step` uses.
 
-        Args:
-            wires: the encoded gradients.
-            weights: of each; they add up to the number of gradients.
-            computed_at: the weights at which each was computed, for DC-ASGD; None without it.
+        With ``computed_at``, the weights at which each gradient was computed, DC-ASGD compensates the delay.
         """
         if not self.values.numel():
             return self._gradient
@@ -202,9 +192,9 @@ class ServedShard:
 
     @torch.no_grad()
     def ahead(self, updates: float) -> Tensor:
-        """Returns a copy of the weights, as they will be after so many more updates if these have gradients of zero.
+        """Returns a prediction of the weights after more updates, with gradients of zero: momentum alone moves them.
 
-        That is where momentum alone takes them (SpecTrain, Chen et al.). Parts of an update are interpolated.
+        A fraction of an update is interpolated (SpecTrain, Chen et al.).
         """
         if not updates or self._present is None:
             return self.values.clone()
