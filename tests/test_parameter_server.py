@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.servers.messages import Update
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
+from tests.server_runs import ServedRun, assert_weights
 
 STEPS = 12
 #: A squared distance that some updates exceed, and some do not.
@@ -50,14 +49,20 @@ POLICIES: dict[str, dict[str, Any]] = {
     "one server": {"policy": "k_batch_async", "k": 2, "servers": 1},
     "two servers": {"policy": "k_async", "k": 2, "servers": 2},
 }
+#: By number of ranks and optimizer, the policies that are trained. On four ranks more gradients make an update.
+TRAINED = {
+    (3, "sgd"): tuple(POLICIES),
+    (4, "adamw"): (
+        *("sync", "k_sync", "k_batch_sync", "k_async", "n_softsync", "ssp", "two servers"),
+        *("dc_asgd, several", "distance, several", "predicted, by half"),
+    ),
+}
 
 
 def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], dict[str, float]]:
     """Trains with delays at random, other ones in each run; one rank takes fewer steps."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS[optimizer_name](model)
-    sync = ParameterServer(model, optimizer, keep_log=True, timeout_s=60, **settings)
+    run = ServedRun(optimizer_name, keep_log=True, **settings)
+    rank, model, optimizer, sync = run.rank, run.model, run.optimizer, run.sync
     delays = random.Random()
 
     for i in range(STEPS - 2 * (rank == 1)):
@@ -85,17 +90,14 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], 
 
 @cache
 def trained(world_size: int, optimizer: str) -> Outcomes:
-    """By policy."""
-    return launch_cases(
-        {policy: partial(train, optimizer, settings) for policy, settings in POLICIES.items()}, world_size
-    )
+    policies = TRAINED[world_size, optimizer]
+    return launch_cases({policy: partial(train, optimizer, POLICIES[policy]) for policy in policies}, world_size)
 
 
-@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adamw"), (3, "sgd"), (4, "adamw")])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_log_explains_the_weights(policy: str, world_size: int, optimizer: str) -> None:
-    if world_size == 2 and policy == "n_softsync":
-        pytest.skip("with n of 2 on 2 ranks it is async")
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "policy"), [(*key, policy) for key, policies in TRAINED.items() for policy in policies]
+)
+def test_the_log_explains_the_weights(world_size: int, optimizer: str, policy: str) -> None:
     outcomes = trained(world_size, optimizer)[policy]
     log = outcomes[0][0]
     given = {name: POLICIES[policy].get(name, 0.0) for name in ("dc_lambda", "distance_bound")}
@@ -103,17 +105,15 @@ def test_the_log_explains_the_weights(policy: str, world_size: int, optimizer: s
     if policy == "distance":
         ignored = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log)
         assert not all(map(torch.equal, ignored[-1].parameters(), versions[-1].parameters())), "the rate has changed"
-    expected = state(versions[-1])
-    for _, weights, metrics in outcomes:
-        assert metrics["updates"] == len(log)
-        for name, value in weights.items():
-            assert torch.equal(value, expected[name]), name
+    assert_weights([weights for _, weights, _ in outcomes], state(versions[-1]))
+    assert all(metrics["updates"] == len(log) for *_, metrics in outcomes)
     check_log(policy, log, world_size)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("n_push", "n_fetch", "servers"), [(1, 1, None), (2, 3, 1), (3, 1, None)])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "n_push", "n_fetch", "servers", "optimizer"),
+    [(2, 1, 1, None, "sgd"), (2, 2, 3, 1, "adamw"), (4, 1, 1, None, "adamw"), (4, 3, 1, None, "sgd")],
+)
 def test_the_log_explains_downpour(
     world_size: int, n_push: int, n_fetch: int, servers: int | None, optimizer: str
 ) -> None:
@@ -121,12 +121,9 @@ def test_the_log_explains_downpour(
     outcomes = launch(train, world_size, optimizer, settings)
     log = outcomes[0][0]
     expected = state(replay_downpour(seeded_mlp(), OPTIMIZERS[optimizer], loss, log)[-1])
-    for _, weights, _ in outcomes:
-        for name, value in weights.items():
-            assert torch.equal(value, expected[name]), name
-    pushed = [(update.gradients[0].rank, update.gradients[0]) for update in log]
+    assert_weights([weights for _, weights, _ in outcomes], expected)
     for rank in range(world_size):
-        of_rank = [gradient for one, gradient in pushed if one == rank]
+        of_rank = [update.gradients[0] for update in log if update.gradients[0].rank == rank]
         last = STEPS - 2 * (rank == 1)
         assert [gradient.accrued.first_step for gradient in of_rank] == [1, *(one.step + 1 for one in of_rank[:-1])]
         assert of_rank[-1].step == last, "nothing that was accrued is lost"
@@ -134,10 +131,13 @@ def test_the_log_explains_downpour(
         assert {fetch.step % n_fetch for fetch in fetches} == {1 % n_fetch}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    ("world_size", "given", "force"),
-    [(2, {"period": 1}, 0.45), (3, {"period": 3, "servers": 1}, 0.3), (4, {"elastic_force": 0.5}, 0.5)],
+    ("world_size", "given", "force", "optimizer"),
+    [
+        (2, {"period": 1}, 0.45, "sgd"),
+        (3, {"period": 3, "servers": 1}, 0.3, "adamw"),
+        (4, {"elastic_force": 0.5}, 0.5, "sgd"),
+    ],
 )
 def test_the_log_explains_easgd(world_size: int, given: dict[str, Any], force: float, optimizer: str) -> None:
     """With momentum in the learners' optimizers it is EAMSGD."""
@@ -145,125 +145,100 @@ def test_the_log_explains_easgd(world_size: int, given: dict[str, Any], force: f
     outcomes = launch(train, world_size, optimizer, settings)
     log = outcomes[0][0]
     expected = state(replay_easgd(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, force)[-1])
-    for _, weights, metrics in outcomes:
-        assert (
-            metrics["updates"]
-            == len(log)
-            == sum((STEPS - 2 * (rank == 1)) // settings["period"] for rank in range(world_size))
-        )
-        for name, value in weights.items():
-            assert torch.equal(value, expected[name]), name
+    assert_weights([weights for _, weights, _ in outcomes], expected)
+    assert len(log) == sum((STEPS - 2 * (rank == 1)) // settings["period"] for rank in range(world_size))
+    assert all(metrics["updates"] == len(log) for *_, metrics in outcomes)
 
 
 def train_replica(resumed: bool, resumes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Trains one replica with EASGD, so that timing plays no part; saved and resumed in the middle of a period."""
 
-    def begin(seed: int) -> tuple[Any, Any, ParameterServer]:
-        model = seeded_mlp(seed)
-        optimizer = OPTIMIZERS["adamw"](model)
-        return model, optimizer, ParameterServer(model, optimizer, policy="easgd", period=3, timeout_s=60)
+    def begin(seed: int) -> ServedRun:
+        return ServedRun("adamw", seed=seed, policy="easgd", period=3)
 
-    model, optimizer, sync = begin(0)
+    run = begin(0)
     for i in range(STEPS):
         if i == 7:
-            sync.flush()
-            center, saved = state(model), sync.state_dict()
+            run.sync.flush()
+            center, saved = state(run.model), run.sync.state_dict()
             if resumed:
-                sync.detach()
-                model, optimizer, sync = begin(1)
-                model.load_state_dict(center)
-                sync.load_state_dict(saved)
+                run.sync.detach()
+                run = begin(1)
+                run.model.load_state_dict(center)
+                run.sync.load_state_dict(saved)
             elif resumes:
-                sync.resume()
-        optimizer.zero_grad()
-        loss(model, i, 0).backward()
-        sync.step()
-    sync.flush()
-    weights = state(model)
-    sync.resume()
-    own = state(model)
-    sync.detach()
+                run.sync.resume()
+        run.step(i)
+    run.sync.flush()
+    weights = state(run.model)
+    run.sync.resume()
+    own = state(run.model)
+    run.sync.detach()
     return weights, own
 
 
 def test_easgd_resumes_with_its_replicas() -> None:
     cases = [(False, True), (True, True), (False, False)]
-    plain, resumed, from_center = (launch(train_replica, 1, *case) for case in cases)
-    for name, value in plain[0][0].items():
-        assert torch.equal(resumed[0][0][name], value), name
-        assert torch.equal(resumed[0][1][name], plain[0][1][name]), name
-    assert any(not torch.equal(from_center[0][0][name], value) for name, value in plain[0][0].items())
+    outcomes = launch_cases({case: partial(train_replica, *case) for case in cases}, 1)
+    ((weights, own),), ((resumed, resumed_own),), ((from_center, _),) = (outcomes[case] for case in cases)
+    assert_weights([resumed], weights)
+    assert_weights([resumed_own], own)
+    assert any(not torch.equal(from_center[name], value) for name, value in weights.items())
 
 
 def load_in_midst(settings: dict[str, Any]) -> dict[str, Tensor]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = ParameterServer(model, optimizer, timeout_s=60, **settings)
+    run = ServedRun(**settings)
     for i in range(5):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-    model.load_state_dict(seeded_mlp(1).state_dict())
-    sync.flush()
-    weights = state(model)
-    sync.detach()
-    return weights
+        run.step(i)
+    run.model.load_state_dict(seeded_mlp(1).state_dict())
+    return run.finish()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"policy": "downpour", "n_push": 2},
-        {"policy": "easgd", "period": 2},
-        {"policy": "k_sync", "k": 2},
-        {"policy": "k_batch_async", "k": 2},
-    ],
-)
-def test_loaded_weights_are_those_to_go_on_from(settings: dict[str, Any]) -> None:
-    """Neither gradients that were pushed or accrued before, nor weights that were asked for, play a part."""
-    expected = seeded_mlp(1).state_dict()
-    for weights in launch(load_in_midst, 3, settings):
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+def test_training_continues_from_loaded_weights() -> None:
+    """Gradients that were pushed or accrued before, and weights that were requested, have no effect."""
+    cases: dict[str, dict[str, Any]] = {
+        "downpour": {"n_push": 2},
+        "easgd": {"period": 2},
+        "k_sync": {"k": 2},
+        "k_batch_async": {"k": 2},
+    }
+    outcomes = launch_cases(
+        {policy: partial(load_in_midst, {"policy": policy, **given}) for policy, given in cases.items()}, 3
+    )
+    for policy in cases:
+        assert_weights(outcomes[policy], seeded_mlp(1).state_dict())
 
 
 def load_on_some(settings: dict[str, Any]) -> tuple[str, str] | None:
-    """Loads weights on rank 1 alone, in the midst of a training; returns what a rank raises."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = ParameterServer(model, optimizer, timeout_s=600, **settings)
+    """Loads weights on rank 1 alone during a training; returns what a rank raises."""
+    run = ServedRun(**settings, timeout_s=600)
 
     def steps() -> None:
-        for i in range(0 if sync.only_serves else 6):
-            if rank == 1 and i == 3:
-                model.load_state_dict(seeded_mlp(1).state_dict())
-            optimizer.zero_grad()
-            loss(model, i, rank).backward()
-            sync.step()
-        sync.flush()
+        for i in range(0 if run.sync.only_serves else 6):
+            if run.rank == 1 and i == 3:
+                run.model.load_state_dict(seeded_mlp(1).state_dict())
+            run.step(i)
+        run.sync.flush()
 
     outcome = raised(steps)
-    sync.detach(timeout_s=3.0)
+    run.sync.detach(timeout_s=3.0)
     return outcome
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"policy": "sync"},
-        {"policy": "async"},
-        {"policy": "downpour", "n_push": 2},
-        {"policy": "async", "servers": 1, "dedicated_servers": True, "on_lost_rank": "raise"},
-    ],
-    ids=str,
-)
-def test_weights_that_some_ranks_load_are_refused_on_all(settings: dict[str, Any]) -> None:
+def test_weights_that_some_ranks_load_are_refused_on_all() -> None:
     """Rank 1 waits in its next step until the others come to theirs, or to a flush: not for the timeout."""
-    for outcome in launch(load_on_some, 3, settings):
-        assert outcome is not None
-        assert outcome[0] == "RuntimeError"
-        assert "were loaded on rank 1 and not on rank 0, 2: load them on all ranks" in outcome[1]
+    cases: dict[str, dict[str, Any]] = {
+        "sync": {"policy": "sync"},
+        "async": {"policy": "async"},
+        "downpour": {"policy": "downpour", "n_push": 2},
+        "dedicated": {"policy": "async", "servers": 1, "dedicated_servers": True, "on_lost_rank": "raise"},
+    }
+    outcomes = launch_cases({name: partial(load_on_some, settings) for name, settings in cases.items()}, 3)
+    for name in cases:
+        for outcome in outcomes[name]:
+            assert outcome is not None
+            assert outcome[0] == "RuntimeError"
+            assert "were loaded on rank 1 and not on rank 0, 2: load them on all ranks" in outcome[1]
 
 
 def check_log(policy: str, log: list[Update], world_size: int) -> None:
@@ -293,23 +268,17 @@ def check_log(policy: str, log: list[Update], world_size: int) -> None:
 
 
 def train_unevenly(settings: dict[str, Any], folder: Path, awaited: int, pause_s: float = 0.0) -> list[Update]:
-    """Trains with a rank 1 that goes on with its step `awaited` only when the others have ended, or after a pause."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = ParameterServer(model, optimizer, keep_log=True, timeout_s=60, **settings)
+    """Trains with a rank 1 that takes its step `awaited` only when the others have ended, or after a pause."""
+    run = ServedRun(keep_log=True, **settings)
     for i in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, i, rank).backward()
-        if rank == 1 and i == awaited:
+        if run.rank == 1 and i == awaited:
             time.sleep(pause_s)
             while not pause_s and len(list(folder.iterdir())) < 2:
                 time.sleep(0.01)
-        sync.step()
-    (folder / str(rank)).touch()
-    sync.flush()
-    sync.detach()
-    return sync.log
+        run.step(i)
+    (folder / str(run.rank)).touch()
+    run.finish()
+    return run.sync.log
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -344,30 +313,23 @@ def test_a_slow_ranks_gradient_is_dropped(tmp_path: Path) -> None:
 
 def train_from_a_work_queue(delay_s: float, num_workers: int) -> tuple[list[list[int]], float]:
     """Trains two epochs of batches from a work queue, with a slow rank 1, saved and resumed in between."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    settings = {"policy": "async", "partition": "work_queue", "timeout_s": 60}
-    data = TensorDataset(torch.arange(50))
-    loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
+    loader = DataLoader(TensorDataset(torch.arange(50)), batch_size=4, shuffle=True, num_workers=num_workers)
     seen: list[list[int]] = []
     saved: dict[str, Any] = {}
     for attempt in range(2):
-        optimizer = OPTIMIZERS["sgd"](model)
-        sync = ParameterServer(model, optimizer, **settings)
-        train_loader = sync.prepare_train_loader(loader, seed=1)
+        run = ServedRun(policy="async", partition="work_queue")
+        train_loader = run.sync.prepare_train_loader(loader, seed=1)
         if attempt:
-            sync.load_state_dict(saved["sync"])
+            run.model.load_state_dict(saved["model"])
+            run.sync.load_state_dict(saved["sync"])
             train_loader.load_state_dict(saved["loader"])
         for number, (indices,) in enumerate(train_loader):
             seen.append(indices.tolist())
-            optimizer.zero_grad()
-            loss(model, number, rank).backward()
-            time.sleep(delay_s * rank)
-            sync.step()
-        sync.flush()
-        saved = {"sync": sync.state_dict(), "loader": train_loader.state_dict()}
-        updates = sync.metrics()["updates"]
-        sync.detach()
+            run.step(number, [delay_s * run.rank])
+        run.sync.flush()
+        saved = {"sync": run.sync.state_dict(), "loader": train_loader.state_dict(), "model": state(run.model)}
+        updates = run.sync.metrics()["updates"]
+        run.sync.detach()
     return seen, updates
 
 

@@ -50,17 +50,17 @@ def test_sync_waits_for_all() -> None:
     assert run.push(1) == ([0, 1, 2], [0, 1, 2])
 
 
-def test_k_sync_cancels_who_is_late() -> None:
+def test_k_sync_cancels_late_passes() -> None:
     run = timeline("k_sync", k=2)
     assert run.push(2) == ([], [])
     assert run.push(0) == ([0, 2], [0, 2])
     assert run.push(1) == ([], [1]), "its gradient is of old weights, and is dropped"
     assert run.push(1) == ([], [])
     assert run.push(0) == ([0, 1], [0, 1])
-    assert run.fetch(2) == ([], [2]), "it has noticed by itself"
+    assert run.fetch(2) == ([], [2]), "it has noticed that it is late"
 
 
-def test_k_batch_sync_lets_the_fast_learner_go_on_with_the_same_weights() -> None:
+def test_k_batch_sync_lets_the_fast_learner_continue_with_the_same_weights() -> None:
     run = timeline("k_batch_sync", k=3)
     assert run.push(0) == ([], [0])
     assert run.push(0) == ([], [0])
@@ -95,7 +95,7 @@ def test_n_softsync_updates_after_a_share_of_the_learners() -> None:
     assert timeline("n_softsync", n=3).push(1) == ([1], [1])
 
 
-def test_ssp_holds_back_who_is_ahead() -> None:
+def test_ssp_makes_a_learner_that_is_ahead_wait() -> None:
     run = timeline("ssp", staleness_bound=1)
     assert run.push(0) == ([0], [0])
     assert run.push(0) == ([0], []), "two ahead"
@@ -103,18 +103,18 @@ def test_ssp_holds_back_who_is_ahead() -> None:
     assert run.push(2) == ([2], [0, 2]), "the slowest has moved"
 
 
-def test_who_retires_is_waited_for_no_longer() -> None:
+def test_a_retired_learner_is_not_waited_for() -> None:
     run = timeline("sync")
     run.push(0)
     assert run.retire(1) == ([], [])
     assert run.push(2) == ([0, 2], [0, 2])
     run.push(0)
-    assert run.retire(2) == ([0], [0]), "an update of those who are left"
-    assert run.retire(0) == ([], [0, 1, 2]), "all have retired, and begin anew with the same weights"
+    assert run.retire(2) == ([0], [0]), "an update of the learners that are left"
+    assert run.retire(0) == ([], [0, 1, 2]), "all have retired, and begin again with the same weights"
     assert run.versions == [2, 2, 2]
 
 
-def test_what_is_pending_is_applied_at_the_end() -> None:
+def test_pending_gradients_are_applied_at_the_end() -> None:
     run = timeline("k_batch_async", k=3)
     run.push(0)
     run.retire(0)
@@ -122,11 +122,39 @@ def test_what_is_pending_is_applied_at_the_end() -> None:
     assert run.retire(2) == ([0], [0, 1, 2])
 
 
-def test_who_is_lost_is_waited_for_no_longer() -> None:
+def test_a_lost_learner_is_not_waited_for() -> None:
     run = timeline("sync")
     run.push(0)
     run.push(1)
     assert run.follow(run.sequencer.lose(2)) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        *((policy, {}) for policy in ("sync", "k_batch_async", "async", "easgd")),
+        *((policy, {"k": 3}) for policy in ("k_sync", "k_async")),
+        ("k_batch_sync", {"k": 2}),
+        ("n_softsync", {"n": 2}),
+        ("ssp", {"staleness_bound": 1}),
+    ],
+)
+@pytest.mark.parametrize("has_pushed", [False, True])
+def test_the_others_continue_without_a_lost_learner(policy: str, settings: dict[str, int], has_pushed: bool) -> None:
+    """K is bounded by the number of learners that are left."""
+    run, running = timeline(policy, **settings), {0, 1}
+    if has_pushed:
+        run.push(2)
+    running |= set(run.follow(run.sequencer.lose(2))[1])
+    for _ in range(5):
+        for rank in (0, 1):
+            if rank in running:
+                running.discard(rank)
+                running |= set(run.push(rank)[1])
+    assert run.steps[:2] == [5, 5]
+    run.retire(0)
+    assert run.retire(1)[1] == [0, 1]
+    assert not run.sequencer.pending
 
 
 @pytest.mark.parametrize(
@@ -167,7 +195,7 @@ def test_more_gradients_than_learners_are_refused() -> None:
         timeline("k_sync", k=4)
 
 
-def test_each_rank_gets_a_batch_and_the_last_are_kept_for_those_without() -> None:
+def test_the_last_batches_are_kept_for_ranks_without_one() -> None:
     queue = WorkQueue(range(3))
     assert [queue.take(0, (1, 0), 5, True) for _ in range(4)] == [0, 1, 2, None]
     assert [queue.take(rank, (1, 0), 5, True) for rank in (1, 1, 2, 0)] == [3, None, 4, None]
@@ -176,10 +204,10 @@ def test_each_rank_gets_a_batch_and_the_last_are_kept_for_those_without() -> Non
     assert resumed.take(1, (1, 0), 5, True) is None
     assert [resumed.take(1, (1, 1), 3, True) for _ in range(2)] == [0, None]
     assert [resumed.take(1, (1, 2), 3, False) for _ in range(4)] == [0, 1, 2, None]
-    assert resumed.take(1, (2, 0), 3, False) == 0, "another loader begins anew"
+    assert resumed.take(1, (2, 0), 3, False) == 0, "another loader begins with its first batch"
 
 
-def test_who_resumes_first_is_not_handed_what_others_had_before() -> None:
+def test_a_rank_that_resumes_first_gets_no_batch_of_the_earlier_run() -> None:
     sent: list[tuple[int, Any]] = []
     given = (lambda *message: sent.append(message), range(2), range(1))
 

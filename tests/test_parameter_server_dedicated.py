@@ -1,11 +1,9 @@
-"""Ranks that only serve: the others train, by the same policies, and the log explains the weights as ever."""
+"""Dedicated servers: the other ranks train, by the same policies, and the log explains the weights."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from functools import cache, partial
 from typing import Any
 
@@ -15,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync.methods.servers import ParameterServer
+from lightning_pipesync import ParameterServer
 from lightning_pipesync.methods.servers.messages import Update
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import DIED, launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, loss, seeded_mlp
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
+from tests.server_runs import ServedRun, assert_weights
 
 STEPS = 10
 
@@ -35,79 +34,70 @@ POLICIES: dict[str, tuple[dict[str, Any], Any]] = {
     "downpour": ({"policy": "downpour", "n_push": 2}, replay_downpour),
     "easgd": ({"policy": "easgd", "period": 2}, replay_easgd),
 }
+#: By number of ranks and servers, the policies that are trained.
+TRAINED = {
+    (3, 1): tuple(POLICIES),
+    (4, 2): ("k_batch_sync", "k_async", "predicted", "downpour", "easgd"),
+}
+SERVES = {"servers": 1, "dedicated_servers": True}
 
 
 def train(settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], dict[str, Tensor], bool]:
     """Trains with delays at random. Returns the log, the weights, the buffers before the end, and who only serves."""
-    rank = dist.get_rank()
-    model = seeded_mlp(batch_norm=True)
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = ParameterServer(model, optimizer, dedicated_servers=True, keep_log=True, timeout_s=60, **settings)
-    delays = random.Random()
+    run = ServedRun(batch_norm=True, dedicated_servers=True, keep_log=True, **settings)
+    sync = run.sync
     own: dict[str, Tensor] = {}
     for half in range(2):
         for i in [] if sync.only_serves else range(half * STEPS // 2, (half + 1) * STEPS // 2):
-            optimizer.zero_grad()
-            loss(model, i, rank).backward()
-            time.sleep(delays.choice([0.0, 0.01, 0.03]))
-            sync.step()
-        own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            run.step(i, [0.0, 0.01, 0.03])
+        own = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
         sync.flush()
-        saved = sync.optimizer_state_dict(optimizer)
+        saved = sync.optimizer_state_dict(run.optimizer)
         assert saved["state"] or (sync.only_serves and "easgd" in settings.values()), "its optimizers run on learners"
         sync.resume()
-    sync.flush()
-    sync.detach()
-    return sync.log, state(model), own, sync.only_serves
+    return sync.log, run.finish(), own, sync.only_serves
 
 
 @cache
 def trained(world_size: int, servers: int) -> Outcomes:
-    """By policy."""
     return launch_cases(
-        {policy: partial(train, {**settings, "servers": servers}) for policy, (settings, _) in POLICIES.items()},
+        {
+            policy: partial(train, {**POLICIES[policy][0], "servers": servers})
+            for policy in TRAINED[world_size, servers]
+        },
         world_size,
     )
 
 
-@pytest.mark.parametrize(("world_size", "servers"), [(3, 1), (4, 2)])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_log_explains_the_weights(policy: str, world_size: int, servers: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "servers", "policy"), [(*key, policy) for key, policies in TRAINED.items() for policy in policies]
+)
+def test_the_log_explains_the_weights(world_size: int, servers: int, policy: str) -> None:
     _, reference = POLICIES[policy]
     outcomes = trained(world_size, servers)[policy]
     assert [serves for *_, serves in outcomes] == [rank < servers for rank in range(world_size)]
     log = outcomes[0][0]
     given = {"force": 0.9 / (world_size - servers)} if policy == "easgd" else {}
     last = reference(seeded_mlp(batch_norm=True), OPTIMIZERS["sgd"], loss, log, **given)[-1]
-    for _, weights, _, _ in outcomes:
-        for name, value in last.named_parameters():
-            assert torch.equal(weights[name], value), name
-        for name, value in outcomes[servers][2].items():  # those of the first learner
-            assert torch.equal(weights[name], value), name
+    buffers = outcomes[servers][2]  # of the first learner
+    assert_weights([weights for _, weights, _, _ in outcomes], {**dict(last.named_parameters()), **buffers})
     assert {gradient.rank for update in log for gradient in update.gradients} == set(range(servers, world_size))
     if policy in ("sync", "k_batch_async"):
         assert max(len(update.gradients) for update in log) == world_size - servers, "as many as there are learners"
 
 
 def train_from_a_work_queue(timeout_s: float, pause_s: float) -> list[int]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    settings: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "partition": "work_queue"}
-    sync = ParameterServer(model, optimizer, timeout_s=timeout_s, **settings)
-    seen = []
-    for (indices,) in sync.prepare_train_loader(DataLoader(TensorDataset(torch.arange(24)), batch_size=4)):
+    run = ServedRun(**SERVES, partition="work_queue", timeout_s=timeout_s)
+    seen: list[int] = []
+    for (indices,) in run.sync.prepare_train_loader(DataLoader(TensorDataset(torch.arange(24)), batch_size=4)):
         seen += indices.tolist()
-        optimizer.zero_grad()
-        loss(model, len(seen), dist.get_rank()).backward()
-        time.sleep(pause_s)
-        sync.step()
-    sync.flush()
-    sync.detach()
+        run.step(len(seen), [pause_s])
+    run.finish()
     return seen
 
 
 def test_only_learners_take_batches_from_the_queue() -> None:
-    """The server waits for them for longer than the timeout, in which they are heard of."""
+    """The server waits for longer than the timeout, as the learners are alive."""
     serving, *learning = launch(train_from_a_work_queue, 3, 3.0, 1.6)
     assert serving == []
     assert sorted(index for seen in learning for index in seen) == list(range(24))
@@ -115,27 +105,22 @@ def test_only_learners_take_batches_from_the_queue() -> None:
 
 
 def lose_learner() -> tuple[str, str] | None:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    given: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "on_lost_rank": "raise", "timeout_s": 4}
-    sync = ParameterServer(model, optimizer, **given)
+    run = ServedRun(**SERVES, on_lost_rank="raise", timeout_s=4)
 
     def steps() -> None:
         try:
-            for i in [] if sync.only_serves else range(50):
-                if i == 4 and dist.get_rank() == 2:
+            for i in [] if run.sync.only_serves else range(50):
+                if i == 4 and run.rank == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
-                optimizer.zero_grad()
-                loss(model, i, dist.get_rank()).backward()
-                sync.step()
-            sync.flush()
+                run.step(i)
+            run.sync.flush()
         finally:
-            sync.detach()
+            run.sync.detach()
 
     return raised(steps)
 
 
-def test_a_lost_learner_is_named_by_who_only_serves() -> None:
+def test_a_dedicated_server_names_a_lost_learner() -> None:
     *others, dead = launch(lose_learner, 3, may_die=(2,))
     assert dead == DIED
     for outcome in others:
@@ -144,19 +129,15 @@ def test_a_lost_learner_is_named_by_who_only_serves() -> None:
 
 
 def end_without_a_flush() -> tuple[str, str] | None:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    given: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "on_lost_rank": "raise", "timeout_s": 4}
-    sync = ParameterServer(model, optimizer, **given)
-    if sync.only_serves:
-        return raised(sync.flush)
-    loss(model, 0, 1).backward()
-    sync.step()
-    sync.detach(timeout_s=1.0)
+    run = ServedRun(**SERVES, on_lost_rank="raise", timeout_s=4)
+    if run.sync.only_serves:
+        return raised(run.sync.flush)
+    run.step(0)
+    run.sync.detach(timeout_s=1.0)
     return None
 
 
-def test_who_only_serves_does_not_wait_for_ever_for_one_that_has_ended() -> None:
+def test_a_dedicated_server_does_not_wait_for_ever_for_a_learner_that_has_ended() -> None:
     outcome = launch(end_without_a_flush, 2, timeout_s=60)[0]
     assert outcome is not None
     assert "Rank 1 (host " in outcome[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from functools import cache, partial
 from typing import Any
 
@@ -17,30 +15,21 @@ from lightning_pipesync.methods.servers import ParameterServer
 from lightning_pipesync.methods.servers.learner_copies import LearnerCopies
 from lightning_pipesync.methods.servers.messages import Decision, Update
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import launch
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
+from tests.server_runs import ServedRun, assert_weights
 
 STEPS = 12
 
 
 def train(settings: dict[str, Any], flushed_at: int | None = None) -> tuple[list[Update], dict[str, Tensor]]:
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = ParameterServer(model, optimizer, keep_log=True, timeout_s=60, **settings)
-    delays = random.Random()
+    run = ServedRun(keep_log=True, **settings)
     for i in range(STEPS):
         if i == flushed_at:
-            sync.flush()
-            sync.resume()
-        optimizer.zero_grad()
-        loss(model, i, rank).backward()
-        time.sleep(delays.choice([0.0, 0.01, 0.03]))
-        sync.step()
-    sync.flush()
-    sync.detach()
-    return sync.log, state(model)
+            run.sync.flush()
+            run.sync.resume()
+        run.step(i, [0.0, 0.01, 0.03])
+    return run.sync.log, run.finish()
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -57,32 +46,33 @@ def settings_of(case: str) -> dict[str, Any]:
     return {"servers": 1, "fetch_compression": "int8", **CASES[case]}
 
 
+FLUSHED: dict[str, dict[str, Any]] = {
+    f"servers={servers}": {"policy": "async", "servers": servers, "fetch_compression": "int4"} for servers in (1, None)
+}
+
+
 @cache
-def trained(world_size: int) -> Outcomes:
-    return launch_cases({case: partial(train, settings_of(case)) for case in CASES}, world_size)
+def trained() -> Outcomes:
+    flushed = {case: partial(train, settings, flushed_at=6) for case, settings in FLUSHED.items()}
+    return launch_cases({**{case: partial(train, settings_of(case)) for case in CASES}, **flushed}, 3)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_the_log_explains_the_weights(case: str, world_size: int) -> None:
-    settings, outcomes = settings_of(case), trained(world_size)[case]
+def test_the_log_explains_the_weights(case: str) -> None:
+    settings, outcomes = settings_of(case), trained()[case]
     log = outcomes[0][0]
     given = {name: settings.get(name, 0.0) for name in ("dc_lambda", "distance_bound")}
     codec = get_codec(settings["fetch_compression"])
     expected = state(replay(seeded_mlp(), OPTIMIZERS["sgd"], loss, log, **given, fetch_codec=codec)[-1])
     as_they_are = state(replay(seeded_mlp(), OPTIMIZERS["sgd"], loss, log, **given)[-1])
-    for _, weights in outcomes:
-        for name, value in weights.items():
-            assert torch.equal(value, expected[name]), name
+    assert_weights([weights for _, weights in outcomes], expected)
     assert any(not torch.equal(value, expected[name]) for name, value in as_they_are.items()), "it is lossy"
 
 
-@pytest.mark.parametrize("servers", [1, None])
-def test_a_flush_makes_all_ranks_equal(servers: int | None) -> None:
-    outcomes = launch(train, 3, {"policy": "async", "servers": servers, "fetch_compression": "int4"}, 6)
-    for _, weights in outcomes:
-        for name, value in weights.items():
-            assert torch.equal(value, outcomes[0][1][name]), name
+@pytest.mark.parametrize("case", FLUSHED)
+def test_a_flush_makes_all_ranks_equal(case: str) -> None:
+    (_, first), *others = trained()[case]
+    assert_weights([weights for _, weights in others], first)
 
 
 def sent_by(codec: str) -> float:
@@ -103,12 +93,13 @@ def sent_by(codec: str) -> float:
 
 def test_differences_are_smaller() -> None:
     """Rank 0 sends the weights of 0.25 MiB to rank 1 in each step, int8 in a quarter and some scales."""
-    whole, encoded = (launch(sent_by, 2, codec)[0] for codec in ("none", "int8"))
+    outcomes = launch_cases({codec: partial(sent_by, codec) for codec in ("none", "int8")}, 2)
+    whole, encoded = (outcomes[codec][0] for codec in ("none", "int8"))
     assert whole == pytest.approx(4 * 0.25, rel=0.02)
     assert encoded == pytest.approx(whole / 4, rel=0.1)
 
 
-def test_weights_that_rest_are_approached() -> None:
+def test_differences_converge_to_weights_that_do_not_change() -> None:
     values = [torch.linspace(-1, 1, 999) ** 3]
     copies = LearnerCopies([torch.zeros(999)], get_codec("int8"), keeps_fetched=False)
     errors = []
@@ -117,7 +108,7 @@ def test_weights_that_rest_are_approached() -> None:
         errors.append(float((copies.of(1)[0] - values[0]).abs().max()))
     assert errors[0] > 1e-4
     assert errors[-1] < 1e-6
-    assert float(copies.of(0)[0].abs().max()) == 0, "another learner has its own"
+    assert float(copies.of(0)[0].abs().max()) == 0, "another learner has other weights"
 
 
 @pytest.mark.parametrize("policy", ["downpour", "easgd"])

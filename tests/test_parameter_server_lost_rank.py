@@ -1,4 +1,4 @@
-"""Parameter servers go on without a learner that is lost, and without one that is only frozen."""
+"""Parameter servers continue without a learner that is lost, and without one that is only frozen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipesync import ParameterServer
 from lightning_pipesync.methods.servers.config import ParameterServerConfig, PolicyName
 from lightning_pipesync.methods.servers.coordinator import Coordinator
 from lightning_pipesync.methods.servers.messages import Decision, Gradient, Request, UpdateSettings
@@ -22,6 +21,7 @@ from lightning_pipesync.methods.servers.policies import Policy, Sequencer
 from tests.harness import DIED, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
+from tests.server_runs import ServedRun, assert_weights
 
 STEPS, LOST_AT, TIMEOUT_S = 12, 5, 6
 
@@ -37,6 +37,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+CONTINUES: dict[str, Any] = {"servers": 1, "on_lost_rank": "continue", "timeout_s": TIMEOUT_S}
+
+
 def freeze(seconds: float) -> None:
     """Stops this process; a child of it wakes it up."""
     if os.fork() == 0:
@@ -49,43 +52,33 @@ def freeze(seconds: float) -> None:
 def train(policy: str, settings: dict[str, Any], fate: str, folder: Path) -> dict[str, Any]:
     """Trains with a last rank that is lost before its sixth step, and evaluates after that."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = seeded_mlp(batch_norm=True)
-    optimizer = OPTIMIZERS["sgd"](model)
-    given = {"servers": 1, "on_lost_rank": "continue", "keep_log": True, "timeout_s": TIMEOUT_S} | settings
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        sync = ParameterServer(model, optimizer, policy=policy, **given)
+        run = ServedRun(batch_norm=True, policy=policy, **{**CONTINUES, "keep_log": True, **settings})
+        sync = run.sync
         for i in range(0 if sync.only_serves else STEPS):
             if rank == last and i == LOST_AT:
                 if fate == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
                 freeze(2.5 * TIMEOUT_S)
-            optimizer.zero_grad()
-            loss(model, i, rank).backward()
-            sync.step()
+            run.step(i)
         sync.flush()
     saved = sync.optimizer_state_dict()
-    if fate == "freezes":
-        (folder / str(rank)).touch()
-        while rank == 0 and not (folder / "told").exists():
-            time.sleep(0.1)
+    while fate == "freezes" and rank == 0 and not (folder / "told").exists():
+        time.sleep(0.1)
     sync.detach()
-    return {"weights": state(model), "log": sync.log, "said": [str(one.message) for one in said], "saved": saved}
+    return {"weights": state(run.model), "log": sync.log, "said": [str(one.message) for one in said], "saved": saved}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["k_sync", "k_batch_sync", "n_softsync", "ssp"])
+def test_the_others_continue_without_a_rank_that_dies(policy: str, tmp_path: Path) -> None:
     """K is bounded by who lives, and the log still explains the weights."""
     outcomes = launch(train, 3, policy, POLICIES[policy], "dies", tmp_path, may_die=(2,))
     assert outcomes.pop() == DIED
     log = outcomes[0]["log"]
     versions = replay(seeded_mlp(batch_norm=True), OPTIMIZERS["sgd"], loss, log)
     expected = dict(versions[-1].named_parameters())
-    for outcome in outcomes:
-        for name, value in expected.items():
-            assert torch.equal(outcome["weights"][name], value), name
-        for name, value in outcomes[0]["weights"].items():
-            assert torch.equal(outcome["weights"][name], value), name
+    assert_weights([outcome["weights"] for outcome in outcomes], {**outcomes[0]["weights"], **expected})
     used = [(gradient.rank, gradient.step) for update in log for gradient in update.gradients]
     assert max((step for rank, step in used if rank == 2), default=0) <= LOST_AT
     for rank in (0, 1):
@@ -104,53 +97,52 @@ def test_the_others_go_on_without_one_that_dies(policy: str, tmp_path: Path) -> 
             assert torch.equal(saved["momentum_buffer"], momentum), "all ranks can save checkpoints"
 
 
-@pytest.mark.parametrize("settings", [{"servers": 2}, {"servers": 1, "dedicated_servers": True}], ids=str)
-@pytest.mark.parametrize("policy", ["k_batch_async", "async", "sync", "easgd"])
-def test_several_servers_go_on(policy: str, settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        *((policy, {"servers": 2}) for policy in ("k_batch_async", "sync", "easgd")),
+        *((policy, {"servers": 1, "dedicated_servers": True}) for policy in ("async", "easgd")),
+    ],
+    ids=str,
+)
+def test_several_servers_continue(policy: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """They use the same gradients, whichever of them a learner had reached when it died."""
     given = {**POLICIES.get(policy, {}), **settings, "keep_log": policy != "easgd"}
     *others, lost = launch(train, 4, policy, given, "dies", tmp_path, may_die=(3,))
     assert lost == DIED
-    for outcome in others:
-        for name, value in others[0]["weights"].items():
-            assert torch.equal(outcome["weights"][name], value), name
+    assert_weights([outcome["weights"] for outcome in others], others[0]["weights"])
     (said,) = (text for text in others[0]["said"] if "Lost" in text)
     assert f"continues on rank {'1, 2' if settings['servers'] == 1 else '0, 1, 2'}." in said
     if policy == "easgd":
         return
     log = others[0]["log"]
     last = replay(seeded_mlp(batch_norm=True), OPTIMIZERS["sgd"], loss, log)[-1]
-    for name, value in last.named_parameters():
-        assert torch.equal(others[0]["weights"][name], value), name
+    assert_weights([others[0]["weights"]], dict(last.named_parameters()))
     used = [gradient.rank for update in log for gradient in update.gradients]
     assert [used.count(rank) for rank in range(3)] == [0 if settings["servers"] == 1 else STEPS, STEPS, STEPS]
 
 
 def lose_all_learners() -> Any:
-    model = seeded_mlp()
-    settings: dict[str, Any] = {"servers": 1, "dedicated_servers": True, "timeout_s": TIMEOUT_S}
-    sync = ParameterServer(model, OPTIMIZERS["sgd"](model), policy="async", **settings)
-    if not sync.only_serves:
+    run = ServedRun(policy="async", servers=1, dedicated_servers=True, timeout_s=TIMEOUT_S)
+    if not run.sync.only_serves:
         os.kill(os.getpid(), signal.SIGKILL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return raised(sync.flush)
+        return raised(run.sync.flush)
 
 
-def test_who_only_serves_raises_when_nobody_trains_any_more() -> None:
+def test_a_dedicated_server_raises_when_all_learners_are_lost() -> None:
     outcome, *_ = launch(lose_all_learners, 3, may_die=(1, 2))
     assert outcome[0] == "RuntimeError"
     assert "is at fault" in outcome[1]
 
 
 def save_while_others_train(folder: Path) -> list[Any]:
-    """Returns this rank's optimizer state after a flush, which rank 0 reads when the others have gone on."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    sync = ParameterServer(model, OPTIMIZERS["sgd"](model), policy="async", servers=2, timeout_s=TIMEOUT_S)
+    """Returns this rank's optimizer state after a flush, which rank 0 reads when the others have continued."""
+    run = ServedRun(policy="async", servers=2, timeout_s=TIMEOUT_S)
+    rank, sync = run.rank, run.sync
     for step in range(2):
-        loss(model, step, rank).backward()
-        sync.step()
+        run.step(step)
         if step == 0:
             sync.flush()
             before = sync.optimizer_state_dict()["state"] if rank else {}
@@ -172,7 +164,7 @@ def test_a_saved_state_is_that_of_the_last_flush(tmp_path: Path) -> None:
 
 
 def test_half_a_gradient_is_not_used() -> None:
-    """A gradient counts once all servers have it, and so does what its learner tells after it."""
+    """A gradient counts once all servers have it; so do its learner's later messages."""
     sent: list[tuple[int, Any]] = []
     sequencer = Sequencer.of(Policy(1, waits=False), range(3))
     given = (lambda *message: sent.append(message), range(3), range(2))
@@ -201,25 +193,20 @@ def train_frozen(policy: str, folder: Path) -> Any:
     return outcome
 
 
-def test_one_that_was_frozen_is_told_that_the_others_went_on(tmp_path: Path) -> None:
+def test_a_frozen_rank_is_told_that_the_others_continued(tmp_path: Path) -> None:
     *others, frozen = launch(train_frozen, 3, "async", tmp_path)
-    for outcome in others:
-        assert sum(len(update.gradients) for update in others[0]["log"]) == 2 * STEPS + LOST_AT
-        for name, value in others[0]["weights"].items():
-            assert torch.equal(outcome["weights"][name], value), name
+    assert sum(len(update.gradients) for update in others[0]["log"]) == 2 * STEPS + LOST_AT
+    assert_weights([outcome["weights"] for outcome in others], others[0]["weights"])
     assert frozen is not None
     assert "Rank 2 was not heard of in time, and counts as lost" in frozen[1]
 
 
 def freeze_in_a_wait(folder: Path) -> tuple[str, str] | None:
     """Takes a step in which rank 2 waits, frozen, and the others come when it is lost; returns what the step raises."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    given = {"servers": 1, "on_lost_rank": "continue", "timeout_s": TIMEOUT_S}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        sync = ParameterServer(model, optimizer, policy="sync", **given)
+        run = ServedRun(policy="sync", **CONTINUES)
+        rank = run.rank
         if rank == 2:
             threading.Timer(1.0, freeze, [2.5 * TIMEOUT_S]).start()
         while rank == 0 and not any("Lost rank 2" in str(one.message) for one in said):
@@ -228,17 +215,16 @@ def freeze_in_a_wait(folder: Path) -> tuple[str, str] | None:
         (folder / "lost").touch()
     while rank == 1 and not (folder / "lost").exists():
         time.sleep(0.1)
-    loss(model, 0, rank).backward()
-    outcome = raised(sync.step)
+    outcome = raised(lambda: run.step(0))
     if rank == 2:
         (folder / "told").touch()
     while rank == 0 and not (folder / "told").exists():
         time.sleep(0.1)
-    sync.detach(timeout_s=3.0)
+    run.sync.detach(timeout_s=3.0)
     return outcome
 
 
-def test_one_that_was_frozen_in_a_wait_is_told_without_asking(tmp_path: Path) -> None:
+def test_a_rank_that_was_frozen_in_a_wait_is_told_without_asking(tmp_path: Path) -> None:
     *others, frozen = launch(freeze_in_a_wait, 3, tmp_path)
     assert others == [None, None]
     assert frozen is not None
@@ -262,19 +248,13 @@ def test_what_arrives_while_a_loss_is_declared_is_not_used() -> None:
 
 def train_and_end_early(policy: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Trains with a rank 2 that ends without an error and without a flush; the timeout is longer than the test's."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    given = {"servers": 1, "on_lost_rank": "continue", "keep_log": True, "timeout_s": 600, **settings}
-    sync = ParameterServer(model, optimizer, policy=policy, **given)
-    for i in range(LOST_AT if rank == 2 else STEPS):
-        optimizer.zero_grad()
-        loss(model, i, rank).backward()
-        sync.step()
-    if rank != 2:
-        sync.flush()
-    sync.detach(timeout_s=3.0)
-    return {"weights": state(model), "log": sync.log}
+    run = ServedRun(policy=policy, **{**CONTINUES, "keep_log": True, "timeout_s": 600, **settings})
+    for i in range(LOST_AT if run.rank == 2 else STEPS):
+        run.step(i)
+    if run.rank != 2:
+        run.sync.flush()
+    run.sync.detach(timeout_s=3.0)
+    return {"weights": state(run.model), "log": run.sync.log}
 
 
 @pytest.mark.parametrize("policy", ["sync", "k_async", "async", "ssp"])
@@ -282,19 +262,15 @@ def test_nobody_waits_for_one_that_ends_without_a_flush(policy: str) -> None:
     *others, _ = launch(train_and_end_early, 3, policy, POLICIES[policy])
     log = others[0]["log"]
     last = replay(seeded_mlp(), OPTIMIZERS["sgd"], loss, log)[-1]
-    for outcome in others:
-        for name, value in last.named_parameters():
-            assert torch.equal(outcome["weights"][name], value), name
+    assert_weights([outcome["weights"] for outcome in others], dict(last.named_parameters()))
     used = [gradient.rank for update in log for gradient in update.gradients]
     assert [used.count(rank) for rank in range(3)] == [STEPS, STEPS, LOST_AT]
 
 
 def lose_one_after_the_other(folder: Path) -> Any:
-    """Trains until ranks 3 and 2 are lost, each of its own, and then rank 0."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = ParameterServer(model, optimizer, policy="async", servers=1, on_lost_rank="continue", timeout_s=TIMEOUT_S)
+    """Trains until ranks 3 and 2 are lost, independently, and then rank 0."""
+    run = ServedRun(policy="async", **CONTINUES)
+    rank = run.rank
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for lost in (3, 2):
@@ -309,10 +285,10 @@ def lose_one_after_the_other(folder: Path) -> Any:
     time.sleep(1.0)  # so that rank 1 has missed rank 2, too
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return raised(lambda: [sync.step() for _ in range(STEPS)])
+    return raised(lambda: [run.sync.step() for _ in range(STEPS)])
 
 
-def test_each_loss_is_the_fault_of_its_own_rank(tmp_path: Path) -> None:
+def test_each_loss_names_the_lost_rank(tmp_path: Path) -> None:
     _, last, *_ = launch(lose_one_after_the_other, 4, tmp_path, may_die=(0, 2, 3))
     for lost in (3, 2):
         said = (tmp_path / str(lost)).read_text()
@@ -324,12 +300,10 @@ def test_each_loss_is_the_fault_of_its_own_rank(tmp_path: Path) -> None:
 
 
 def lose_the_server() -> Any:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = ParameterServer(model, optimizer, policy="async", servers=1, on_lost_rank="continue", timeout_s=TIMEOUT_S)
-    if dist.get_rank() == 0:
+    run = ServedRun(policy="async", **CONTINUES)
+    if run.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return raised(lambda: [sync.step() for _ in range(STEPS)])
+    return raised(lambda: [run.sync.step() for _ in range(STEPS)])
 
 
 def test_without_the_server_all_raise() -> None:
@@ -340,7 +314,7 @@ def test_without_the_server_all_raise() -> None:
         assert "ank 0" in outcome[1]
 
 
-def test_what_cannot_go_on_is_refused() -> None:
+def test_settings_with_which_training_cannot_continue_are_refused() -> None:
     for servers in (None, 4):
         with pytest.raises(ValueError, match=f"servers={servers} all of the 4 ranks serve: set servers=1"):
             ParameterServerConfig(on_lost_rank="continue", servers=servers).roles(4)
@@ -348,7 +322,7 @@ def test_what_cannot_go_on_is_refused() -> None:
         ParameterServerConfig(on_lost_rank="continue", servers=1).for_framework()
 
 
-def test_only_asynchronous_policies_go_on_unasked() -> None:
+def test_only_asynchronous_policies_continue_by_default() -> None:
     for policy in get_args(PolicyName):
         waits = policy in ("sync", "k_sync", "k_batch_sync", "ssp")
         settings = ParameterServerConfig(policy=policy, servers=2)
