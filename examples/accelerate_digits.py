@@ -20,7 +20,7 @@ from lightning_pipesync import PipeSyncAccelerator
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=16, help="images a process and step (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per process and step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.05)
     options = parser.parse_args()
 
@@ -51,7 +51,7 @@ def train(
     test_loader: DataLoader,
     options: argparse.Namespace,
 ) -> float:
-    """Trains as any loop of Accelerate does; returns the accuracy."""
+    """Trains with an ordinary loop of Accelerate; returns the accuracy."""
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100 * accelerator.num_processes, gamma=0.7)
     model, optimizer, scheduler, test_loader = accelerator.prepare(model, optimizer, scheduler, test_loader)
@@ -81,7 +81,7 @@ def train_pipeline(
     test_loader: DataLoader,
     options: argparse.Namespace,
 ) -> float:
-    """Trains the layers as the stages of a pipeline, one on each process; returns the accuracy, on the first one."""
+    """Trains a pipeline with one stage per process; returns the accuracy on the first process, 0 on the others."""
     engine = accelerator.prepare_pipeline(
         layers,
         nn.functional.cross_entropy,
@@ -97,7 +97,7 @@ def train_pipeline(
     hits = []
     for x, y in test_loader:
         output = engine.forward(x)
-        if accelerator.is_main_process:  # which has the last stage
+        if accelerator.is_main_process:  # it has the last stage
             hits.append(output.argmax(dim=1) == y)
     return torch.cat(hits).float().mean().item() if hits else 0.0
 

@@ -6,9 +6,8 @@
         --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         examples/digits.py                                       on each of two machines
 
-The 1,797 images come with scikit-learn. Every training has the same network, optimizer and number of steps; all that
-differs is the Trainer's strategy. In the end there are a table, a picture and, in results.json, all that was measured,
-on the machine of rank 0.
+The 1,797 images come with scikit-learn. All trainings have the same network, optimizer and number of steps; only the
+Trainer's strategy differs. At the end, rank 0 prints a table and writes a picture and all measurements (results.json).
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from launching import add_launch_options, keep_calm, trainer_options
+from digit_images import split_digits
+from launching import parse_launch_options, trainer_options
 from recording import Recorder, Run
 from report import draw_picture, print_table, progress_bars, write_json
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +33,7 @@ class DigitClassifier(L.LightningModule):
     """Two convolutions and two dense layers for images of 8 x 8 pixels.
 
     Args:
-        learning_rate: of the first epochs; it falls to a tenth after 60%, and again after 80% of them.
+        learning_rate: initial learning rate; divided by 10 after 60% and after 80% of the epochs.
     """
 
     def __init__(self, learning_rate: float) -> None:
@@ -76,8 +74,8 @@ class Digits(L.LightningDataModule):
     """scikit-learn's handwritten digits: 1,197 to train on, 600 to test with, each digit equally frequent in both.
 
     Args:
-        batch_size: images on each process at a step.
-        drop_last: whether a smaller last batch of an epoch is left out.
+        batch_size: images per process and step.
+        drop_last: whether to drop a smaller last batch of an epoch.
     """
 
     def __init__(self, batch_size: int, drop_last: bool = False) -> None:
@@ -85,11 +83,9 @@ class Digits(L.LightningDataModule):
         self.batch_size, self.drop_last = batch_size, drop_last
 
     def setup(self, stage: str) -> None:
-        pixels, digits = load_digits(return_X_y=True)
-        split = train_test_split(pixels, digits, test_size=600, stratify=digits, random_state=0)
-        train_pixels, test_pixels, train_digits, test_digits = map(torch.from_numpy, split)
-        self.train_set = TensorDataset(as_images(train_pixels), train_digits)
-        self.test_set = TensorDataset(as_images(test_pixels), test_digits)
+        images, test_images, digits, test_digits = split_digits()
+        self.train_set = TensorDataset(images.view(-1, 1, 8, 8), digits)
+        self.test_set = TensorDataset(test_images.view(-1, 1, 8, 8), test_digits)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=self.drop_last)
@@ -98,14 +94,9 @@ class Digits(L.LightningDataModule):
         return DataLoader(self.test_set, batch_size=100)
 
 
-def as_images(pixels: Tensor) -> Tensor:
-    """Returns rows of 64 brightnesses from 0 to 16 as images, shape ``[count, 1, 8, 8]``, from 0 to 1."""
-    return pixels.float().reshape(-1, 1, 8, 8) / 16
-
-
 def train(run: Run, recorder: Recorder, options: argparse.Namespace) -> L.Trainer:
     """Trains once, on all processes together."""
-    L.seed_everything(run.seed, verbose=False)  # every strategy begins with the same weights
+    L.seed_everything(run.seed, verbose=False)  # every strategy starts with the same weights
     trainer = L.Trainer(
         strategy="ddp" if run.delta is None else SelSyncStrategy(delta=run.delta),
         max_epochs=options.epochs,
@@ -126,23 +117,19 @@ def main() -> None:
         "--seeds", type=int, nargs="+", default=[0, 1, 2], help="train once for each of these (default: 0 1 2)"
     )
     parser.add_argument("--epochs", type=int, default=12, help="of every training (default: %(default)s)")
-    parser.add_argument(
-        "--batch-size", type=int, default=16, help="images on each process at a step (default: %(default)s)"
-    )
-    parser.add_argument("--learning-rate", type=float, default=0.05, help="to begin with (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per process and step (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.05, help="initial (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/digits"), help="folder for the results (default: %(default)s)"
     )
-    add_launch_options(parser)
-    options = parser.parse_args()
-    keep_calm()
+    options = parse_launch_options(parser)
 
     strategies = {"DDP": None} | {f"SelSync δ={delta:g}": delta for delta in options.deltas}
     progress = progress_bars()
     tasks = {name: progress.add_task(name, total=len(options.seeds) * options.epochs, status="") for name in strategies}
     runs = []
     try:
-        # Seed by seed, so that a busy moment of the machine does not hit one strategy alone.
+        # Seed by seed, so that a busy moment of the machine affects all strategies.
         for seed in options.seeds:
             for name, delta in strategies.items():
                 run = Run(name, seed, delta)
@@ -157,7 +144,7 @@ def main() -> None:
         picture = draw_picture(runs, options.output / "digits.png")
         results = write_json(runs, options, options.output / "results.json")
         print_table(runs, trainer.world_size)
-        print(f"Picture: {picture}\nAll that was measured: {results}")
+        print(f"Picture: {picture}\nAll measurements: {results}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share: options for where a script runs, how it starts its ranks, and a quiet Trainer."""
+"""Shared by the examples: options for where a script runs, starting its ranks, and a quiet Trainer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--accelerator``, ``--devices`` and ``--num-nodes``, by default what ``torchrun`` has launched."""
+def parse_launch_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Adds ``--accelerator``, ``--devices`` and ``--num-nodes``, parses all options, and silences Lightning.
+
+    The defaults are what ``torchrun`` has launched.
+    """
     launch = parser.add_argument_group("where to run")
     launch.add_argument("--accelerator", default="cpu", help="Trainer's accelerator (default: %(default)s)")
     launch.add_argument(
@@ -29,14 +32,15 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
         default=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         help="machines (default: 1, or torchrun's --nnodes)",
     )
+    options = parser.parse_args()
+    _silence_lightning()
+    return options
 
 
 def run_on_ranks(run: Callable[[argparse.Namespace], object], options: argparse.Namespace) -> None:
-    """Calls ``run(options)`` as the rank that ``torchrun`` has launched, or on ``options.processes`` new ones.
+    """Calls ``run(options)`` on this rank if ``torchrun`` launched it, otherwise on ``options.processes`` new ranks.
 
-    Args:
-        run: a function of the script itself, which initializes ``torch.distributed`` from the environment.
-        options: its argument; ``processes`` is how many ranks to start on this machine.
+    ``run`` is a top-level function that initializes ``torch.distributed`` from the environment.
     """
     if "RANK" in os.environ:
         run(options)
@@ -57,7 +61,7 @@ def _free_port() -> int:
 
 
 def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the Trainer's arguments that say where it runs and that keep it from writing logs and checkpoints."""
+    """Returns Trainer arguments: where to run, without logs and checkpoints."""
     return {
         "accelerator": options.accelerator,
         "devices": options.devices,
@@ -69,9 +73,9 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def keep_calm() -> None:
-    """Silences Lightning's banners and tips, and the warnings that have nothing to say about an example."""
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):  # the last is there if it is installed
+def _silence_lightning() -> None:
+    """Silences Lightning's banners and tips, and warnings that do not matter in an example."""
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
     for message in ("does not have many workers", "smaller than the logging interval", "it is recommended to use"):

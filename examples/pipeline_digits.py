@@ -1,12 +1,12 @@
-"""Trains the network of digits.py as a pipeline: some of its layers in each process, several mini-batches in flight.
+"""Trains the network of digits.py as a pipeline: each process has some layers, several mini-batches are in flight.
 
     python examples/pipeline_digits.py                           EA-Pipe on two processes of this machine
     python examples/pipeline_digits.py --devices 3
     python examples/pipeline_digits.py --algorithm pipedream        or weight_stashing, naive, spectrain, gpipe, 1f1b
     torchrun --nproc-per-node 2 examples/pipeline_digits.py      as with digits.py
 
-The LightningModule is the one that the data-parallel strategies train there. All processes load the same batches; the
-one with rank 0 has the last layers, computes the loss and logs.
+The LightningModule is the same as with data-parallel strategies. All processes load the same batches; rank 0 has the
+last layers, computes the loss and logs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 
 import lightning as L
 from digits import DigitClassifier, Digits
-from launching import add_launch_options, keep_calm, trainer_options
+from launching import parse_launch_options, trainer_options
 
 from lightning_pipesync import EAPipeStrategy
 
@@ -26,11 +26,9 @@ def main() -> None:
     parser.add_argument("--algorithm", default="ea_pipe", help="the Trainer's pipeline (default: %(default)s)")
     parser.add_argument("--elastic-force", type=float, default=0.5, help="alpha of EA-Pipe (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="images of a mini-batch (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.05, help="to begin with (default: %(default)s)")
-    add_launch_options(parser)
-    options = parser.parse_args()
-    keep_calm()
+    parser.add_argument("--batch-size", type=int, default=16, help="images in a mini-batch (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.05, help="initial (default: %(default)s)")
+    options = parse_launch_options(parser)
 
     L.seed_everything(0, verbose=False)
     strategy = EAPipeStrategy(algorithm=options.algorithm, elastic_force=options.elastic_force)
@@ -38,7 +36,7 @@ def main() -> None:
         strategy=strategy, max_epochs=options.epochs, enable_progress_bar=False, **trainer_options(options)
     )
     start = time.monotonic()
-    # The last batch of an epoch would be smaller, and not divide into the micro-batches of GPipe and 1F1B.
+    # drop_last: a smaller last batch may not divide into the micro-batches of GPipe and 1F1B.
     trainer.fit(DigitClassifier(options.learning_rate), datamodule=Digits(options.batch_size, drop_last=True))
     if trainer.is_global_zero:
         accuracy = float(trainer.callback_metrics["test_accuracy"])

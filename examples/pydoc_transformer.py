@@ -1,14 +1,14 @@
-"""Trains a small Transformer to write Python's documentation, character by character, by any strategy.
+"""Trains a small Transformer on Python's documentation, character by character, with any strategy.
 
     python examples/pydoc_transformer.py                                     two processes on this machine
-    python examples/pydoc_transformer.py --strategy dear                     what DDP trains, scheduled otherwise
-    python examples/pydoc_transformer.py --strategy pipe_sgd                 each gradient one step later, in 8 bits
-    python examples/pydoc_transformer.py --strategy ddp                      to compare with
+    python examples/pydoc_transformer.py --strategy dear                     same results as DDP
+    python examples/pydoc_transformer.py --strategy pipe_sgd                 each gradient one step late, in 8 bits
+    python examples/pydoc_transformer.py --strategy ddp                      for comparison
     torchrun --nproc-per-node 2 examples/pydoc_transformer.py                as with digits.py
 
-The text is what `help()` shows on language topics, from the standard library: 465,000 characters in Python 3.11. At the
-same number of steps a language model pays for local ones with some perplexity, here as in the paper, where SelSync's
-took 38,600 steps for what 28,000 synchronous ones reached, in less than half the time.
+The text is what `help()` shows on language topics, from the standard library: 465,000 characters in Python 3.11. With
+the same number of steps, local steps cost a language model some perplexity. In the paper SelSync took 38,600 steps to
+reach what 28,000 synchronous steps reached, in less than half the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydoc_data.topics import topics
 
 import lightning as L
 import torch
-from launching import add_launch_options, keep_calm, trainer_options
+from launching import parse_launch_options, trainer_options
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from recording import mib_sent
@@ -35,11 +35,11 @@ class TransformerLM(L.LightningModule):
     """A causal Transformer over characters.
 
     Args:
-        num_characters: in the alphabet.
-        context: characters that it sees at most.
-        learning_rate: of AdamW at its peak; it rises over the first tenth of the steps and falls to 0 at the end.
-        width: of the embeddings and layers.
-        num_layers: of the encoder.
+        num_characters: size of the alphabet.
+        context: maximum number of characters that it sees.
+        learning_rate: AdamW's peak; the rate rises over the first tenth of the steps, and falls to 0 at the end.
+        width: size of the embeddings and layers.
+        num_layers: number of encoder layers.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TransformerLM(L.LightningModule):
 
     @torch.no_grad()
     def write(self, text: Tensor, num_characters: int) -> Tensor:
-        """Returns ``text``, shape ``[length]``, with so many characters more, drawn one after the other."""
+        """Returns ``text``, shape ``[length]``, followed by ``num_characters`` generated characters."""
         for _ in range(num_characters):
             logits = self(text[None, -self.positions.num_embeddings :])[0, -1]
             text = torch.cat([text, torch.multinomial(logits.softmax(dim=-1), 1)])
@@ -92,7 +92,7 @@ class TransformerLM(L.LightningModule):
 
 
 class Windows(Dataset[Tensor]):
-    """A text cut into windows of ``context`` characters, each with the one that follows."""
+    """A text divided into windows of ``context`` characters, each with the next character."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text, self.context = text, context
@@ -106,14 +106,11 @@ class Windows(Dataset[Tensor]):
 
 
 class PythonTopics(L.LightningDataModule):
-    """The topics of Python's documentation in random order, the last tenth of the text to validate on.
+    """The topics of Python's documentation in random order; the last tenth of the text is for validation.
 
     Args:
         context: characters in a window.
-        batch_size: windows on each process at a step.
-
-    Attributes:
-        alphabet: all characters of the text.
+        batch_size: windows per process and step.
     """
 
     def __init__(self, context: int, batch_size: int) -> None:
@@ -142,12 +139,7 @@ class PythonTopics(L.LightningDataModule):
 
 
 class Communication(L.Callback):
-    """Keeps what the strategy did, which is gone when ``fit`` returns.
-
-    Attributes:
-        lssr: share of the steps that stayed local.
-        mib_sent: by this rank.
-    """
+    """Keeps the strategy's LSSR and this rank's MiB, which are gone when ``fit`` returns."""
 
     lssr = 0.0
 
@@ -164,13 +156,11 @@ def main() -> None:
     )
     parser.add_argument("--delta", type=float, default=0.05, help="SelSync's threshold (default: %(default)s)")
     parser.add_argument("--max-steps", type=int, default=600, help="of the training (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows on each process (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per process (default: %(default)s)")
     parser.add_argument("--context", type=int, default=64, help="characters in a window (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    add_launch_options(parser)
-    options = parser.parse_args()
-    keep_calm()
+    options = parse_launch_options(parser)
 
     L.seed_everything(options.seed, verbose=False)
     data = PythonTopics(options.context, options.batch_size)

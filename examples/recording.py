@@ -1,4 +1,4 @@
-"""What is noted of a training while it runs, for table and picture."""
+"""Records a training while it runs, for the table and the picture."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Run:
     """One training.
 
     Attributes:
-        name: the same for runs that differ in nothing but the seed.
+        name: the same for runs that differ only in the seed.
         seed: of the initial weights and the order of the data.
         delta: SelSync's threshold; None for DDP.
         seconds: since training began, at each validation.
         accuracies: on the test set, at each validation.
         mib_sent: by rank 0 so far, at each validation.
-        mib_for_validation: how much of it averaged the replicas for a validation.
-        relative_changes: of the gradient, at each step: the largest of all ranks, None where it is not defined.
+        mib_for_validation: the part of it that averaged the replicas for validations.
+        relative_changes: of the gradient, at each step: the largest over all ranks, None where it is undefined.
         synchronized: whether the step was synchronized, at each step.
         lssr: share of the steps that stayed local.
     """
@@ -50,16 +50,16 @@ class Run:
 
     @property
     def accuracy(self) -> float:
-        """The mean over the last five validations: one alone is as lucky as its last few steps."""
+        """The mean over the last five validations, since a single one depends on its last few steps."""
         return fmean(self.accuracies[-5:])
 
 
 class Recorder(L.Callback):
-    """Fills in a :class:`Run`; shows on a progress bar how far it is."""
+    """Fills in a :class:`Run`, and shows its progress on a bar."""
 
     def __init__(self, run: Run, progress: Progress, task: TaskID) -> None:
         self.run, self.progress, self.task = run, progress, task
-        self._own_changes: list[float] = []
+        self._changes: list[float] = []  # on this rank
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -68,9 +68,9 @@ class Recorder(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if isinstance(trainer.strategy, SelSyncStrategy):
-            # This is how to look into a run. What suffices for a log is logged as selsync/lssr and so on anyway.
+            # This is how to inspect a run. For a log, the strategy's metrics (selsync/lssr, ...) suffice.
             method = trainer.strategy.method
-            self._own_changes.append(method.last.relative_change)
+            self._changes.append(method.last.relative_change)
             self.run.synchronized.append(method.last.synchronized)
             self.run.lssr = method.lssr
         else:
@@ -87,8 +87,8 @@ class Recorder(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(trainer.strategy, SelSyncStrategy):
-            changes = trainer.strategy.method.transport.gather_objects(self._own_changes)
-            largest = [max(of_all_ranks) for of_all_ranks in zip(*changes, strict=True)]
+            changes = trainer.strategy.method.transport.gather_objects(self._changes)
+            largest = map(max, zip(*changes, strict=True))
             self.run.relative_changes = [change if math.isfinite(change) else None for change in largest]
 
 
@@ -97,6 +97,6 @@ def mib_sent(trainer: L.Trainer) -> float:
     method = getattr(trainer.strategy, "method", None)
     if method is not None:
         return method.metrics()["mib_sent"]
-    # DDP does not count. This is what a ring all-reduce, which sends the least possible, sends of every gradient.
+    # DDP does not count its traffic. A ring all-reduce of every gradient sends the minimum:
     gradient = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters() if p.requires_grad)
     return 2 * (trainer.world_size - 1) / trainer.world_size * gradient * trainer.global_step / MIB

@@ -1,4 +1,4 @@
-"""Progress bars, table, picture and file of results of several runs."""
+"""Progress bars, and the table, picture and results file of several runs."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from lightning_pipesync.lab.bench.pictures import COLOURS
 
 matplotlib.use("Agg")  # without a display
 
-# For who prints in black and white.
+# Distinguishable in black and white.
 LINE_STYLES = ["-", "--", "-.", ":"]
 
 
 @dataclass
 class Row:
-    """A line of the table: what the runs of one name did, on average over their seeds.
+    """A row of the table: the runs of one name, averaged over their seeds.
 
     Attributes:
         name: of the runs.
         accuracy: on the test set.
-        accuracy_stdev: its standard deviation over the seeds; 0 if there is but one.
+        accuracy_stdev: its standard deviation over the seeds; 0 with a single seed.
         steps: of each run.
         lssr: share of the steps that stayed local.
-        mib_sent: by rank 0, of which
-        mib_for_validation: averaged the replicas for a validation.
-        fewer_bytes: DDP's mib_sent divided by this.
-        promised: 1 / (1 - LSSR), which the paper expects for it.
+        mib_sent: by rank 0.
+        mib_for_validation: the part of ``mib_sent`` that averaged the replicas for validations.
+        fewer_bytes: DDP's ``mib_sent`` divided by this row's.
+        promised: 1 / (1 - LSSR), which the paper expects for ``fewer_bytes``.
         seconds: of training and validation.
     """
 
@@ -74,7 +74,7 @@ def summarize(runs: Sequence[Run]) -> list[Row]:
                 lssr=lssr,
                 mib_sent=mib,
                 mib_for_validation=fmean(run.mib_for_validation for run in group),
-                fewer_bytes=ddp_mib / mib if ddp_mib else None,  # one process alone has nobody to send to
+                fewer_bytes=ddp_mib / mib if ddp_mib else None,  # a single process sends nothing
                 promised=1 / (1 - lssr) if lssr < 1 else None,
                 seconds=fmean(run.seconds[-1] for run in group),
             )
@@ -90,7 +90,7 @@ def by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def progress_bars() -> Progress:
-    """Returns bars with a ``status``, not yet shown."""
+    """Returns bars with a ``status`` field, not started yet."""
     return Progress(
         TextColumn("{task.description:<14}"),
         BarColumn(bar_width=24),
@@ -106,10 +106,10 @@ def print_table(runs: Sequence[Run], world_size: int) -> None:
         title=f"Processes: {world_size}, seeds: {seeds}",
         caption=(
             "Test accuracy: mean of a run's last five epochs, then of the seeds, ± standard deviation over the seeds; "
-            "one image more or less is 0.17. LSSR: share of the steps that stayed local. MiB sent: by rank 0. For "
-            "SelSync the strategy counts them, with the initial weights, the flags and the averaging before each "
-            "validation, which 1 / (1 - LSSR) leaves out. For DDP it is what a ring all-reduce sends: 2 (N - 1) / N of "
-            "the gradient at each step. Seconds: with validation; on one machine alone no network is slow."
+            "one image is 0.17. LSSR: share of the steps that stayed local. MiB sent: by rank 0. For SelSync the "
+            "strategy counts them, including the initial weights, the flags and the averages before validations, which "
+            "1 / (1 - LSSR) does not include. For DDP it is what a ring all-reduce sends: 2 (N - 1) / N of the "
+            "gradient at each step. Seconds: with validation; within one machine the network is not slow."
         ),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -137,7 +137,7 @@ def times(factor: float | None) -> str:
 
 
 def write_json(runs: Sequence[Run], options: argparse.Namespace, path: Path) -> Path:
-    """Writes the options, the table's rows and everything that was recorded of the runs."""
+    """Writes the options, the rows of the table, and the runs with all that was recorded."""
     results = {
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "table": [asdict(row) for row in summarize(runs)],
@@ -148,7 +148,7 @@ def write_json(runs: Sequence[Run], options: argparse.Namespace, path: Path) -> 
 
 
 def draw_picture(runs: Sequence[Run], path: Path) -> Path:
-    """Draws accuracy over time and over traffic, and the gradient change of one run in the middle of the deltas."""
+    """Draws accuracy over time and over traffic, and the gradient change of a run with the middle delta."""
     plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
     plt.rcParams.update({"axes.titlelocation": "left", "legend.frameon": False})
     panels = [["time", "traffic"], ["change", "change"]]
@@ -172,7 +172,7 @@ def draw_picture(runs: Sequence[Run], path: Path) -> Path:
 
 
 def draw_accuracy(axes: Axes, runs: Sequence[Run], x: Callable[[Run], list[float]]) -> None:
-    """Draws one line for each name, the mean over its seeds, and a faint one for each seed."""
+    """Draws a line for each name, the mean over its seeds, and a faint line for each seed."""
     for i, (name, group) in enumerate(by_name(runs).items()):
         color, style = COLOURS[i % len(COLOURS)], LINE_STYLES[i % len(LINE_STYLES)]
         if len(group) > 1:
@@ -184,7 +184,7 @@ def draw_accuracy(axes: Axes, runs: Sequence[Run], x: Callable[[Run], list[float
 
 
 def draw_gradient_change(axes: Axes, run: Run) -> None:
-    """Draws the relative gradient change of every step, with delta and the steps that were synchronized."""
+    """Draws the relative gradient change of every step, with delta and the synchronized steps."""
     changes = [math.nan if change is None else change for change in run.relative_changes]
     steps = [step for step, synchronized in enumerate(run.synchronized) if synchronized]
     share = f"synchronized: {len(steps)} of {run.steps} steps"

@@ -1,12 +1,12 @@
-"""Trains the network of digits.py, saves checkpoints, and goes on from the last one when it is started again.
+"""Trains the network of digits.py, saves checkpoints, and resumes from the last one when it is restarted.
 
     python examples/resumable_digits.py                          two processes on this machine
     python examples/resumable_digits.py --strategy selsync       or dear, pipe_sgd, ea_pipe, ddp
     torchrun --nproc-per-node 2 --max-restarts 1 \\
-        examples/resumable_digits.py --die-at-step 50            rank 1 kills itself; all start again and go on
+        examples/resumable_digits.py --die-at-step 50            rank 1 kills itself; all are restarted, and resume
 
-It is what the launch files in integrations/ start unless they are told otherwise: a rehearsal on the machines, and with
-the launcher, of the real training. All machines have to see the same folder of checkpoints.
+The launch files in integrations/ start this script by default, to try the machines and the launcher before the real
+training. All machines must see the same folder of checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import lightning as L
 import torch.distributed as dist
 from digits import DigitClassifier, Digits
-from launching import add_launch_options, keep_calm, trainer_options
+from launching import parse_launch_options, trainer_options
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.utils import parameters_to_vector
 
@@ -28,7 +28,7 @@ import lightning_pipesync  # noqa: F401  registers the strategies
 
 
 class Report(L.Callback):
-    """Prints where the training begins, and at its end whether all processes hold the same weights."""
+    """Prints the first and last step, and at the end whether all processes hold the same weights."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -45,11 +45,7 @@ class Report(L.Callback):
 
 
 class DieOnce(L.Callback):
-    """Kills the last rank's process after a step, unless the run goes on from a checkpoint.
-
-    Args:
-        step: number of steps after which it is killed.
-    """
+    """Kills the last rank's process after a number of steps, unless the run was resumed from a checkpoint."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -63,18 +59,16 @@ class DieOnce(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="dear", help="the Trainer's (default: %(default)s)")
+    parser.add_argument("--strategy", default="dear", help="of the Trainer (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of the training (default: %(default)s)")
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--die-at-step", type=int, help="kill the last rank then, once (default: never)")
-    parser.add_argument("--batch-size", type=int, default=16, help="images on each process (default: %(default)s)")
+    parser.add_argument("--die-at-step", type=int, help="kill the last rank once after this step (default: never)")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per process and step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="default: %(default)s")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/resumable_digits"), help="folder (default: %(default)s)"
     )
-    add_launch_options(parser)
-    options = parser.parse_args()
-    keep_calm()
+    options = parse_launch_options(parser)
 
     L.seed_everything(0, verbose=False)
     saving = ModelCheckpoint(options.output, save_last=True, save_top_k=0, every_n_train_steps=options.save_every)
@@ -87,7 +81,7 @@ def main() -> None:
         enable_progress_bar=False,
         **trainer_options(options) | {"enable_checkpointing": True},
     )
-    # "last": the newest checkpoint in the folder, or none if there is none.
+    # "last": the newest checkpoint in the folder, if there is one.
     trainer.fit(
         DigitClassifier(options.learning_rate), datamodule=Digits(options.batch_size, drop_last=True), ckpt_path="last"
     )
