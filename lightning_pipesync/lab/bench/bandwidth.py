@@ -20,16 +20,9 @@ LEAST_BYTES, MOST_BYTES, TRANSFER_S = MIB // 4, 8 * MIB, 0.3
 def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections: int = 1) -> float:
     """Returns the bytes per second that a rank can send while it receives as many; a collective call.
 
-    All ranks form a ring, as in the collectives: each sends to the next and receives from the previous one.
-
-    Args:
-        num_bytes: the size of a transfer; None: one that takes about :data:`TRANSFER_S`, by a first measurement.
-        rounds: the number of transfers; the fastest counts, of the rank with the slowest: TCP takes a while to recover
-            from what it has sent too much, on a link that is slow.
-        connections: TCP connections from a rank to the next, which share a transfer.
-
-    Raises:
-        RuntimeError: a rank has closed its connection, or does not answer.
+    Each rank sends ``num_bytes`` to the next and receives as many from the previous one, over ``connections`` TCP
+    connections; None: as many as take about :data:`TRANSFER_S`. The fastest of ``rounds`` transfers on the slowest rank
+    counts: after sending too much on a slow link, TCP takes a while to recover.
     """
     if num_bytes is None:
         first = measure_bandwidth(LEAST_BYTES, 3, connections)

@@ -113,11 +113,7 @@ _ABOUT_HOSTS = {field.name for field in fields(Benchmark)}
 
 
 def make_hosts(counts: Sequence[int], rate: str | None, racks: int, uplink: str | None) -> list[Hosts]:
-    """Returns the hosts to run on, for each number of hosts.
-
-    Raises:
-        ValueError: there are fewer than 2 hosts, or settings of a network without a rate.
-    """
+    """Returns the hosts to run on, for each number of hosts; ValueError if these or the network are wrong."""
     if rate is None and (racks != 1 or uplink is not None):
         raise ValueError(f"racks={racks} and uplink={uplink!r} describe an emulated network: give its rate, too.")
     for count in counts:
@@ -127,11 +123,7 @@ def make_hosts(counts: Sequence[int], rate: str | None, racks: int, uplink: str 
 
 
 def run_on(measure: Measure, settings: Any, all_hosts: Sequence[Hosts], num_measurements: int) -> list[dict[str, Any]]:
-    """Measures on each number of hosts, with a progress bar.
-
-    Returns:
-        The results with their rate and environment; empty on the ranks of a launcher other than the first.
-    """
+    """Measures on each number of hosts, with a progress bar; returns nothing on a launcher's ranks but the first."""
     results = []
     for hosts in all_hosts[:1] if launched() else all_hosts:
         with progress_bar("" if launched() else f"{hosts.count} hosts", num_measurements) as advance:

@@ -22,16 +22,9 @@ LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 
 
 class Candidate(ABC):
-    """A way to train a model, the same on all ranks.
+    """A way to train a model, the same on all ranks; its attributes are those of :class:`BenchCandidate`.
 
-    Attributes:
-        name: the name in tables.
-        model: the model that it trains.
-        limit: the property of :class:`StepCost` that bounds the time of its step from below.
-        compression: the ratio of the size of the gradient to its size on the wire.
-        segments: the number of segments of an all-reduce that runs under the next step; None: there is none.
-        period: the number of steps after which what a step does repeats: take whole periods as a measurement.
-        transport: carries its communication; None: another library communicates.
+    ``transport`` carries its communication; None: another library communicates.
     """
 
     limit = "compute"
@@ -66,15 +59,7 @@ class Candidate(ABC):
 class Trainable(Candidate):
     """A candidate that trains tasks, too: on given batches, and on emulated hosts.
 
-    Args:
-        name: the name in tables.
-        model: the model that it trains.
-        module: computes the loss: that of the model, or a wrapper of it.
-
-    Attributes:
-        optimizer: of its parameters.
-        max_norm: the norm to which gradients are clipped; None: no clipping.
-        run_passes: runs forward and backward pass, and returns the loss.
+    ``module`` is the model's module or a wrapper of it. Gradients are clipped to the norm ``max_norm``, if it is set.
     """
 
     max_norm: float | None = None

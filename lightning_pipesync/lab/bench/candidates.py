@@ -21,16 +21,7 @@ from lightning_pipesync.training.registry import METHODS
 
 
 class Wrapped(Trainable):
-    """A wrapped module that communicates in backward, and an optimizer: DDP, FSDP2, ZeRO, or no communication.
-
-    Args:
-        name: the name in tables.
-        model: the model that it trains.
-        module: the wrapped module.
-        limit: see :class:`Candidate`.
-        optimizer: of the parameters of the wrapped module; None: that of all candidates.
-        lssr: the share of local steps.
-    """
+    """A module that communicates in its backward pass, or not at all, and an optimizer: DDP, FSDP2, ZeRO."""
 
     def __init__(
         self,
@@ -108,14 +99,9 @@ def compared() -> tuple[str, ...]:
 
 
 def makers(methods: Sequence[str], bucket_mb: Sequence[float]) -> list[MakeCandidate]:
-    """Returns factories of candidates, each for a model; calling one is collective.
+    """Returns factories of candidates for each method, and of :data:`ALTERNATIVES` for each bucket size in MiB.
 
-    Args:
-        methods: some of :data:`ALTERNATIVES`, and registered methods, see :func:`method_candidates`.
-        bucket_mb: bucket sizes in MiB, of which there is a candidate each.
-
-    Raises:
-        ValueError: a method is unknown, or one of its settings.
+    Calling a factory is collective. ValueError if a method or a setting is unknown.
     """
     if not methods:
         raise ValueError("methods must name something to compare.")

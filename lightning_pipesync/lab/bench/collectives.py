@@ -56,11 +56,9 @@ class Collectives(Benchmark):
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Times all operations at all sizes; a collective call.
 
-        Returns:
-            Settings, bandwidth (bytes per second, by plain TCP), ``fits`` (see :func:`fit_rows`), and rows:
-            implementation ("ours" or the backend), operation, codec, ``num_bytes`` of the buffer, ``seconds`` and
-            ``processor_seconds`` of each round, ``limit``: the time of the bytes alone, and ``predicted``: for this
-            package's operations without a codec, the seconds by alpha and beta of its all-reduce; else None.
+        In the result ``bandwidth`` is that of plain TCP, in bytes per second. A row has the ``seconds`` and the
+        ``processor_seconds`` of each round; ``limit``: the seconds of the bytes alone; and ``predicted``: the seconds
+        by alpha and beta of this package's all-reduce, for its other operations without a codec.
         """
         bandwidth, world_size = measure_bandwidth(), dist.get_world_size()
         transport = Transport(timeout_s=300)

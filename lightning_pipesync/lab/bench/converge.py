@@ -83,11 +83,7 @@ class Converge(Benchmark):
         """Called before each training."""
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Trains with every method, seed by seed; a collective call.
-
-        Returns:
-            Settings; metric, target and whether higher is better; and ``runs``: the results of :func:`train`.
-        """
+        """Trains with every method, seed by seed; a collective call."""
         task = self.build_task()
         runs = [train(task, method, seed, self, progress) for seed in self.seeds for method in self.methods]
         return {
@@ -107,32 +103,22 @@ class Converge(Benchmark):
 
 
 def parse_method(text: str) -> Callable[[Task], Training]:
-    """Returns a factory of trainings with the method ``NAME`` or ``NAME:SETTING=VALUE,...``.
-
-    Raises:
-        ValueError: the method or a setting is unknown, or a value out of its range.
-    """
+    """Returns a factory of trainings with the method ``NAME`` or ``NAME:SETTING=VALUE,...``."""
     name, config = text.partition(":")[0], config_of(text)
     return lambda task: Training(task, name, config)
 
 
 def config_of(text: str) -> Any:
-    """Returns the settings of the method ``NAME`` or ``NAME:SETTING=VALUE,...``.
-
-    Raises:
-        ValueError: the method or a setting is unknown, or a value out of its range.
-    """
+    """Returns the settings of the method ``NAME`` or ``NAME:SETTING=VALUE,...``; ValueError if one is wrong."""
     return parse_named(text, config_types())
 
 
 def train(task: Task, method: str, seed: int, settings: Converge, progress: Callable[[str], object]) -> dict[str, Any]:
     """Trains once; a collective call.
 
-    Returns:
-        ``method``, ``seed``, ``lssr``, ``staleness`` (its mean) and ``staleness_counts`` (of gradients that were 0, 1,
-        ... updates stale) where gradients are stale, and ``points``, one for each evaluation: steps, their seconds and
-        the MiB that rank 0 has sent in them, quality, :func:`spread_of` the ranks, None if they are not at the same
-        step, and what the consolidation of the weights took: ``consolidation_seconds`` and ``consolidation_mib``.
+    ``staleness`` is the mean, and ``staleness_counts`` has the numbers of gradients that were 0, 1, ... updates late.
+    In a point, ``seconds`` and ``mib`` (sent by rank 0) are those of the steps, without the consolidation of the
+    weights; ``spread`` is that of :func:`spread_of`, None if the ranks are not at the same step.
     """
     torch.manual_seed(seed)  # the same weights for every method
     training = parse_method(method)(task)

@@ -46,19 +46,10 @@ def launched() -> bool:
 
 
 def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[str], object]) -> dict[str, Any] | None:
-    """Runs a benchmark and returns its result.
-
-    Args:
-        measure: measures on each rank.
-        settings: its settings, a dataclass.
-        hosts: the hosts to run on; not used if a launcher has started this process.
-        progress: called with a description after each part.
-
-    Returns:
-        The result of rank 0, and None on the other ranks that a launcher has started.
+    """Runs a benchmark and returns rank 0's result; None on the other ranks that a launcher has started.
 
     Raises:
-        RuntimeError: a rank has failed (the message quotes its last lines), or the machine cannot emulate a network.
+        RuntimeError: a rank failed (the message quotes its last lines), or the machine cannot emulate a network.
         ValueError: the settings of the network are invalid.
     """
     if launched():

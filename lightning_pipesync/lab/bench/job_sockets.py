@@ -21,14 +21,8 @@ TOKEN_BYTES, TOKEN_S = 32, 5.0
 class JobSockets:
     """A socket that listens for other ranks, until the end of a ``with`` block; constructing one is a collective call.
 
-    Each rank draws a token, which the process group carries to the others. A connection that does not begin with it is
-    closed.
-
-    Attributes:
-        addresses: host and port of each rank, by rank.
-
-    Args:
-        backlog: the most connections that wait to be accepted.
+    Each rank draws a token, which the process group sends to the others. A connection that does not begin with it is
+    closed. ``addresses`` are the host and the port of each rank.
     """
 
     def __init__(self, backlog: int) -> None:
@@ -49,21 +43,13 @@ class JobSockets:
         self._server.close()
 
     def connect(self, rank: int) -> socket.socket:
-        """Returns a connection to a rank, which accepts it.
-
-        Raises:
-            OSError: the rank is not reached.
-        """
+        """Returns a connection to a rank, which accepts it; OSError if the rank cannot be reached."""
         connection = socket.create_connection(self.addresses[rank], TIMEOUT_S)
         connection.sendall(self._tokens[rank])
         return connection
 
     def accept(self) -> socket.socket:
-        """Returns the next connection of a rank of this job.
-
-        Raises:
-            TimeoutError: none has connected for :data:`TIMEOUT_S`.
-        """
+        """Returns the next connection of a rank of this job; TimeoutError after :data:`TIMEOUT_S`."""
         deadline = time.monotonic() + TIMEOUT_S
         while (left := deadline - time.monotonic()) > 0:
             self._server.settimeout(left)

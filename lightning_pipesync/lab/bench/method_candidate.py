@@ -25,17 +25,7 @@ MakeCandidate = Callable[[BenchModel], Candidate]
 
 
 class MethodCandidate(Trainable):
-    """A method that synchronizes what a training loop computes.
-
-    Args:
-        model: the model that it trains.
-        method: the class of the method.
-        declared: what the method says about the candidate.
-
-    Attributes:
-        declared: as above.
-        sync: the method.
-    """
+    """A method that synchronizes what a training loop computes, as it has ``declared``."""
 
     def __init__(self, model: BenchModel, method: Callable[..., Any], declared: BenchCandidate) -> None:
         super().__init__(declared.name, model, model.module)
@@ -99,13 +89,7 @@ class MethodCandidate(Trainable):
 
 
 class PipelineCandidate(Candidate):
-    """A pipeline with a stage on each rank; a step is as many mini-batches as there are stages.
-
-    Args:
-        model: an ``nn.Sequential``.
-        method: the class of the method.
-        declared: what the method says about the candidate.
-    """
+    """A pipeline of an ``nn.Sequential``, one stage per rank; a step is as many mini-batches as there are stages."""
 
     def __init__(self, model: BenchModel, method: Callable[..., Any], declared: BenchCandidate) -> None:
         super().__init__(declared.name, model)
@@ -154,15 +138,9 @@ def make_candidate(name: str, declared: BenchCandidate) -> MakeCandidate:
 
 
 def method_candidates(text: str, bucket_mb: Sequence[float], known: Iterable[str]) -> list[MakeCandidate]:
-    """Returns factories of the candidates of a method, as it declares them.
+    """Returns factories of the candidates that the method ``NAME`` or ``NAME:SETTING=VALUE,...`` declares.
 
-    Args:
-        text: ``NAME`` or ``NAME:SETTING=VALUE,...``.
-        bucket_mb: bucket sizes in MiB.
-        known: what else can be compared, for an error's message.
-
-    Raises:
-        ValueError: the method or a setting is unknown, or a value out of its range.
+    ``known`` is what else can be compared, for the message of the ValueError for an unknown name.
     """
     name, _, chosen = text.partition(":")
     if name not in METHODS:

@@ -7,12 +7,7 @@ from typing import Any
 
 
 def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping[str, Any] | None = None) -> Any:
-    """Parses ``NAME`` or ``NAME:SETTING=VALUE,...`` into settings.
-
-    Args:
-        text: the text of the user.
-        config_types: the dataclass of the settings, by name.
-        fixed: settings that the user cannot choose.
+    """Parses ``NAME`` or ``NAME:SETTING=VALUE,...`` into the dataclass of that name, with ``fixed`` settings.
 
     Raises:
         ValueError: the name or a setting is unknown, or a value out of its range.
@@ -29,10 +24,7 @@ def parse_named(text: str, config_types: Mapping[str, type[Any]], fixed: Mapping
 
 
 def parse_settings(text: str, config_type: type[Any], fixed: Iterable[str] = ()) -> dict[str, Any]:
-    """Parses ``NAME`` or ``NAME:SETTING=VALUE,...`` into the values of settings, whose ranges are not checked.
-
-    Arguments and errors as above.
-    """
+    """Parses the settings of ``NAME:SETTING=VALUE,...``, whose ranges are not checked."""
     name, _, rest = text.partition(":")
     known = {key: field for key, field in config_type.__dataclass_fields__.items() if key not in fixed}
     settings = {}

@@ -47,17 +47,10 @@ def picture(
     patches: Mapping[str, str] | None = None,
     **shared: Any,
 ) -> Iterator[Any]:
-    """Yields panels, an array of ``rows`` times ``columns`` of matplotlib's ``Axes``, and saves them after the block.
+    """Yields ``rows`` times ``columns`` of matplotlib's ``Axes``, and saves them after the block.
 
-    Args:
-        path: of the picture.
-        size: width and height in inches.
-        rows: rows of panels.
-        columns: columns of panels.
-        legend: in the first panel; or below or above all panels, where it covers no curve and has the labels of all.
-        legend_columns: of a legend that is below or above.
-        patches: entries of such a legend besides the labels: their colours, by label.
-        shared: ``sharex`` and ``sharey`` of ``Figure.subplots``.
+    ``size`` is in inches. A legend below or above all panels covers no curve, and has the labels of all and
+    ``patches``: colours by label. ``shared`` are ``sharex`` and ``sharey`` of ``Figure.subplots``.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -56,11 +56,10 @@ class HostFacts:
 
 
 def exchange_facts(store: dist.Store, rank: int, world_size: int) -> list[HostFacts]:
-    """Returns the facts of all ranks, before there is a process group: a wrong interface makes that wait in vain.
+    """Returns the facts of all ranks, before there is a process group, which a wrong interface would block.
 
     Raises:
-        ValueError: on all ranks: Gloo cannot reach other hosts; the message names them and the way out.
-        RuntimeError: a rank does not come.
+        ValueError: on all ranks, if Gloo cannot reach other hosts.
     """
     store.set(f"pipesync/facts/{rank}", json.dumps(asdict(facts_of_this_host(rank))))
     facts = [HostFacts(**json.loads(store.get(f"pipesync/facts/{other}"))) for other in range(world_size)]
@@ -93,7 +92,7 @@ def facts_of_this_host(rank: int) -> HostFacts:
 
 
 def findings(facts: Sequence[HostFacts]) -> list[str]:
-    """Returns what is wrong, a sentence each that names the host, the value and the way out."""
+    """Returns what is wrong, one sentence each, with the host, the value and the way out."""
     found = [host.other_interface for host in facts if host.backend_interface != host.interface]
     found += [
         f"{host.name}: NCCL_SOCKET_IFNAME={host.nccl_interfaces} excludes {host.interface}, which leads to the other "

@@ -30,10 +30,6 @@ class StepRecorder:
     """Records when the parts of steps begin and end, and when each weight is needed and each gradient is ready.
 
     Call ``begin_forward``, ``begin_backward``, ``begin_update`` and ``end`` in each step. The first is not counted.
-
-    Args:
-        module: the module that is trained.
-        device: where it is.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

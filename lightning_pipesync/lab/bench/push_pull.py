@@ -10,14 +10,10 @@ from lightning_pipesync.core.comm.transport import Transport
 
 
 class PushPull:
-    """Pushes to and pulls from servers on the first ranks, each of which holds a shard of the values.
+    """Pushes to and pulls from servers on the first ranks, each of which holds a shard of fp32 values.
 
-    All messages of a push, and of a pull, are under way at once. Every rank calls both, one after the other.
-
-    Args:
-        transport: carries the messages.
-        numel: number of values, at least that of the servers.
-        servers: number of servers: 1 is a central one, the number of ranks spreads the load evenly.
+    All messages of a push, and of a pull, are in flight at once. Every rank calls both, one after the other. One server
+    is a central one; as many as ranks spread the load evenly.
     """
 
     def __init__(self, transport: Transport, numel: int, servers: int) -> None:
@@ -31,11 +27,7 @@ class PushPull:
         self._pushed = [torch.empty(self._served.stop - self._served.start) for _ in self._workers]
 
     def push(self, gradient: Tensor) -> None:
-        """Adds all ranks' gradients, in the order of the ranks, to the shard of ``gradient`` that this rank serves.
-
-        Args:
-            gradient: fp32, shape ``[numel]``.
-        """
+        """Adds all ranks' gradients, in the order of the ranks, to the shard of ``gradient`` that this rank serves."""
         arriving = [
             self._transport.recv(pushed, rank) for pushed, rank in zip(self._pushed, self._workers, strict=True)
         ]
@@ -47,11 +39,7 @@ class PushPull:
             sent.wait()
 
     def pull(self, weights: Tensor) -> None:
-        """Fills ``weights`` with the shards of all servers.
-
-        Args:
-            weights: fp32, shape ``[numel]``.
-        """
+        """Fills ``weights`` with the shards of all servers."""
         arriving = [self._transport.recv(weights[shard], server) for server, shard in self._remote.items()]
         sending = [self._transport.send(weights[self._served], rank) for rank in self._workers]
         for handle in [*arriving, *sending]:

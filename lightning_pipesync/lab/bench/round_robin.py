@@ -26,16 +26,10 @@ def time_round_robin(
     before: Callable[[str], object] = lambda name: None,
     after: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Timed]:
-    """Runs A B C A B C ... on all ranks of the default process group; a collective call.
+    """Runs A B C A B C ... on all ranks of the default process group, and times each; a collective call.
 
-    Args:
-        operations: the operations by name, in the same order on all ranks. The first round is a warm-up.
-        rounds: the number of measurements of each operation.
-        before: called with the name before each operation, untimed; then all ranks start together.
-        after: called with the name after each operation, untimed.
-
-    Returns:
-        The measurements of each operation.
+    The first round is a warm-up. ``before`` and ``after`` are called with the name of each operation, untimed; after
+    ``before``, all ranks start together.
     """
     seconds = torch.zeros(len(operations), rounds + 1, dtype=torch.float64)
     processor_seconds = torch.zeros_like(seconds)

@@ -113,9 +113,8 @@ class Step(StepBenchmark):
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Times a step of every candidate, in turns, for each ratio; a collective call.
 
-        Returns:
-            Settings; bandwidth in bytes per second; ``link``: alpha and beta of the backend's all-reduce; and ``runs``,
-            see :meth:`measure_run`, for each ratio.
+        In the result ``bandwidth`` is in bytes per second, ``link`` has alpha and beta of the backend's all-reduce, and
+        ``runs`` what :meth:`measure_run` returns for each ratio.
         """
         bandwidth, link = measure_bandwidth(), measure_link()
         runs = [
@@ -130,11 +129,9 @@ class Step(StepBenchmark):
     ) -> dict[str, Any]:
         """Times a step of every candidate, in turns; a collective call.
 
-        Returns:
-            ``num_bytes`` of the gradient; ``cost``: the parts of a step, from which the limits follow; and for each
-            candidate its ``seconds`` and ``processor_seconds`` per step, round by round, its ``limit``, the same for
-            the layers of this model, for DDP and Pipe-SGD the time ``predicted`` by the cost model, and the result of
-            its ``search``, if there is one.
+        In the result ``cost`` has the parts of a step, from which the limits follow. A candidate has its seconds per
+        step of each round, its ``limit``, the same for the layers of this model, for DDP and Pipe-SGD the seconds that
+        the cost model predicts, and the result of its search, if there is one.
         """
         torch.manual_seed(0)  # the same weights on all ranks, which not every candidate broadcasts
         alone = without_communication(build())

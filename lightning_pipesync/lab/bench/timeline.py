@@ -151,9 +151,7 @@ class Timeline(StepBenchmark):
     def measure(self, progress: Progress) -> dict[str, Any]:
         """Records some steps of every candidate, one candidate after the other; a collective call.
 
-        Returns:
-            Settings, and for each candidate the ``spans`` of these steps on rank 0, in seconds since the start of the
-            first one, and ``steps``: the ends of the steps.
+        The ``spans`` are those of rank 0, in seconds since the start of the first step.
         """
         build = self.emulated_builder(self.ratio, measure_bandwidth())
         torch.manual_seed(0)

@@ -56,15 +56,7 @@ def compared_trainings() -> tuple[str, ...]:
 class Training:
     """A training of a task, the same on all ranks. Gradients that are in flight at its end are dropped.
 
-    Args:
-        task: the task.
-        name: of :func:`config_types`.
-        config: its settings.
-
-    Attributes:
-        task: as above.
-        candidate: takes the steps.
-        own_pace: whether each rank takes steps at its own pace, on batches from a work queue.
+    With ``own_pace`` each rank takes steps at its own pace, on batches from a work queue.
     """
 
     def __init__(self, task: Task, name: str, config: Any) -> None:
@@ -115,17 +107,12 @@ class Training:
     def at_own_pace(self, seed: int, num_steps: int, evaluations: int) -> Iterator[tuple[dict[str, float], nn.Module]]:
         """Trains on as many samples as ``num_steps`` steps of all ranks have; a collective call.
 
-        Nobody waits for a measurement: whoever takes the first batch of the next part of the training from the queue,
-        and so has just received weights, copies them. The learning rate follows the batches that were taken.
+        Nobody waits for a measurement: the rank that takes the first batch of the next part of the training from the
+        queue has just received weights, and copies them. The learning rate follows the batches that were taken.
 
-        Args:
-            seed: of the order of the data.
-            num_steps: the number of steps.
-            evaluations: the number of parts of the same size.
-
-        Yields:
-            After the training, for the end of each part: ``steps``, the seconds since the beginning, the MiB that rank
-            0 has sent, evenly divided; and a module with the weights, the same on all ranks, until the next one.
+        Yields, after the training, for the end of each of ``evaluations`` equal parts: ``steps``, the seconds since the
+        beginning, the MiB that rank 0 has sent, evenly divided; and a module with the weights, the same on all ranks,
+        which is valid until the next one.
         """
         loader = self.loader(seed)
         order = cast(WorkQueueBatches, loader.batch_sampler)

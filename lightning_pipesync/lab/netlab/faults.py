@@ -11,12 +11,7 @@ from lightning_pipesync.lab.netlab.units import parse_rate, parse_seconds, parse
 
 @dataclass(frozen=True)
 class Slow:
-    """A slow CPU: the processes of a host run for ``share`` of the time and are stopped for the rest.
-
-    Attributes:
-        host: the number of the host.
-        share: the fraction of the time, more than 0 and less than 1.
-    """
+    """A slow CPU: the processes of ``host`` run for ``share`` of the time, less than 1, and then are stopped."""
 
     host: int
     share: float
@@ -70,14 +65,7 @@ def parse_events(kind: type[Event], texts: Iterable[str]) -> list[Event]:
 
 
 def parse_slow(texts: Iterable[str]) -> tuple[list[Slow], dict[int, str]]:
-    """Parses ``"HOST:SHARE%"`` and ``"HOST:RATE"``, as in ``"3:50%"`` and ``"3:200mbit"``.
-
-    Returns:
-        The hosts with a slow CPU, and the rates of the hosts with a slow link.
-
-    Raises:
-        ValueError: a text is neither, or a host's link is named twice.
-    """
+    """Parses ``"HOST:SHARE%"`` into hosts with a slow CPU, and ``"HOST:RATE"`` into rates of slow links."""
     slow: list[Slow] = []
     rates: dict[int, str] = {}
     for text in texts:

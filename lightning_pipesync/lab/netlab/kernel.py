@@ -70,11 +70,8 @@ def remove_leftovers() -> None:
 def add_switches(switch: str, racks: int, uplink: int | None) -> None:
     """Adds a bridge for each rack in the namespace ``switch``, and joins several by a core bridge.
 
-    Args:
-        uplink: bits per second between a rack and the core, each way; None with a single rack.
-
-    Raises:
-        RuntimeError: the kernel lacks bridges, veth pairs or the token bucket.
+    ``uplink`` is the bits per second between a rack and the core, each way; None with a single rack. RuntimeError if
+    the kernel lacks bridges, veth pairs or the token bucket.
     """
     with _inside(switch), IPRoute() as route:
         bridges = [_add_bridge(route, f"rack{rack}") for rack in range(racks)]
@@ -89,13 +86,8 @@ def add_switches(switch: str, racks: int, uplink: int | None) -> None:
 def add_hosts(switch: str, hosts: Sequence[tuple[str, int, int]], addresses: Sequence[str], prefix: int) -> None:
     """Connects hosts to the bridges of their racks.
 
-    Args:
-        hosts: the namespace of each, the bits per second of its link each way, and the number of its rack.
-        addresses: the IP address of each.
-        prefix: the prefix length of their network.
-
-    Raises:
-        RuntimeError: the kernel lacks veth pairs or the token bucket.
+    ``hosts`` has the namespace of each, the bits per second of its link each way, and the number of its rack;
+    ``prefix`` is the prefix length of their network. RuntimeError if the kernel lacks veth pairs or the token bucket.
     """
     with _inside(switch), IPRoute() as route:
         for number, (namespace, rate, rack) in enumerate(hosts):

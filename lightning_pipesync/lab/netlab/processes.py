@@ -48,10 +48,9 @@ def freeze(namespace: str) -> int:
 
 
 def kill(*namespaces: str) -> int:
-    """Kills all processes of the namespaces and waits until none is left. Returns their number.
+    """Kills all processes of the namespaces, waits until none is left, and returns their number.
 
-    Raises:
-        RuntimeError: a process cannot be killed (it waits for a device).
+    RuntimeError if a process cannot be killed, because it waits for a device.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + _DEATH_S

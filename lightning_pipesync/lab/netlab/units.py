@@ -12,11 +12,7 @@ SLOWEST, FASTEST = 100 * 10**3, 32 * 10**9
 
 
 def bits_per_second(text: str) -> int:
-    """Returns the bits per second of a rate such as ``"200mbit"`` or ``"2.5gbit"``; units are decimal.
-
-    Raises:
-        ValueError: ``text`` is not a rate.
-    """
+    """Returns the bits per second of a rate such as ``"200mbit"`` or ``"2.5gbit"``; units are decimal."""
     number, unit = _split(text)
     if unit not in _BITS:
         raise ValueError(f"{text!r} is not a rate: write a number and kbit, mbit or gbit (per second), as in 200mbit.")
@@ -24,11 +20,7 @@ def bits_per_second(text: str) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """Returns :func:`bits_per_second` of a rate that can be emulated.
-
-    Raises:
-        ValueError: ``text`` is not a rate, or the kernel cannot emulate it.
-    """
+    """Returns :func:`bits_per_second` of a rate that the kernel can emulate."""
     rate = bits_per_second(text)
     if not SLOWEST <= rate <= FASTEST:
         raise ValueError(f"The rate {text!r} is out of range: 100kbit to 32gbit can be emulated.")
@@ -36,11 +28,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Returns the seconds of a duration such as ``"10s"``, ``"500ms"``, ``"2min"`` or ``"10"``.
-
-    Raises:
-        ValueError: ``text`` is not a duration.
-    """
+    """Returns the seconds of a duration such as ``"10s"``, ``"500ms"``, ``"2min"`` or ``"10"``."""
     number, unit = _split(text)
     if unit not in _SECONDS:
         raise ValueError(f"{text!r} is not a duration: write a number and ms, s or min, as in 10s.")
@@ -48,11 +36,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """Returns the fraction of a share such as ``"50%"``.
-
-    Raises:
-        ValueError: ``text`` is not a share of more than 0% and less than 100%.
-    """
+    """Returns the fraction of a share such as ``"50%"``: more than 0 and less than 1."""
     number, unit = _split(text)
     if unit != "%" or not 0 < number < 100:
         raise ValueError(f"{text!r} is not a share: write more than 0% and less than 100%, as in 50%.")

@@ -44,12 +44,7 @@ class Waitable(Protocol):
 
 
 def sizes_for(num_bytes: int, bandwidth: float) -> list[int]:
-    """Returns the sizes to measure, in bytes, ascending.
-
-    Args:
-        num_bytes: of the gradients, the largest size that matters.
-        bandwidth: bytes per second, so that it does not last long.
-    """
+    """Returns the sizes to measure, in bytes, ascending, which at ``bandwidth`` do not take long."""
     largest = min(max(LEAST_BYTES, num_bytes), MOST_BYTES, max(LEAST_BYTES, LARGEST_S * bandwidth))
     return [4 * round(largest / FACTOR**i / 4) for i in reversed(range(NUM_SIZES))]
 
@@ -57,15 +52,10 @@ def sizes_for(num_bytes: int, bandwidth: float) -> list[int]:
 def measure_in_a_row(
     start: Callable[[Tensor], Waitable], sizes: Sequence[int], device: torch.device | str, halves: int
 ) -> MeasuredCost:
-    """Measures several operations in a row, as a step has them; a collective call.
+    """Measures several operations in a row, as they occur in a step; a collective call.
 
-    A first one is not counted: all ranks begin together, and a network that lets bursts pass has none left.
-
-    Args:
-        start: starts the operation of a flat fp32 buffer.
-        sizes: of the buffers, in bytes.
-        device: of the buffers.
-        halves: 2 for an all-reduce, 1 for half of it.
+    ``start`` starts the operation of a flat fp32 buffer; an all-reduce has 2 ``halves``. The first operation is not
+    counted: all ranks begin together, and a network that lets bursts pass has none left.
     """
     clock = Clock(torch.device(device))
     points = []
@@ -91,10 +81,7 @@ def measure_backend(sizes: Sequence[int], device: torch.device | str) -> Backend
 def measure_one_by_one(
     all_reduce: Callable[[Tensor], Waitable], sizes: Sequence[int], device: torch.device | str
 ) -> MeasuredCost:
-    """Measures all-reduces of which each begins when the one before has ended, as whole gradients or weights have them.
-
-    A collective call; arguments as of :func:`measure_in_a_row`.
-    """
+    """Measures all-reduces each of which begins when the one before has ended, as for whole gradients or weights."""
     clock = Clock(torch.device(device))
     points = []
     for size in sizes:
@@ -111,14 +98,7 @@ def measure_one_by_one(
 def measure_exchange(
     method: type[Method], exchange: Exchange, sizes: Sequence[int], device: torch.device
 ) -> dict[str, MeasuredCost]:
-    """Measures an exchange of a method, and returns its cost by codec; a collective call.
-
-    Args:
-        method: takes the steps.
-        exchange: what it has declared.
-        sizes: of the weights, in bytes, ascending.
-        device: of the weights.
-    """
+    """Measures an exchange that a method has declared, and returns its cost by codec; a collective call."""
     costs = {codec: _measure_steps(method, of_codec, sizes, device) for codec, of_codec in exchange.settings.items()}
     if exchange.at_once:
         messages = dist.get_world_size() - 1

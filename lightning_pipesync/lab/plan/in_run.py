@@ -53,11 +53,7 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins to record.
-
-        Raises:
-            ValueError: there is one rank only, or a strategy other than DDP.
-        """
+        """Begins to record; ValueError if there is one rank only, or a strategy other than DDP."""
         name = getattr(trainer.strategy, "name", "ddp")
         if trainer.world_size < 2 or not dist.is_initialized() or name != "ddp":
             raise ValueError(

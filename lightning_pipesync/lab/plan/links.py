@@ -32,11 +32,9 @@ CONNECTIONS, WORTH = 4, 1.3
 
 @dataclass(frozen=True)
 class Links:
-    """What single TCP connections between ranks reach, one pair of a rank at a time.
+    """What single TCP connections between ranks reach, one pair of a rank at a time, by sender and receiver.
 
-    Attributes:
-        bandwidth: bytes per second by sender and receiver; 0 for a rank itself.
-        latency: seconds of one way by both, half of there and back; 0 for a rank itself.
+    ``bandwidth`` is in bytes per second. ``latency`` is the seconds of one way: half of a round trip.
     """
 
     bandwidth: Sequence[Sequence[float]]
@@ -46,11 +44,8 @@ class Links:
 def measure_links(bandwidth: float) -> Links:
     """Measures every pair in both directions; a collective call. In each round each rank has one partner.
 
-    Args:
-        bandwidth: bytes per second of about what the network has, which chooses how much is sent.
-
-    Raises:
-        RuntimeError: a pair does not connect, or a rank does not answer; the message names it.
+    ``bandwidth``, about what the network has, determines how much is sent. RuntimeError names a pair that does not
+    connect.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, bandwidth * TRANSFER_S)))
@@ -89,12 +84,7 @@ def partners(rank: int, world_size: int) -> list[int | None]:
 
 
 def outliers(links: Links, names: Sequence[str]) -> list[str]:
-    """Returns what is slow, a sentence each: hosts, racks with a thin uplink, single pairs.
-
-    Args:
-        links: what was measured.
-        names: of the ranks.
-    """
+    """Returns what is slow, one sentence each: hosts, racks with a thin uplink, single pairs."""
     ranks = range(len(names))
     speed = {(a, b): min(links.bandwidth[a][b], links.bandwidth[b][a]) for a in ranks for b in ranks if a != b}
     best = sorted(speed.values())[-max(1, len(speed) // 4)]  # a thin uplink may make most pairs slow
@@ -124,11 +114,7 @@ def outliers(links: Links, names: Sequence[str]) -> list[str]:
 
 
 def several_connections(bandwidth: float) -> list[str]:
-    """Returns what to set if several TCP connections carry more than one, a sentence; a collective call.
-
-    Args:
-        bandwidth: bytes per second of a single one.
-    """
+    """Returns what to set if several TCP connections carry more than one carries; a collective call."""
     several = measure_bandwidth(connections=CONNECTIONS)
     if several < WORTH * bandwidth:
         return []

@@ -55,8 +55,7 @@ CODED, CODINGS = 2**24, 5
 def measure_plan(settings: PlanSettings, progress: Callable[[str], object]) -> dict[str, Any]:
     """Measures hosts, network and model, and how long steps with the best methods take; a collective call.
 
-    Returns:
-        What :func:`plan_for` does, with ``measured``; or, if the model cannot be trained, the ``error`` alone.
+    Returns what :func:`plan_for` does, with ``measured``; or only the ``error``, if the model cannot be trained.
     """
     model, error = _outcome_of(settings.build)
     work, error = _outcome_of(partial(measure_work, model)) if model is not None else (None, error)
@@ -92,16 +91,9 @@ def plan_for(
 ) -> dict[str, Any]:
     """Measures hosts, network, and what methods do besides, and predicts a step with each; a collective call.
 
-    Args:
-        work: what this rank computes in a step.
-        module: the model.
-        settings: to be kept with the result.
-        progress: called with what was measured.
-
-    Returns:
-        When it was ``made``; ``settings``; ``findings``: what is wrong with hosts and links; ``links``; ``cluster``;
-        ``work`` of the slowest rank; ``codecs``: bytes per second, on rank 0; ``changes``: none; ``predictions``; and
-        ``measured``: by name of the :class:`Prediction` seconds of a step in each round, or an error; there are none.
+    ``work`` is what this rank computes in a step. In the result it is that of the slowest rank; ``findings`` is what is
+    wrong with hosts and links; ``codecs`` are bytes per second, on rank 0; ``measured`` will have, by name of the
+    :class:`Prediction`, seconds of a step in each round, or an error.
     """
     facts, everyones = gathered(facts_of_this_host(dist.get_rank())), gathered(work)
     names, device = [one.name for one in facts], device_of(module)
@@ -134,12 +126,7 @@ def plan_for(
 
 
 def measure_cluster(device: torch.device, num_bytes: int) -> Cluster:
-    """Measures the network, and returns what rank 0 has measured, on all ranks; a collective call.
-
-    Args:
-        device: where gradients are.
-        num_bytes: of all gradients.
-    """
+    """Measures the network for gradients of ``num_bytes``; returns rank 0's costs on all ranks; a collective call."""
     bandwidth = measure_bandwidth()
     sizes = sizes_for(num_bytes, bandwidth)
     backend = measure_backend(sizes, device)

@@ -55,11 +55,7 @@ class PlanSettings:
             raise ValueError(f"The layers of {self.model} sleep, and use no GPU: set device='cpu'.")
 
     def build(self) -> BenchModel:
-        """Returns the model.
-
-        Raises:
-            ValueError: there is no such function, or it returns something else.
-        """
+        """Returns the model; ValueError if there is no such function, or it returns something else."""
         return self._on_cpu().to(self.device)
 
     def _on_cpu(self) -> BenchModel:

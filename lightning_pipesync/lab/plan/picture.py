@@ -35,12 +35,6 @@ def draw(work: Work, cluster: Cluster, result: Mapping[str, Any], path: Path) ->
     """Draws the speed-up over DDP by bandwidth and by number of hosts.
 
     Lines are predictions, with the band of the costs' errors; dots are measured. What was not measured is on grey.
-
-    Args:
-        work: a step without communication.
-        cluster: the costs of communication, perhaps of another cluster than the measured one.
-        result: as of :func:`as_markdown`.
-        path: of the picture.
     """
     explained = {
         "band: predictions with the measured costs' standard errors": BAND,

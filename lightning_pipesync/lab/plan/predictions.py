@@ -25,12 +25,7 @@ LITTLE = 0.05
 
 
 def predict(work: Work, cluster: Cluster) -> list[Prediction]:
-    """Returns a prediction for each method, with the settings that :func:`_chosen` picks.
-
-    Args:
-        work: a step without communication.
-        cluster: the costs of communication.
-    """
+    """Returns a prediction for each method, with the settings that :func:`_chosen` picks."""
     low, high = (
         {one.name: one.seconds for group in _groups(work, cluster.with_errors(sign)) for one in group}
         for sign in (-1, 1)

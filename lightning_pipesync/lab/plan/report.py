@@ -40,13 +40,8 @@ PREDICTED, EXTRAPOLATED = ([f"{how}, not run", "ms a step", "times DDP"] for how
 def as_markdown(work: Work, cluster: Cluster, result: Mapping[str, Any]) -> str:
     """Returns the plan: the verdict in its first line, what was measured and predicted, and lines to copy.
 
-    No line is longer than 80 columns, and nothing is left out where there are fewer.
-
-    Args:
-        work: a step without communication.
-        cluster: the costs of communication, perhaps of another cluster than the measured one.
-        result: of :func:`measure_plan`: ``settings``; ``findings``, ``codecs``, and ``measured`` steps, of which there
-            may be none; and the ``changes`` since an earlier plan.
+    No line is longer than 80 columns. The ``cluster`` may be another one than the ``result`` of :func:`measure_plan`
+    has.
     """
     predictions = sorted(predict(work, cluster), key=lambda one: one.seconds)
     measured: Mapping[str, Mapping[str, Any]] = result["measured"]

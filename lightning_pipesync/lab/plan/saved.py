@@ -18,15 +18,10 @@ NO_CHANGE = 0.05
 
 
 def read_plan(path: Path, hosts: int | None, rate: str | None) -> tuple[Work, Cluster, dict[str, Any]]:
-    """Returns work, cluster and result of the plan in a file.
-
-    Args:
-        path: ``plan.json`` of an earlier plan.
-        hosts: number of hosts, one rank each, if it is to be another one.
-        rate: of their links, such as ``"25gbit"``, if it is to be another one.
+    """Returns work, cluster and result of the plan in a ``plan.json``, for other hosts or links if given.
 
     Raises:
-        ValueError: the file is no plan, or there are fewer than 2 hosts.
+        ValueError: the file is not a plan, or there are fewer than 2 hosts.
     """
     try:
         saved = json.loads(path.read_text())
@@ -53,12 +48,7 @@ def of_result(result: Mapping[str, Any]) -> tuple[Work, Cluster, dict[str, Any]]
 
 
 def changes_since(path: Path, now: Mapping[str, Any]) -> list[str]:
-    """Returns what is better, worse or unchanged since the plan in a file, a sentence each.
-
-    Args:
-        path: ``plan.json`` of an earlier plan; none is returned if there is none, or one of another model.
-        now: the result of :func:`measure_plan`.
-    """
+    """Returns what is better, worse or unchanged since the plan in a ``plan.json``, if it is of the same model."""
     try:
         (before,) = json.loads(path.read_text())["results"]
         of_same = [before[name] == now[name] for name in ("settings", "world_size")]

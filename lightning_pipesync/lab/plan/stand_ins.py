@@ -29,18 +29,11 @@ STEPS, ROUNDS = 4, 3
 
 
 def measure_added(module: nn.Module, work: Work, cluster: Cluster) -> dict[str, float]:
-    """Measures what a step takes longer with each method than without communication; a collective call.
+    """Returns by method the seconds that it adds to a step without communication, the same on all ranks; collective.
 
     Stand-ins of the model compute nothing. They have as many layers and tensors, of one value each, so that messages
-    are small; what these take is not counted. What depends on the size is measured with larger ones.
-
-    Args:
-        module: the model.
-        work: a step without communication.
-        cluster: the costs of communication.
-
-    Returns:
-        Seconds of a step by method, of those that can train the stand-in; the same on all ranks.
+    are small; the time of these is not counted. What depends on the size is measured with larger stand-ins. Methods
+    that cannot train the stand-in are missing.
     """
     numbers = [parameter.numel() for parameter in module.parameters() if parameter.requires_grad]
     most, num_bytes = min(MOST_BYTES, MOST_SECONDS * cluster.bandwidth), 4 * len(numbers)
@@ -88,15 +81,10 @@ def _measure(module: nn.Module, scale: float, stand_ins: Mapping[str, StandIn]) 
 
 
 def with_refusals(work: Work, cluster: Cluster, module: nn.Module) -> Work:
-    """Returns the work with what methods refuse of all that would be predicted, until they refuse no more of it.
+    """Returns the work with what methods refuse of all that would be predicted, until they refuse no more; collective.
 
-    Each prediction's method is attached, with its settings, to a stand-in with as many layers and tensors; a collective
-    call.
-
-    Args:
-        work: a step without communication, the same on all ranks.
-        cluster: the costs of communication, the same on all ranks.
-        module: the model.
+    Each prediction's method is attached, with its settings, to a stand-in with as many layers and tensors. Work and
+    cluster are the same on all ranks.
     """
     reasons: dict[str, str | None] = {}
     while new := [one for one in predict(work, cluster) if one.name not in reasons]:

@@ -19,12 +19,7 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table.
-
-    Attributes:
-        cells: a text for each column, of which the first is aligned left.
-        details: what stands below, as long as it is.
-    """
+    """A row of a table: a text for each column, the first aligned left, and the ``details`` below."""
 
     cells: Sequence[str]
     details: Sequence[str] = ()

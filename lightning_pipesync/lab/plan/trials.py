@@ -30,12 +30,7 @@ PROVEN = 2
 
 
 def candidate_of(prediction: Prediction, model: BenchModel) -> Candidate:
-    """Returns a candidate with the settings of a prediction; a collective call.
-
-    Raises:
-        ValueError: the method cannot train this model.
-        RuntimeError: a peer is lost.
-    """
+    """Returns a candidate with the settings of a prediction; ValueError if the method cannot train the model."""
     if prediction.method == "ddp":
         return ddp(model, **prediction.settings)
     declared = lab_of(prediction.method).trial({**prediction.settings, "timeout_s": TIMEOUT_S})
@@ -45,9 +40,7 @@ def candidate_of(prediction: Prediction, model: BenchModel) -> Candidate:
 def to_prove(predictions: Sequence[Prediction], runs: Callable[[Prediction], bool]) -> list[Prediction]:
     """Returns DDP, the best of the exact predictions, and the best of the other methods, each of these once.
 
-    Args:
-        predictions: of all methods.
-        runs: tries one, and returns whether it can be run; the next best takes the place of one that cannot.
+    ``runs`` tries one, and returns whether it can be run: the next best replaces one that cannot.
     """
     in_order = sorted(predictions, key=lambda one: one.seconds)
     chosen = [one for one in predictions if one.method == "ddp" and runs(one)]
@@ -80,11 +73,7 @@ def run_in_turns(
 
 
 class Trials:
-    """Steps of several methods, in turns.
-
-    Args:
-        settings: what is trained, and for how many steps and rounds.
-    """
+    """Steps of several methods, in turns."""
 
     def __init__(self, settings: PlanSettings) -> None:
         self._settings = settings
@@ -107,12 +96,10 @@ class Trials:
         return False
 
     def time(self, progress: Callable[[str], object]) -> dict[str, dict[str, Any]]:
-        """Times steps of those that have begun, in turns, and ends them; a collective call.
+        """Times steps of the methods that have begun, in turns, and ends them; a collective call.
 
-        Returns:
-            By name, in the order of their beginning, the ``seconds`` of a step in each round, and the
-            ``resident_bytes`` of this rank's tensors between two steps; or the ``error`` of a method that failed, the
-            same on all ranks.
+        Returns by name the ``seconds`` of a step in each round, and the ``resident_bytes`` of this rank's tensors
+        between two steps; or the ``error`` of a method that failed, the same on all ranks.
         """
         candidates, errors = self._candidates, dict[str, str]()
         # Whole periods: the average at their end is part of what a step takes.

@@ -17,12 +17,10 @@ WORTH = 0.02
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a plan advises.
+    """What a plan advises, in ``sentences``.
 
-    Attributes:
-        sentences: the advice; why, if it is DDP; and one about methods that are not exact, if one of them is faster.
-        exact: the fastest exact method that is ahead of DDP; DDP, if none is; None: there is no advice.
-        other: the fastest method of those that are not exact, if it is ahead of ``exact``.
+    ``exact`` is the fastest exact method that is ahead of DDP, or DDP, or None if there is no advice. ``other`` is the
+    fastest method that is not exact, if it is ahead of ``exact``.
     """
 
     sentences: Sequence[str]
@@ -38,12 +36,9 @@ def verdict_of(
 ) -> Verdict:
     """Returns what is advised.
 
-    Args:
-        predictions: of all methods.
-        measured: the outcomes of those that were run, by name. If there are none, predictions are compared with each
-            other, never with measured steps.
-        computation: seconds of a step of DDP without communication, to say what it waits for.
-        extrapolated: whether the predictions are for another cluster than the measured one.
+    ``measured`` are the outcomes of what was run, by name; if there are none, predictions are compared with each other,
+    never with measured steps. ``computation`` is the seconds of a step of DDP without communication. With
+    ``extrapolated``, the predictions are for another cluster than the measured one.
     """
     rounds = rounds_of(predictions, measured)
     ddp = ddp_of(predictions, rounds)

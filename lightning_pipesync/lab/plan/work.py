@@ -46,13 +46,7 @@ def slowest(everyones: Sequence[Work]) -> Work:
 
 
 def slow_ranks(everyones: Sequence[Work], names: Sequence[str], step: float) -> list[str]:
-    """Returns who is slow, a sentence each.
-
-    Args:
-        everyones: work, by rank.
-        names: of the ranks.
-        step: seconds of a step of DDP, in which a wait of a few milliseconds may not matter.
-    """
+    """Returns which ranks are slow, one sentence each; ``step`` is the seconds of a step of DDP."""
     seconds = [work.seconds for work in everyones]
     usual, others = sorted(seconds)[(len(seconds) - 1) // 2], "the other" if len(seconds) == 2 else "most"
     return [

@@ -15,15 +15,10 @@ from lightning_pipesync.core.torch_private import map_tensors
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A module with its batches and its loss.
+    """A module in fp32 with its batches and its loss.
 
-    Attributes:
-        name: the name for :func:`build_model`.
-        module: the module, in fp32.
-        layers: the parts of ``module`` for ``fully_shard`` of FSDP2, in the order of execution.
-        make_batch: returns the batch of a rank: the same in every call, different for every rank.
-        loss: computes the loss (0-dim) from ``module``, or a wrapper of it, and a batch.
-        optimizer: returns the optimizer of ``module``; None: that of all candidates.
+    ``layers`` are its parts for ``fully_shard`` of FSDP2, in the order of execution. ``make_batch`` returns the batch
+    of a rank, the same in every call. ``optimizer`` is None for that of all candidates.
     """
 
     name: str

@@ -34,18 +34,10 @@ def build_model(
     forward_seconds: float = 0.0,
     backward_seconds: float = 0.0,
 ) -> BenchModel:
-    """Builds a model; the weights of a real one come from torch's global generator.
+    """Builds a model: ``resnet50`` computes, ``emulated-resnet50`` sleeps for as many seconds as given.
 
-    Args:
-        name: one of ``MODEL_NAMES``: ``resnet50`` computes, ``emulated-resnet50`` sleeps.
-        batch_size: samples in a rank's batch, of a real model; by default one for a CPU.
-        scale: the number of values of an emulated model over the true number.
-        forward_seconds: the duration of the forward pass of an emulated model.
-        backward_seconds: the duration of its backward pass.
-
-    Raises:
-        ValueError: the name is unknown, or a setting is out of range or not one of this model.
-        ModuleNotFoundError: the model is built by ``transformers``, which is not installed.
+    ``scale`` is the number of values of an emulated model over the true number. The weights of a real model come from
+    torch's global generator. ModuleNotFoundError if ``transformers`` builds the model and is not installed.
     """
     if name not in MODEL_NAMES:
         raise ValueError(f"Unknown model {name!r}; there are {', '.join(MODEL_NAMES)}.")
@@ -74,9 +66,7 @@ def build_model(
 def stand_in(model: nn.Module, scale: float = 0.0) -> BenchModel:
     """Returns a model with as many layers and trainable tensors as another, on its device, that takes no time.
 
-    Args:
-        model: the other model.
-        scale: number of values of a tensor over that of the other model's; 0: each has a single value.
+    A tensor has ``scale`` times as many values as the other model's, and at least one.
     """
     table, seen = ModelTable(type(model).__name__), set[Tensor]()
     for name, module in model.named_modules():

@@ -28,15 +28,6 @@ def computation_seconds(
 
     The all-reduce takes ``2 (P - 1) / P * num_bytes / bandwidth``: DeAR Eq. 5 without latency. Backward takes twice as
     long as forward, since it computes two products, by the inputs and by the weights, where forward computes one.
-
-    Args:
-        num_bytes: the size of all gradients.
-        world_size: number of ranks P, at least 2.
-        bandwidth_bytes_per_s: the bandwidth of each rank's link, one way.
-        ratio: communication time over computation time.
-
-    Raises:
-        ValueError: an argument is out of its range.
     """
     if world_size < 2:
         raise ValueError(f"world_size must be at least 2 for a ratio of communication, got {world_size!r}.")
@@ -55,12 +46,7 @@ class EmulatedCompute:
     accelerator the host runs ahead and hides it. Longer waits of hooks, such as for communication, do not count. A
     layer that ends late, because a sleep was too long or the processor busy, makes later layers shorter.
 
-    Attributes:
-        forward_seconds: the duration of the forward pass of the whole model. May be set between steps.
-        backward_seconds: the duration of its backward pass. May be set between steps.
-
-    Raises:
-        ValueError: one of them is negative or not finite.
+    The seconds of the two passes of the whole model may be set between steps.
     """
 
     def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
@@ -87,35 +73,22 @@ class EmulatedCompute:
 class EmulatedModel(nn.Sequential):
     """A network with real parameter tensors and the timing of an accelerator.
 
-    Its members are its blocks, for ``fully_shard``, each an ``nn.Sequential`` of layers.
+    Its members are its blocks, for ``fully_shard``, each an ``nn.Sequential`` of layers. Each tensor has ``scale``
+    times its true number of values, at least 1; in its true shape if ``scale`` is 1, else 1-D. Input and output are one
+    value, a 0-dim tensor. Every value of every gradient is the gradient of the loss by the output: with the loss
+    ``output ** 2 / 2`` it is the input.
 
     A layer sleeps for its share of the forward and of the backward pass, by its floating-point operations, which leaves
-    the processor to communication. Gradients become ready as in a real backward pass: the last layer first,
-    those of one layer when its backward ends. The network is a chain, in the order of the table.
+    the processor to communication. Gradients become ready as in a real backward pass: the last layer first, those of
+    one layer when its backward ends. The network is a chain, in the order of the table.
 
-    The input and the output are one value, a 0-dim tensor. The gradient of every value of every
-    parameter is the gradient of the loss by the output: with the loss ``output ** 2 / 2`` it is the input.
+    A layer writes its gradients once in each backward pass, within its time, into tensors that it keeps. If
+    ``param.grad`` was None it shares their memory, without a copy except into DDP's buckets, and **the next backward
+    pass overwrites a gradient that is kept by reference**. Otherwise autograd adds to it in place. Forward touches no
+    memory.
 
-    Memory traffic: a layer writes its gradients once in each backward pass, within its time, into tensors that it
-    keeps. If ``param.grad`` was None it shares their memory, without a copy except into DDP's buckets, and **the next
-    backward pass overwrites a gradient that is kept by reference**. Otherwise autograd adds to it in place. Forward
-    touches no memory. Memory: parameters and gradients, no activations.
-
-    Not emulated: kernels that compete with communication for the device, activations, a graph that is no
-    chain, the host's time to launch a layer.
-
-    Args:
-        table: the tensors, and the shares of the time.
-        scale: every tensor has ``scale`` times its true number of values, at least 1; in its true shape if ``scale``
-            is 1, else 1-D.
-        forward_seconds: the duration of the forward pass.
-        backward_seconds: the duration of the backward pass.
-
-    Attributes:
-        compute: the emulated computation, whose seconds may be changed between steps.
-
-    Raises:
-        ValueError: ``scale`` is not a positive number, or a number of seconds is negative or not finite.
+    Not emulated: activations, kernels that compete with communication for the device, a graph that is not a chain, the
+    host's time to launch a layer.
     """
 
     def __init__(

@@ -16,15 +16,7 @@ _VOCABULARY, _TOKENS = 1024, 64
 
 
 class TransformerLM(nn.Module):
-    """A causal Transformer (pre-norm) that predicts the next token.
-
-    Args:
-        hidden: width of the residual stream.
-        depth: number of layers.
-        heads: attention heads of each.
-        vocabulary: number of different tokens.
-        length: of a sequence at most.
-    """
+    """A causal Transformer (pre-norm) that predicts the next token of at most ``length``."""
 
     def __init__(
         self, hidden: int = 256, depth: int = 4, heads: int = 4, vocabulary: int = _VOCABULARY, length: int = _TOKENS
@@ -95,11 +87,7 @@ def cnn(batch_size: int = 32) -> BenchModel:
 
 
 def resnet50(batch_size: int = 4) -> BenchModel:
-    """Returns ResNet-50 on random images of 3 x 224 x 224, 1000 classes (DeAR Section VI-A); its layers: the blocks.
-
-    Raises:
-        ModuleNotFoundError: ``transformers`` is not installed.
-    """
+    """Returns ResNet-50 on random images of 3 x 224 x 224, 1000 classes (DeAR Section VI-A); its layers: the blocks."""
     transformers = _transformers("resnet50")
     module = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000))
     blocks = [block for stage in module.resnet.encoder.stages for block in stage.layers]
@@ -110,9 +98,6 @@ def bert_base(batch_size: int = 4) -> BenchModel:
     """Returns BERT-Base with its pre-training heads on random sentences of 64 tokens (DeAR Section VI-A).
 
     Every token is a target, and dropout is on, as in training.
-
-    Raises:
-        ModuleNotFoundError: ``transformers`` is not installed.
     """
     transformers = _transformers("bert-base")
     config = transformers.BertConfig()

@@ -22,15 +22,10 @@ class TensorSpec(NamedTuple):
 class LayerSpec:
     """A learnable layer, as DeAR Table I counts them: a module that holds parameters itself.
 
-    Attributes:
-        name: the module's name in the network.
-        block: the name of the block that it belongs to, that a user would wrap as one unit: a residual block, an
-            encoder layer. The layers of a block follow each other.
-        tensors: in the order of registration.
-        forward_flops: floating-point operations of the forward pass for one sample, an estimate: twice the weights
-            times the output positions (convolution) or tokens (linear layer); two for each output value of a norm and
-            one for each of an embedding. Layers without parameters (pooling, activations, the product of queries and
-            keys) are left out.
+    ``block`` is the part of the network that a user would wrap as one unit: a residual block, an encoder layer. Its
+    layers follow each other. ``forward_flops`` is an estimate for the forward pass of one sample: twice the weights
+    times the output positions (convolution) or tokens (linear layer); two for each output value of a norm and one for
+    each of an embedding. What has no parameters (pooling, activations, the product of queries and keys) does not count.
     """
 
     name: str
@@ -40,12 +35,9 @@ class LayerSpec:
 
 
 class ModelTable:
-    """All layers of a network, collected in the order of registration, which is nearly that of execution.
+    """All layers of a network, in the order of registration, which is nearly that of execution.
 
-    Attributes:
-        name: what the network is called.
-        block: the block that the next layers belong to; their names begin with it.
-        layers: those so far.
+    The next layers belong to ``block``: their names begin with it.
     """
 
     def __init__(self, name: str) -> None:

@@ -16,11 +16,7 @@ EVALUATED_ON = ("test", "validation")
 
 
 def build_task(name: str, evaluate_on: str = "test") -> Task:
-    """Returns a task.
-
-    Args:
-        name: one of ``TASKS``.
-        evaluate_on: ``test``, or ``validation``: a part of the training data, see :meth:`Task.with_validation`.
+    """Returns the task of a name; with ``evaluate_on="validation"``, that of :meth:`Task.with_validation`.
 
     Raises:
         ValueError: the name is unknown.

@@ -12,11 +12,7 @@ from lightning_pipesync.lab.bench.tasks.task import Task
 
 
 def digits() -> Task:
-    """Returns the task to classify ten digits: 1,197 images to train on, 600 to test on.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is not installed.
-    """
+    """Returns the task to classify ten digits: 1,197 images to train on, 600 to test on."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

@@ -80,11 +80,7 @@ class Task:
         )
 
     def with_label_skew(self, labels_per_worker: int) -> Task:
-        """Returns the task with non-IID data: each rank holds ``labels_per_worker`` labels (SelSync IV-A).
-
-        Raises:
-            ValueError: the samples have no labels, or fewer distinct ones.
-        """
+        """Returns the task with non-IID data: each rank holds ``labels_per_worker`` labels (SelSync IV-A)."""
         if self.labels is None:
             raise ValueError(f"labels_per_worker={labels_per_worker}: the samples of {self.name!r} have no labels.")
         num_labels = len(self.labels.unique())
@@ -96,7 +92,7 @@ class Task:
 
 
 def evaluations(num_steps: int, number: int) -> set[int]:
-    """Returns the ``number`` steps after which the quality is measured; the last one is the end of the training."""
+    """Returns the ``number`` steps after which the quality is measured; the last is the end of the training."""
     return {round((i + 1) * num_steps / number) for i in range(number)}
 
 
