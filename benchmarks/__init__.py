@@ -2,7 +2,8 @@
 
 Run them in a checkout: ``python -m benchmarks.NAME``. They import the package, which never imports them.
 
-- ``step``, ``timeline``, ``converge``: ``pipesync bench`` with the papers' baselines, and on hosts of different speed
+- ``step``, ``timeline``, ``collectives``, ``converge``: ``pipesync bench`` with the papers' networks and baselines,
+  parameter servers, and hosts of different speed
 - ``stages``, ``pipeline``: throughput and accuracy of pipelines
 - ``plan_accuracy``: how far the predictions of ``pipesync plan`` are off
 - ``codecs``, ``overhead``, ``selsync_overhead``: what parts of a step cost

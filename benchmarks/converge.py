@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-import benchmarks.mnist1d  # noqa: F401 - adds it to the tasks
+import benchmarks.mnist1d
+import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
 from benchmarks import command, host_speed_report
 from benchmarks.host_speed import HostSpeeds
 from benchmarks.passes import Passes

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import benchmarks.baselines  # noqa: F401 - adds them to what can be compared
+import benchmarks.baselines
+import benchmarks.networks  # noqa: F401 - both add to what can be compared
 from benchmarks import command
+from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.lab.bench import step
+from lightning_pipesync.lab.bench.pictures import picture
+from lightning_pipesync.lab.bench.step_report import rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +21,56 @@ class Step(step.Step):
     """Times a training step by method, compared with DDP, FSDP2, ZeRO, the papers' baselines and the limits.
 
     Attributes:
+        model: transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
+            emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
         methods: What is compared: ddp, fsdp2, zero; serial, wfbp, mg-wfbp, horovod, horovod-bo, byte-scheduler and ps,
             the papers' baselines; dear-rs and dear-ag, half of DeAR; and methods of this package, each with settings
             if need be, as with `pipesync bench step`.
         bucket_mb: Bucket sizes in MiB of DDP, of methods with buckets whose settings choose no size, and of
             ByteScheduler's pieces; the baseline is DDP with its best size.
     """
+
+    def draw(self, results: list[dict[str, Any]]) -> None:
+        super().draw(results)
+        # Of the ratio in the middle.
+        middle = {result["world_size"]: result["runs"][len(result["runs"]) // 2] for result in results}
+        draw_scaling(middle, self.output / "scaling.png")
+        draw_breakdown(middle, self.output / "breakdown.png")
+
+
+def draw_scaling(runs: dict[int, dict[str, Any]], path: Path) -> None:
+    """Draws the speed-up over one host by number of hosts, with S_max and P."""
+    hosts, costs = list(runs), [StepCost(**run["cost"]) for run in runs.values()]
+    curves: dict[str, list[float]] = {}
+    for world_size, run in runs.items():
+        for row in rows_of(run):
+            if row.name != "no communication":
+                curves.setdefault(row.name, []).append(world_size * row.scaling_efficiency)
+    with picture(path, (6, 4.5), legend="panel") as [[panel]]:
+        for name, speedups in curves.items():
+            panel.plot(hosts, speedups, "-o", markersize=3, label=name)
+        limits = [cost.max_speedup(world_size) for world_size, cost in zip(hosts, costs, strict=True)]
+        panel.plot(hosts, limits, ":k", label="S_max (Eq. 6)")
+        panel.plot(hosts, hosts, "-.k", label="linear")
+        title = f"communication {costs[0].ratio:.2g} times computation"
+        panel.set(xlabel="hosts", ylabel="times as fast as one host", title=title, xticks=hosts)
+        panel.grid(alpha=0.3)
+
+
+def draw_breakdown(runs: dict[int, dict[str, Any]], path: Path) -> None:
+    """Draws the parts of a step: forward, backward, update, exposed communication."""
+    with picture(path, (5 * len(runs), 4), columns=len(runs), legend="below", legend_columns=4) as panels:
+        for panel, (world_size, run) in zip(panels[0], runs.items(), strict=True):
+            cost, rows = StepCost(**run["cost"]), rows_of(run)
+            left = [0.0] * len(rows)
+            shared = {"forward": cost.forward, "backward": cost.backward, "update": cost.update}
+            bars = {part: [seconds] * len(rows) for part, seconds in shared.items()}
+            bars["exposed communication"] = [row.exposed for row in rows]
+            for part, values in bars.items():
+                panel.barh([row.name for row in rows], [value * 1e3 for value in values], left=left, label=part)
+                left = [start + value * 1e3 for start, value in zip(left, values, strict=True)]
+            panel.invert_yaxis()
+            panel.set(xlabel="ms a step", title=f"{world_size} hosts, ratio {cost.ratio:.2g}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-import benchmarks.baselines  # noqa: F401 - adds them to what can be drawn
+import benchmarks.baselines
+import benchmarks.networks  # noqa: F401 - both add to what can be drawn
 from benchmarks import command
 from lightning_pipesync.lab.bench import timeline
 
@@ -15,6 +16,8 @@ class Timeline(timeline.Timeline):
     """Draws when training steps compute and when they communicate, by method.
 
     Attributes:
+        model: emulated-alexnet, emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
+            emulated-bert-large, whose layers sleep.
         methods: What is drawn: ddp, serial, wfbp, mg-wfbp, horovod, byte-scheduler, ps, and methods of this package,
             with settings as in `pipesync bench step`.
     """

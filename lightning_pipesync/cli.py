@@ -52,11 +52,12 @@ SUBCOMMANDS: dict[str, Callable[..., Any] | dict[str, Any]] = {
 #: Former subcommands of ``bench``, each with the module in the repository's folder ``benchmarks`` that replaces it.
 MOVED = {"stages": "stages", "pipeline": "pipeline", "plan": "plan_accuracy"}
 #: Former options and values of subcommands, which only the benchmark of the same name in that folder takes now.
-_BASELINES = frozenset({"serial", "wfbp", "mg-wfbp", "horovod", "horovod-bo", "byte-scheduler", "ps"})
+_PAPERS = frozenset({"serial", "wfbp", "mg-wfbp", "horovod", "horovod-bo", "byte-scheduler", "ps"})
+_PAPERS |= {"emulated-densenet201", "emulated-inceptionv4"}
 MOVED_WORDS = {
-    "converge": frozenset({"--compute", "--slow", "--stalls", "mnist1d"}),
-    "step": _BASELINES,
-    "timeline": _BASELINES,
+    "converge": frozenset({"--compute", "--slow", "--stalls", "mnist1d", "signals"}),
+    "step": _PAPERS,
+    "timeline": _PAPERS,
 }
 
 #: The packages of the extra ``bench`` that each subcommand needs, by the name that is imported.
@@ -68,7 +69,7 @@ NEEDS = {
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
-TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals")
+TASKS_WITHOUT_SKLEARN = ("mnist1d", "signals", "topics")
 
 #: The end of the help, about the option that comes before a subcommand.
 EPILOG = (

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import benchmarks.mnist1d  # noqa: F401 - adds it to the tasks
+import benchmarks.mnist1d
+import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
 from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.converge import Converge, evaluate, parse_method, spread_of, train
@@ -278,7 +279,7 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--task", "nope"], ["task='nope'", "digits, signals, topics"]),
+        (["--task", "nope"], ["task='nope'", "digits, topics"]),
         (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
         (["--methods", "nope"], ["'nope'", "alone, ddp, dear, local_sgd, parameter_server, pipe_sgd, selsync"]),
         (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.networks import inceptionv4
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.cost import LinkCost, StepCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import MethodWork, Profile, Work
-from lightning_pipesync.lab.bench.models.networks import bert_base, bert_large, inceptionv4, resnet50
+from lightning_pipesync.lab.bench.models.networks import bert_base, bert_large, resnet50
 from lightning_pipesync.lab.bench.models.table import ModelTable
 from lightning_pipesync.lab.plan.predictions import fastest
 from lightning_pipesync.lab.plan.saved import changes_since

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.baselines.over_transport import OverTransport
+from benchmarks.push_pull import PushPull
 from lightning_pipesync.core.buckets import Bucket
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.lab.bench.push_pull import PushPull
 
 
 class ParameterServerBaseline(OverTransport):

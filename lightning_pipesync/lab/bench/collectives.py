@@ -1,4 +1,4 @@
-"""``pipesync bench collectives``: collectives and parameter servers by size and codec (DeAR, Fig. 5)."""
+"""``pipesync bench collectives``: collectives by size and codec (DeAR, Fig. 5)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.benchmark import Benchmark, Progress
 from lightning_pipesync.lab.bench.pictures import colour_and_line, picture
-from lightning_pipesync.lab.bench.push_pull import PushPull
 from lightning_pipesync.lab.bench.round_robin import median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.tables import table, table_of
+
+#: Implementation ("ours" or the backend), operation, codec.
+Key = tuple[str, str, str]
 
 #: By operation, whether it is one half of an all-reduce or both.
 HALVES = {"reduce_scatter": 1, "all_gather": 1, "reduce_scatter + all_gather": 2, "all_reduce": 2}
@@ -28,7 +30,7 @@ HALVES = {"reduce_scatter": 1, "all_gather": 1, "reduce_scatter + all_gather": 2
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives(Benchmark):
-    """Times all-reduce and its two halves, compared with the backend's own, parameter servers and the limit.
+    """Times all-reduce and its two halves, compared with the backend's own and the limit.
 
     Attributes:
         sizes_mib: Sizes of the whole buffer, in MiB of fp32.
@@ -65,19 +67,53 @@ class Collectives(Benchmark):
         rows: list[dict[str, Any]] = []
         for size in self.sizes_mib:
             flat = torch.ones(max(world_size, round(size * MIB / 4) // world_size * world_size))
-            operations = _operations(flat, transport, self.codecs)
+            operations = self.operations(flat, transport)
             progress(f"{size:g} MiB")
             named = {str(key): run for key, run in operations.items()}
             timed = time_round_robin(named, self.rounds, before=partial(_clear, flat))
             for (implementation, operation, codec), measured in zip(operations, timed.values(), strict=True):
                 shared = {"implementation": implementation, "operation": operation, "codec": codec, **asdict(measured)}
-                limit = predict(LinkCost(0.0, 1 / bandwidth), operation, flat.numel() * 4, world_size)
+                limit = self.predict(LinkCost(0.0, 1 / bandwidth), operation, flat.numel() * 4, world_size)
                 rows.append({**shared, "num_bytes": flat.numel() * 4, "limit": limit})
         transport.close()
         fits = fit_rows(rows, world_size)
-        add_predictions(rows, fits, world_size)
+        self.add_predictions(rows, fits, world_size)
         shared = {"settings": self.settings(), "world_size": world_size, "bandwidth": bandwidth}
         return {**shared, "rows": rows, "fits": fits}
+
+    def operations(self, flat: Tensor, transport: Transport) -> dict[Key, Callable[[], object]]:
+        """Returns what is timed."""
+        backend, shard = dist.get_backend(), torch.empty(flat.numel() // transport.world_size)
+
+        def both_halves() -> None:
+            transport.reduce_scatter(flat).wait()
+            transport.all_gather(flat).wait()
+
+        def encoded(codec: str) -> None:
+            transport.all_reduce(flat, codec=codec).wait()
+
+        return {
+            ("ours", "reduce_scatter", "none"): lambda: transport.reduce_scatter(flat).wait(),
+            ("ours", "all_gather", "none"): lambda: transport.all_gather(flat).wait(),
+            ("ours", "reduce_scatter + all_gather", "none"): both_halves,
+            **{("ours", "all_reduce", codec): partial(encoded, codec) for codec in ("none", *self.codecs)},
+            (backend, "all_reduce", "none"): partial(dist.all_reduce, flat),
+            (backend, "reduce_scatter", "none"): partial(dist.reduce_scatter_tensor, shard, flat),
+            (backend, "all_gather", "none"): partial(dist.all_gather_into_tensor, flat, shard),
+        }
+
+    def predict(self, link: LinkCost, operation: str, num_bytes: int, world_size: int) -> float:
+        """Returns the seconds of an operation by the cost model."""
+        return HALVES[operation] / 2 * link.all_reduce(num_bytes, world_size)
+
+    def add_predictions(self, rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], world_size: int) -> None:
+        """Adds ``predicted`` to each row, see :meth:`measure`."""
+        links = {(fit["implementation"], fit["operation"]): LinkCost(fit["alpha"], fit["beta"]) for fit in fits}
+        link = links.get(("ours", "all_reduce"))
+        for row in rows:
+            row["predicted"] = None
+            if link is not None and row["implementation"] == "ours" and _is_plain(row):
+                row["predicted"] = self.predict(link, row["operation"], row["num_bytes"], world_size)
 
     def report(self, results: list[dict[str, Any]]) -> str:
         return "\n".join(map(tables_of, results))
@@ -116,31 +152,6 @@ def fit_rows(rows: Sequence[dict[str, Any]], world_size: int) -> list[dict[str, 
     return fits
 
 
-def add_predictions(rows: Sequence[dict[str, Any]], fits: Sequence[dict[str, Any]], world_size: int) -> None:
-    """Adds ``predicted`` to each row, see :meth:`Collectives.measure`."""
-    links = {(fit["implementation"], fit["operation"]): LinkCost(fit["alpha"], fit["beta"]) for fit in fits}
-    link = links.get(("ours", "all_reduce"))
-    for row in rows:
-        row["predicted"] = None
-        if link is not None and row["implementation"] == "ours" and _is_plain(row):
-            row["predicted"] = predict(link, row["operation"], row["num_bytes"], world_size)
-
-
-def predict(link: LinkCost, operation: str, num_bytes: int, world_size: int) -> float:
-    """Returns the seconds of an operation by the cost model."""
-    if operation in HALVES:
-        return HALVES[operation] / 2 * link.all_reduce(num_bytes, world_size)
-    return link.sharded_servers(num_bytes, world_size, servers_by_operation(world_size)[operation])
-
-
-def servers_by_operation(world_size: int) -> dict[str, int]:
-    """Returns the numbers of parameter servers that are measured, by the name of the operation."""
-    named = {"push + pull, central server": 1}
-    if world_size > 3:
-        named["push + pull, servers on half of the ranks"] = world_size // 2
-    return {**named, "push + pull, servers on all ranks": world_size}
-
-
 def tables_of(result: dict[str, Any]) -> str:
     """Returns the times, the processor time, alpha and beta, and what they predict."""
     found = {(_name(row), row["num_bytes"]): row for row in result["rows"]}
@@ -171,41 +182,6 @@ def tables_of(result: dict[str, Any]) -> str:
             by_size(lambda row: f"{row['predicted'] * 1e3:.1f} ({row['predicted'] / _median(row) - 1:+.0%})", predicted)
         )
     return "\n".join(parts)
-
-
-def _operations(
-    flat: Tensor, transport: Transport, codecs: Sequence[str]
-) -> dict[tuple[str, str, str], Callable[[], object]]:
-    backend = dist.get_backend()
-    shard = torch.empty(flat.numel() // transport.world_size)
-
-    def both_halves() -> None:
-        transport.reduce_scatter(flat).wait()
-        transport.all_gather(flat).wait()
-
-    def push_and_pull(exchange: PushPull) -> None:
-        exchange.push(flat)
-        exchange.pull(flat)
-
-    def encoded(codec: str) -> None:
-        transport.all_reduce(flat, codec=codec).wait()
-
-    operations: dict[tuple[str, str, str], Callable[[], object]] = {
-        ("ours", "reduce_scatter", "none"): lambda: transport.reduce_scatter(flat).wait(),
-        ("ours", "all_gather", "none"): lambda: transport.all_gather(flat).wait(),
-        ("ours", "reduce_scatter + all_gather", "none"): both_halves,
-        ("ours", "all_reduce", "none"): lambda: transport.all_reduce(flat).wait(),
-    }
-    for operation, servers in servers_by_operation(transport.world_size).items():
-        operations["ours", operation, "none"] = partial(push_and_pull, PushPull(transport, flat.numel(), servers))
-    operations |= {
-        (backend, "all_reduce", "none"): partial(dist.all_reduce, flat),
-        (backend, "reduce_scatter", "none"): partial(dist.reduce_scatter_tensor, shard, flat),
-        (backend, "all_gather", "none"): partial(dist.all_gather_into_tensor, flat, shard),
-    }
-    for codec in codecs:
-        operations["ours", "all_reduce", codec] = partial(encoded, codec)
-    return operations
 
 
 def _clear(flat: Tensor, _: str) -> None:

@@ -26,8 +26,7 @@ class Converge(Benchmark):
     """Trains to a target with several methods: time, steps and bytes that each needs.
 
     Attributes:
-        task: digits (scikit-learn's, accuracy), signals (noisy curves, accuracy) or topics (the text of Python's
-            documentation, perplexity).
+        task: digits (scikit-learn's, accuracy) or topics (the text of Python's documentation, perplexity).
         methods: alone, ddp, and methods of this package, each with settings if need be:
             NAME:SETTING=VALUE,SETTING=VALUE, and a pair as injection=0.5:0.5. FedAvg with C and E is
             local_sgd:period=0.25epoch,participation=0.5. With alone, each rank by itself, the table has the limit.

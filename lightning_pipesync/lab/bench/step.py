@@ -21,10 +21,10 @@ from lightning_pipesync.lab.bench.candidate import Candidate
 from lightning_pipesync.lab.bench.candidates import compared, ddp_name, makers, without_communication
 from lightning_pipesync.lab.bench.models import (
     EMULATED,
-    MODEL_NAMES,
     BenchModel,
     build_model,
     computation_seconds,
+    model_names,
 )
 from lightning_pipesync.lab.bench.profile import profile_step
 from lightning_pipesync.lab.bench.round_robin import time_round_robin
@@ -38,8 +38,8 @@ class StepBenchmark(Benchmark):
     """A benchmark of training steps with several methods.
 
     Attributes:
-        model: transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
-            emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
+        model: transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-bert-base or
+            emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
     """
 
@@ -50,8 +50,8 @@ class StepBenchmark(Benchmark):
     steps: int
 
     def __post_init__(self) -> None:
-        if self.model not in MODEL_NAMES:
-            raise ValueError(f"model={self.model!r} is not known; there are {', '.join(MODEL_NAMES)}.")
+        if self.model not in model_names():
+            raise ValueError(f"model={self.model!r} is not known; there are {', '.join(model_names())}.")
         self._check_positive("scale", "steps")
         self._check_all_positive("bucket_mb", self.bucket_mb, "numbers of MiB")
         makers(self.methods, self.bucket_mb)  # raises if one is unknown
@@ -185,7 +185,7 @@ class Step(StepBenchmark):
         return step_report.as_markdown(results)
 
     def draw(self, results: list[dict[str, Any]]) -> None:
-        step_report.draw(results, self.output)
+        step_report.draw_speedup(results, self.output / "speedup.png")
 
 
 def gradient_bytes(model: BenchModel) -> int:

@@ -119,15 +119,6 @@ def _search(candidate: dict[str, Any]) -> str:
     )
 
 
-def draw(results: list[dict[str, Any]], folder: Path) -> None:
-    """Draws ``speedup.png``, ``scaling.png`` and ``breakdown.png`` in ``folder``."""
-    draw_speedup(results, folder / "speedup.png")
-    # Of the ratio in the middle.
-    middle = {result["world_size"]: result["runs"][len(result["runs"]) // 2] for result in results}
-    draw_scaling(middle, folder / "scaling.png")
-    draw_breakdown(middle, folder / "breakdown.png")
-
-
 def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
     """Draws the speed-up over DDP by the ratio of communication to computation, with the limits."""
     with picture(path, (5 * len(results), 4.5), columns=len(results), legend="panel", sharey=True) as panels:
@@ -148,38 +139,3 @@ def draw_speedup(results: list[dict[str, Any]], path: Path) -> None:
             panel.set_xticks(ratios, [f"{ratio:.2g}" for ratio in ratios])
             panel.minorticks_off()
             panel.grid(alpha=0.3)
-
-
-def draw_scaling(runs: dict[int, dict[str, Any]], path: Path) -> None:
-    """Draws the speed-up over one host by number of hosts, with S_max and P."""
-    hosts, costs = list(runs), [StepCost(**run["cost"]) for run in runs.values()]
-    curves: dict[str, list[float]] = {}
-    for world_size, run in runs.items():
-        for row in rows_of(run):
-            if row.name != "no communication":
-                curves.setdefault(row.name, []).append(world_size * row.scaling_efficiency)
-    with picture(path, (6, 4.5), legend="panel") as [[panel]]:
-        for name, speedups in curves.items():
-            panel.plot(hosts, speedups, "-o", markersize=3, label=name)
-        limits = [cost.max_speedup(world_size) for world_size, cost in zip(hosts, costs, strict=True)]
-        panel.plot(hosts, limits, ":k", label="S_max (Eq. 6)")
-        panel.plot(hosts, hosts, "-.k", label="linear")
-        title = f"communication {costs[0].ratio:.2g} times computation"
-        panel.set(xlabel="hosts", ylabel="times as fast as one host", title=title, xticks=hosts)
-        panel.grid(alpha=0.3)
-
-
-def draw_breakdown(runs: dict[int, dict[str, Any]], path: Path) -> None:
-    """Draws the parts of a step: forward, backward, update, exposed communication."""
-    with picture(path, (5 * len(runs), 4), columns=len(runs), legend="below", legend_columns=4) as panels:
-        for panel, (world_size, run) in zip(panels[0], runs.items(), strict=True):
-            cost, rows = StepCost(**run["cost"]), rows_of(run)
-            left = [0.0] * len(rows)
-            shared = {"forward": cost.forward, "backward": cost.backward, "update": cost.update}
-            bars = {part: [seconds] * len(rows) for part, seconds in shared.items()}
-            bars["exposed communication"] = [row.exposed for row in rows]
-            for part, values in bars.items():
-                panel.barh([row.name for row in rows], [value * 1e3 for value in values], left=left, label=part)
-                left = [start + value * 1e3 for start, value in zip(left, values, strict=True)]
-            panel.invert_yaxis()
-            panel.set(xlabel="ms a step", title=f"{world_size} hosts, ratio {cost.ratio:.2g}")

@@ -117,8 +117,7 @@ class Timeline(StepBenchmark):
 
     Attributes:
         hosts: Number of hosts, one rank each. Not used if a launcher has started this process.
-        model: emulated-alexnet, emulated-resnet50, emulated-densenet201, emulated-inceptionv4, emulated-bert-base or
-            emulated-bert-large, whose layers sleep.
+        model: emulated-alexnet, emulated-resnet50, emulated-bert-base or emulated-bert-large, whose layers sleep.
         methods: What is drawn: ddp and methods of this package, with settings as in `bench step`.
         ratio: Communication time over computation time.
         bucket_mb: Bucket sizes in MiB of DDP and of methods with buckets.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pipesync.lab.bench.models import MODEL_NAMES, BenchModel, build_model
+from lightning_pipesync.lab.bench.models import BenchModel, build_model, model_names
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class PlanSettings:
 
     Attributes:
         model: Yours, as MODULE:FUNCTION, which returns (module, batch, loss), where loss(module, batch) is a scalar; or
-            transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-densenet201,
-            emulated-inceptionv4, emulated-bert-base or emulated-bert-large, whose layers sleep.
+            transformer, cnn, resnet50 or bert-base; or emulated-alexnet, emulated-resnet50, emulated-bert-base or
+            emulated-bert-large, whose layers sleep.
         scale: Number of values in each tensor of an emulated model over the true number.
         compute_ms: Forward and backward pass of an emulated model, in milliseconds.
         steps: Least number of steps of one measurement of a method.
@@ -40,8 +40,8 @@ class PlanSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.model not in MODEL_NAMES and ":" not in self.model:
-            raise ValueError(f"model={self.model!r} is neither MODULE:FUNCTION nor one of {', '.join(MODEL_NAMES)}.")
+        if self.model not in model_names() and ":" not in self.model:
+            raise ValueError(f"model={self.model!r} is neither MODULE:FUNCTION nor one of {', '.join(model_names())}.")
         for name in ("scale", "compute_ms", "steps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}.")
@@ -59,7 +59,7 @@ class PlanSettings:
         return self._on_cpu().to(self.device)
 
     def _on_cpu(self) -> BenchModel:
-        if self.model in MODEL_NAMES:
+        if self.model in model_names():
             if not self.model.startswith("emulated-"):
                 return build_model(self.model)
             forward = self.compute_ms / 3000

@@ -22,8 +22,10 @@ _REAL: dict[str, Callable[..., BenchModel]] = {
     "bert-base": real.bert_base,
 }
 
-#: The names for :func:`build_model`.
-MODEL_NAMES = (*_REAL, *(EMULATED + name for name in TABLES))
+
+def model_names() -> list[str]:
+    """Returns the names for :func:`build_model`."""
+    return [*_REAL, *(EMULATED + name for name in TABLES)]
 
 
 def build_model(
@@ -39,8 +41,8 @@ def build_model(
     ``scale`` is the number of values of an emulated model over the true number. The weights of a real model come from
     torch's global generator. ModuleNotFoundError if ``transformers`` builds the model and is not installed.
     """
-    if name not in MODEL_NAMES:
-        raise ValueError(f"Unknown model {name!r}; there are {', '.join(MODEL_NAMES)}.")
+    if name not in model_names():
+        raise ValueError(f"model={name!r} is not known; there are {', '.join(model_names())}.")
     if name in _REAL:
         if (scale, forward_seconds, backward_seconds) != (1.0, 0.0, 0.0):
             raise ValueError(

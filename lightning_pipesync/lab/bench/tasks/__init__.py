@@ -3,14 +3,13 @@
 from collections.abc import Callable
 
 from lightning_pipesync.lab.bench.tasks.digits import digits
-from lightning_pipesync.lab.bench.tasks.signals import signals
 from lightning_pipesync.lab.bench.tasks.task import Task, evaluations
 from lightning_pipesync.lab.bench.tasks.topics import topics
 
 __all__ = ["EVALUATED_ON", "TASKS", "Task", "build_task", "evaluations"]
 
 #: The tasks by name.
-TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "signals": signals, "topics": topics}
+TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "topics": topics}
 #: The sets that the quality can be measured on.
 EVALUATED_ON = ("test", "validation")
 
