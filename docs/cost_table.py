@@ -1,4 +1,4 @@
-"""Writes the table of parameter servers and the ring by number of ranks, by the cost model, into docs/benchmarks.md.
+"""Writes the cost model's table of parameter servers and the ring, by number of ranks, into docs/benchmarks.md.
 
 Usage: python docs/cost_table.py
 """
@@ -14,7 +14,7 @@ from lightning_pipesync.core.cost import LinkCost
 PAGE = Path(__file__).parent / "benchmarks.md"
 BEGIN, END = "<!-- cost model: written by docs/cost_table.py -->", "<!-- end of cost model -->"
 
-#: 10 Gbit/s, and 50 microseconds a message.
+#: 10 Gbit/s, and 50 microseconds per message.
 LINK = LinkCost(alpha=50e-6, beta=8 / 10e9)
 NUM_BYTES = 100 * MIB
 
@@ -35,7 +35,7 @@ def table() -> str:
 
 
 def page_with_table() -> str:
-    """Returns the page with the table as it has to be."""
+    """Returns the page with an up-to-date table."""
     return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{table()}\n\n{END}", PAGE.read_text(), flags=re.DOTALL)
 
 

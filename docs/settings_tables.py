@@ -1,4 +1,4 @@
-"""Writes the table of each method's settings, which its dataclass states, into the method's page.
+"""Writes the table of each method's settings, from its dataclass, into the method's page.
 
 Usage: python docs/settings_tables.py
 """
@@ -43,7 +43,7 @@ def table(method: str) -> str:
 
 
 def page_with_table(method: str) -> str:
-    """Returns the page of a method with the table as it has to be."""
+    """Returns the page of a method with an up-to-date table."""
     page = (DOCS / f"{method}.md").read_text()
     return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{table(method)}\n\n{END}", page, flags=re.DOTALL)
 

@@ -27,9 +27,9 @@ from lightning_pipesync.training.strategies import MixinOf, signature_of
 
 ROOT = Path(__file__).parents[1]
 WRITTEN = "Written by docs/strategy_classes.py: change a method's settings instead, and run it."
-#: The methods of the package itself, also where a user's are registered.
-OWN = [method for method in METHODS.values() if method.__module__.startswith("lightning_pipesync.")]
-IN_FABRIC = [method for method in OWN if not method.makes_passes]
+#: The methods of the package, without those that users register.
+BUILT_IN = [method for method in METHODS.values() if method.__module__.startswith("lightning_pipesync.")]
+IN_FABRIC = [method for method in BUILT_IN if not method.makes_passes]
 #: Docs of the arguments that are not settings.
 FRAMEWORK_DOCS = {
     "process_group_backend": 'as in DDPStrategy; with ``"gloo"``, CUDA tensors are sent through host memory.',
@@ -41,13 +41,13 @@ RAISES = """
 
 
 class Types:
-    """Writes types, and notes which classes have to be imported."""
+    """Writes types, and records which classes must be imported."""
 
     def __init__(self) -> None:
         self.imported: set[type] = set()
 
     def text(self, annotation: Any) -> str:
-        """Returns a type as it stands in the source."""
+        """Returns the source text of a type."""
         origin, args = get_origin(annotation), get_args(annotation)
         if annotation in (None, NoneType, Ellipsis):
             return "..." if annotation is Ellipsis else "None"
@@ -108,7 +108,7 @@ def _arguments_docs(method: type[Method], arguments: list[Parameter]) -> str:
 
 
 def _reference_docs(method: type[Method]) -> str:
-    """Returns where Fabric's users find the docs, which stand in full at the Trainer's strategy."""
+    """Returns references to the full docs, those of the Trainer's strategy."""
     name = method.__name__
     return (
         f"    The settings are those of :class:`{method.config_type.__name__}`, as in :class:`{name}Strategy`.\n"
@@ -117,7 +117,7 @@ def _reference_docs(method: type[Method]) -> str:
 
 
 def arguments_file(
-    mixin_of: MixinOf, ddp_strategy: type, suffix: str, framework: str, methods: list[type[Method]] = OWN
+    mixin_of: MixinOf, ddp_strategy: type, suffix: str, framework: str, methods: list[type[Method]] = BUILT_IN
 ) -> str:
     """Returns the file with the arguments of a framework's strategies."""
     types, classes = mixins(mixin_of, ddp_strategy, suffix, methods)
@@ -164,7 +164,7 @@ class StepReport(StepReportMixin, Callback): ...{conflict}
 class _Strategy(DDPStrategy):
     callback_class: type[Callback] = PipeSyncCallback
 
-{"".join(_concrete(method, "Strategy", "_Strategy", conflict) for method in OWN)}
+{"".join(_concrete(method, "Strategy", "_Strategy", conflict) for method in BUILT_IN)}
 
 STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _Strategy, mixin_of)
 '''

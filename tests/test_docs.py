@@ -52,6 +52,7 @@ STAND_INS = {
     *("epoch", "epochs", "total_steps", "num_batches", "args", "folder"),
 }
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LINKING_PAGES = [*PAGES, *ROOT.glob("C*.md"), *sorted((ROOT / "integrations").glob("**/*.md"))]
 
 
 def snippets_of(page: Path) -> Iterator[tuple[int, str]]:
@@ -98,6 +99,25 @@ def test_settings_in_a_page_exist(page: Path) -> None:
     ):
         for setting in re.findall(r"\b(\w+)=(?!=)", re.sub(r"\([^()]*\)", "", given)):
             assert setting in {*types[name].__dataclass_fields__, *ARGUMENTS}, f"{page.name}: {name}({given})"
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_headings_that_a_page_links_to_exist(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", prose_of(page)):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
 
 
 def test_files_that_the_architecture_names_exist() -> None:
