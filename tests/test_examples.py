@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, but that all processes are forked."""
+"""The examples, run as by a user, except that all processes are forked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run_here(command: list[str], is_rank: bool) -> subprocess.CompletedProcess[str]:
-    """Runs a script in this process: as a rank, or, as a user starts it, to start ranks itself, which are forked."""
+    """Runs a script in this process, as a rank or as the process that starts (forked) ranks."""
     os.environ["COLUMNS"] = "80"
     if not is_rank:
         for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
@@ -48,7 +48,7 @@ def run_here(command: list[str], is_rank: bool) -> subprocess.CompletedProcess[s
 
 
 def run_forked(num_ranks: int, script: str, *options: object) -> list[subprocess.CompletedProcess[str]]:
-    """Runs a script in forked processes, which start without importing torch and Lightning: two ranks, or one plain."""
+    """Runs a script in forked processes, which need not import torch: two ranks, or a process that is no rank."""
     command = [str(EXAMPLES / script), *map(str, options)]
     return launch(run_here, num_ranks, command, num_ranks > 1, init=False)
 
@@ -86,12 +86,11 @@ def test_digits(tmp_path: Path) -> None:
     assert (output / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("strategy", ["pipe_sgd", "dear"])
-def test_pydoc_transformer(strategy: str) -> None:
-    result, _ = run_forked(2, "pydoc_transformer.py", "--strategy", strategy, "--max-steps", 3)
+def test_pydoc_transformer() -> None:
+    result, _ = run_forked(2, "pydoc_transformer.py", "--max-steps", 3)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
-    assert f"{strategy} on 2 processes, 3 steps" in result.stdout
+    assert "selsync on 2 processes, 3 steps" in result.stdout
     numbers = {line.rsplit(maxsplit=1)[0]: line.split()[-1] for line in result.stdout.splitlines() if "  " in line}
     assert 1 < float(numbers["perplexity per character"]) < 103  # the size of the alphabet
     assert 0 <= float(numbers["LSSR"]) <= 1

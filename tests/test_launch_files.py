@@ -1,4 +1,4 @@
-"""The files of integrations/, as far as one machine goes: other machines and Slurm are emulated, processes are real."""
+"""The files of integrations/ on one machine: other machines and Slurm are emulated, processes are real."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness import default_signals, free_port
 INTEGRATIONS = ROOT / "integrations"
 TRAINJOB = INTEGRATIONS / "kubernetes" / "trainjob.yaml"
 SHELL_FILES = sorted(path for path in INTEGRATIONS.rglob("*") if path.suffix in (".sh", ".sbatch"))
-#: Starts its command once for each task of the job on this machine, as Slurm's own does on the nodes.
+#: Starts its command once for each task of the job on this machine, as Slurm's srun does on the nodes.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
@@ -58,17 +58,16 @@ accelerator.end_training()
 
 
 def directives(file: Path) -> dict[str, str]:
-    """Returns the #SBATCH options of a file, by name, without those that have no value."""
+    """Returns the #SBATCH options of a file that have a value, by name."""
     return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", file.read_text(), re.MULTILINE))
 
 
 def sbatch(name: str, folder: Path, *options: object, **variables: object) -> tuple[list[object], Any]:
-    """Returns what runs a batch file as Slurm would on two nodes with one task each, but on this machine."""
+    """Returns command and environment that run a batch file on this machine as Slurm would on two nodes."""
     file = INTEGRATIONS / "slurm" / name
     for command, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / command).write_text(text)
         (folder / command).chmod(0o755)
-    own = environment()
     allocation = {
         "SLURM_JOB_ID": 4321,
         "SLURM_JOB_NAME": directives(file)["job-name"],
@@ -78,13 +77,13 @@ def sbatch(name: str, folder: Path, *options: object, **variables: object) -> tu
         "SLURM_NTASKS": 2,
         "SLURM_NTASKS_PER_NODE": 1,
         "SLURM_CPUS_PER_TASK": 1,
-        "PATH": f"{folder}:{own['PATH']}",
+        "PATH": f"{folder}:{environment()['PATH']}",
     }
     return ["bash", file, *options], environment(**allocation, **variables)
 
 
 def ranks_in(output: str) -> list[str]:
-    """Returns what the processes have said of their ranks."""
+    """Returns the lines that the ranks printed."""
     return sorted(re.findall(r"rank \d.*", output))
 
 
@@ -99,9 +98,9 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     lab = [sys.executable, "-m", "lightning_pipesync", "netlab", "--hosts", 2, "--"]
     command = [*lab, INTEGRATIONS / "torchrun" / "static.sh", tmp_path / "train.py", "a b"]
-    [result] = run_together((command, environment(NPROC_PER_NODE=2, INTERFACE="eth0")))
+    [result] = run_together((command, environment(NPROC_PER_NODE=1, INTERFACE="eth0")))
     assert result.returncode == 0, result.stdout
-    assert ranks_in(result.stdout) == [f"rank {rank} of 4, sum 10, a b" for rank in range(4)]
+    assert ranks_in(result.stdout) == [f"rank {rank} of 2, sum 3, a b" for rank in range(2)]
 
 
 def test_slurm_starts_lightning(tmp_path: Path) -> None:
