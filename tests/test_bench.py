@@ -179,6 +179,7 @@ def test_rows_of_the_step_table() -> None:
     assert "600 ms.\n" in text
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_collectives(tmp_path: Path) -> None:
     options = ["--hosts", "2", "--sizes_mib", "0.01", "0.1", "--codecs", "int8", "--rounds", "1"]
     assert main(["bench", "collectives", *options, "--output", str(tmp_path)]) == 0

@@ -92,6 +92,7 @@ def test_tensors_have_the_size_that_has_the_ratio() -> None:
     assert settings.scaled_to(bandwidth=1e12, world_size=4).scale == 1.0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_plans_are_added_to_those_of_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--models", "emulated-alexnet", "--compute_ms", "20", "--ratio", "0.002", "--steps", "1"]
     words += ["--rounds", "1", "--output", str(tmp_path)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,17 @@ from lightning_pipesync.lab.plan.trials import run_in_turns
 from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
 from lightning_pipesync.methods.laboratory import Prediction
-from tests.conformance.methods import METHODS  # which registers the example
+from lightning_pipesync.training.registry import METHODS
+from tests.conformance import methods
 from tests.harness import launch
 
-assert "averaging" in METHODS
+assert "averaging" in methods.METHODS, "the import registers it"
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_step_of_a_registered_method_is_timed(tmp_path: Path) -> None:
-    """In other processes, which have to find it."""
     chosen = ["--methods", "ddp", "averaging", "averaging:bucket_mb=0.5"]
     options = ["--scale", "0.001", "--steps", "1", "--rounds", "1", "--bucket_mb", "1", *chosen]
     assert main(["bench", "step", *options, "--output", str(tmp_path)]) == 0
@@ -88,18 +90,17 @@ lightning_pipesync.register_method(OfUser)
 """
 
 
-def run_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a folder with a user's module, which is not on Python's path."""
-    (folder / "user_methods.py").write_text(OF_USER)
-    (folder / "without_methods.py").write_text("")
-    return subprocess.run(
-        [Path(sys.executable).with_name("pipesync"), *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with modules of a user; they and what they register are forgotten afterwards."""
+    (tmp_path / "user_methods.py").write_text(OF_USER)
+    (tmp_path / "without_methods.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the working directory
+    yield tmp_path
+    METHODS.pop("of_user", None)
+    for name in ("user_methods", "without_methods"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -110,22 +111,27 @@ def run_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["--import=without_methods", "plan"], "--import without_methods registers no method"),
     ],
 )
-def test_a_module_without_methods_is_refused(words: list[str], said: str, tmp_path: Path) -> None:
-    ended = run_command(tmp_path, *words)
-    assert ended.returncode == 2
-    assert f"pipesync: error: {said}" in ended.stderr
+@pytest.mark.usefixtures("user_folder")
+def test_a_module_without_methods_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert f"pipesync: error: {said}" in capsys.readouterr().err
 
 
-def test_the_step_of_a_method_in_a_module_of_the_user_is_timed(tmp_path: Path) -> None:
-    options = ["--scale", "0.001", "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "--output", "."]
-    ended = run_command(tmp_path, "--import", "user_methods", "bench", "step", *options, "--methods", "ddp", "of_user")
-    assert ended.returncode == 0, ended.stderr
-    [result] = json.loads((tmp_path / "step.json").read_text())["results"]
-    assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "OfUser"]
-
-
-def test_a_method_in_a_module_of_the_user_is_planned(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_method_in_a_module_of_the_user_is_planned(user_folder: Path) -> None:
     options = ["--model", "tests.test_plan:small_model", "--steps", "1", "--rounds", "0", "--output", "."]
-    ended = run_command(tmp_path, "--import", "user_methods", "plan", *options)
+    assert main(["--import", "user_methods", "plan", *options]) == 0
+    assert "      of_user" in (user_folder / "plan.md").read_text()
+
+
+def test_the_step_of_a_method_in_a_module_of_the_user_is_timed(user_folder: Path) -> None:
+    """By the installed command, whose ranks are processes of their own that have to find the module."""
+    options = ["--scale", "0.001", "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "--output", "."]
+    command = [Path(sys.executable).with_name("pipesync"), "--import", "user_methods", "bench", "step", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*command, "--methods", "ddp", "of_user"], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
-    assert "      of_user" in (tmp_path / "plan.md").read_text()
+    [result] = json.loads((user_folder / "step.json").read_text())["results"]
+    assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "OfUser"]

@@ -355,7 +355,7 @@ def test_a_killed_host_leaves_the_others_alone(nothing_left: None) -> None:
 @needs_machine
 def test_a_frozen_host_stands_still_until_the_time_is_up(capfd: pytest.CaptureFixture[str], nothing_left: None) -> None:
     tick = shell("while true; do echo tick; sleep 0.1; done")
-    assert main(["netlab", "--hosts", "2", "--freeze", "1@2s", "--timeout", "6s", "--", *tick]) == TIMED_OUT
+    assert main(["netlab", "--hosts", "2", "--freeze", "1@1s", "--timeout", "3s", "--", *tick]) == TIMED_OUT
     lines = capfd.readouterr().out.splitlines()
     assert "[1] pipesync netlab: host 1 is frozen." in lines
     frozen = lines.index("[1] pipesync netlab: host 1 is frozen.")

@@ -237,6 +237,7 @@ def broken_model() -> Any:
         ("no_model", "returned Linear: return (module, batch, loss)"),
     ],
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_model_that_cannot_be_measured_has_no_plan(
     model: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,6 +366,7 @@ def test_what_a_method_refuses_is_not_planned(num_layers: int, refuses: bool) ->
             assert "fragments=4 is more than the 2 layers" in reason
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the user's own model, with what was run; what is read again is the same plan."""
     words = ["plan", "--model", "tests.test_plan:small_model", "--steps", "2", "--rounds", "1"]
