@@ -160,7 +160,7 @@ def run_on(
     arguments: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": steps}
     if scaled:
         arguments["plugins"] = [scaling()]
-    run = trainer(make_strategy(strategy), world_size, directory, **arguments)
+    run = trainer(make_strategy(strategy), world_size, directory, log_every_n_steps=1, **arguments)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fit(model, train_loader(), val_loader(), ckpt_path=path)
