@@ -73,7 +73,7 @@ def _cuts(configuration: Configuration, settings: Settings) -> bool:
 
 
 def _no_sharding(configuration: Configuration) -> str:
-    return "" if OPTIMIZERS[configuration.optimizer].elementwise else "is not known to treat every value by itself"
+    return "" if OPTIMIZERS[configuration.optimizer].elementwise else "is not known to be element-wise"
 
 
 # --- DeAR -------------------------------------------------------------------------------------------------------------

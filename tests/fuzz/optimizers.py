@@ -21,7 +21,7 @@ class Kind:
     Attributes:
         options: the values of each option, of which the first is drawn as often as the others together.
         lr: its learning rate.
-        elementwise: whether it treats every value by itself.
+        elementwise: whether it updates each element independently of the others.
         refused: words of the error by which every method refuses it.
         accepts: which parameters it takes; an AdamW gets the others.
     """

@@ -154,13 +154,12 @@ class DeARConfig(Settings):
             names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
             raise ValueError(
                 f"update='sharded' divides tensors among the ranks, and {type(optimizer).__name__} is not known to "
-                f"treat every value by itself, as {names} do: use update='replicated', or name its class in "
-                "elementwise= if it does."
+                f"be element-wise, as {names} are: use update='replicated', or name its class in elementwise= if it is."
             )
         return known and self.usual_update == "sharded"
 
     def is_elementwise(self, optimizer: Optimizer) -> bool:
-        """Returns whether this optimizer is known to treat every value by itself."""
+        """Returns whether this optimizer is known to be element-wise."""
         # A subclass of an element-wise optimizer may not be one.
         return type(optimizer) in (*ELEMENTWISE, *self.elementwise)
 

@@ -221,8 +221,8 @@ class ParameterServerConfig(Settings):
             names = ", ".join(cls.__name__ for cls in ELEMENTWISE)
             raise ValueError(
                 f"servers={self.servers!r} divides tensors among {num_servers} servers, and {type(optimizer).__name__} "
-                f"is not known to treat each element separately, as {names} do: set servers=1, or name its class in "
-                "elementwise= if it does."
+                f"is not known to be element-wise, as {names} are: set servers=1, or name its class in elementwise= "
+                "if it is."
             )
         for index, group in enumerate(current(optimizer)):
             for name, value in group.items():
