@@ -21,9 +21,9 @@ from lightning_pipesync import EAPipe
 from lightning_pipesync.lightning.submodule import Submodule
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig, traced
 from lightning_pipesync.methods.pipeline import Call
+from tests.ea_pipe_runs import OPTIMIZERS, assert_same_state
 from tests.harness import assert_refused, launch, raised
 from tests.models import batch
-from tests.test_ea_pipe import OPTIMIZERS
 
 X, Y = batch(0, 0, size=6)  # six features, three classes
 
@@ -131,8 +131,7 @@ def assert_same_step(net: Net, x: Tensor = X) -> None:
     engine = engine_of(net)
     assert torch.equal(engine.train_batch((x, Y)), loss)
     engine.flush()
-    for name, value in eager.state_dict().items():
-        assert torch.equal(net.state_dict()[name], value), name
+    assert_same_state(eager, net)
 
 
 # --- random numbers, and other differences of the ranks ---------------------------------------------------------------
@@ -245,7 +244,7 @@ def test_views_and_copies_are_those_of_the_model() -> None:
     )
 
 
-# --- what is no tensor ------------------------------------------------------------------------------------------------
+# --- what is not a tensor ---------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync import EAPipe
 from lightning_pipesync.core.layers import LayerInput
-from lightning_pipesync.methods.ea_pipe import EAPipe
+from tests.case_table import launch_cases
+from tests.ea_pipe_runs import ASYNCHRONOUS, CUTS, OPTIMIZERS, assert_same_weights, engine_on, layers, train_on
 from tests.harness import launch, raised
 from tests.models import batch
-from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
-from tests.test_ea_pipe_stages import ASYNCHRONOUS, Join, Pair
-
-
-def engine_on(model: nn.Sequential, optimizer: str = "sgd", **settings: Any) -> EAPipe:
-    defaults = {"virtual_stages": 2, "split": CUTS[2]}
-    return EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS[optimizer], **{**defaults, **settings})
+from tests.test_ea_pipe_stages import Join, Pair
 
 
 def test_activations_are_freed() -> None:
     """Those of a mini-batch that is through, without waiting for the garbage collector."""
-    engine = engine_on(layers(), virtual_stages=3, split=CUTS[3])
+    engine = engine_on(layers(), virtual_stages=3)
     gc.collect()
     before = sum(isinstance(thing, LayerInput) for thing in gc.get_objects())
-    for t in range(8):
-        engine.train_batch(batch(t, 0))
+    train_on(engine, range(8))
     engine.flush()
     assert sum(isinstance(thing, LayerInput) for thing in gc.get_objects()) == before
 
@@ -38,11 +34,7 @@ def test_activations_are_freed() -> None:
 @pytest.mark.parametrize("algorithm", ASYNCHRONOUS)
 def test_saving_changes_nothing(algorithm: str, optimizer: str) -> None:
     """Against a run that only empties its pipeline; and the optimizer's state is saved."""
-    model, other = layers(), layers()
-    saving, flushing = (
-        engine_on(model, optimizer, algorithm=algorithm),
-        engine_on(other, optimizer, algorithm=algorithm),
-    )
+    saving, flushing = (engine_on(layers(), optimizer, algorithm=algorithm) for _ in range(2))
     for t in range(12):
         saving.train_batch(batch(t, 0))
         flushing.train_batch(batch(t, 0))
@@ -52,16 +44,13 @@ def test_saving_changes_nothing(algorithm: str, optimizer: str) -> None:
             flushing.flush()
     for stage in saved["stages"]:
         assert all(state["state"] for state in stage["weights"]["optimizer"])
-    saving.flush()
-    flushing.flush()
-    assert_equal(list(model.parameters()), list(other.parameters()))
+    assert_same_weights(saving, flushing)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_emptying_the_pipeline_without_gradients(optimizer: str) -> None:
     """As a framework does that turns them off before it says that a validation begins."""
-    model, other = layers(), layers()
-    engine, plain = engine_on(model, optimizer), engine_on(other, optimizer)
+    engine, plain = engine_on(layers(), optimizer), engine_on(layers(), optimizer)
     for t in range(6):
         engine.train_batch(batch(t, 0), completes=t != 0)
         plain.train_batch(batch(t, 0), completes=t != 0)
@@ -69,24 +58,20 @@ def test_emptying_the_pipeline_without_gradients(optimizer: str) -> None:
             with torch.inference_mode():
                 engine.flush()
                 engine.forward(batch(9, 0)[0])
-    engine.flush()
-    plain.flush()
-    assert_equal(list(model.parameters()), list(other.parameters()))
+    assert_same_weights(engine, plain)
 
 
 def test_gradients_survive_being_set_to_zero() -> None:
     """Those of a mini-batch whose other parts are still to come."""
-    model, other = layers(), layers()
-    engine, plain = engine_on(model), engine_on(other)
+    model = layers()
+    engine, plain = engine_on(model), engine_on(layers())
     for t in range(8):
         engine.train_batch(batch(t, 0), completes=t % 2 == 1)
         plain.train_batch(batch(t, 0), completes=t % 2 == 1)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
-    engine.flush()
-    plain.flush()
-    assert_equal(list(model.parameters()), list(other.parameters()))
+    assert_same_weights(engine, plain)
 
 
 class Counting(nn.Module):
@@ -138,28 +123,24 @@ def test_a_state_of_other_settings_is_refused() -> None:
         with pytest.raises(ValueError, match=named):
             engine_on(layers(), **settings).load_state_dict(state)
     with pytest.raises(ValueError, match="2 stages"):
-        engine_on(layers(), virtual_stages=3, split=CUTS[3]).load_state_dict(state)
+        engine_on(layers(), virtual_stages=3).load_state_dict(state)
 
 
-def test_a_state_from_before_the_first_batch_begins_anew() -> None:
-    """As a search for the learning rate has it."""
-    model, other = layers(), layers()
+def test_a_state_from_before_the_first_batch_restarts_training() -> None:
+    """As a search for the learning rate does."""
+    model = layers()
     engine = engine_on(model)
     weights, state = {name: value.clone() for name, value in model.state_dict().items()}, engine.state_dict()
-    for t in range(5):
-        engine.train_batch(batch(t, 0))
+    train_on(engine, range(5))
     engine.flush()
     model.load_state_dict(weights)
     for stage in engine._stages:
         stage._optimizer.state.clear()
     engine.load_state_dict(state)
-    fresh = engine_on(other)
-    for t in range(5):
-        engine.train_batch(batch(t, 0))
-        fresh.train_batch(batch(t, 0))
-    engine.flush()
-    fresh.flush()
-    assert_equal(list(model.parameters()), list(other.parameters()))
+    fresh = engine_on(layers())
+    train_on(engine, range(5))
+    train_on(fresh, range(5))
+    assert_same_weights(engine, fresh)
 
 
 class Ends(nn.Module):
@@ -176,15 +157,13 @@ def train_pairs(algorithm: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
     engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], algorithm=algorithm, split=(3,))
-    for t in range(4):
-        engine.train_batch(batch(t, 0))
+    train_on(engine, range(4))
     engine.gather()
     engine.detach()
     return [tensor.detach() for tensor in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("algorithm", ["gpipe", "1f1b"])
-def test_a_tuple_between_synchronous_stages(algorithm: str) -> None:
+def test_a_tuple_between_synchronous_stages() -> None:
     """And BatchNorm has seen each micro-batch once, not what shapes are looked at with."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Splits(), Ends(), nn.Linear(8, 3))
@@ -195,7 +174,9 @@ def test_a_tuple_between_synchronous_stages(algorithm: str) -> None:
         for part in (slice(0, 4), slice(4, 8)):
             (nn.functional.cross_entropy(model(x[part]), y[part]) / 2).backward()
         optimizer.step()
-    for outcome in launch(train_pairs, 2, algorithm):
+    algorithms = ("gpipe", "1f1b")
+    outcomes = launch_cases({algorithm: partial(train_pairs, algorithm) for algorithm in algorithms}, 2)
+    for outcome in (outcome for algorithm in algorithms for outcome in outcomes[algorithm]):
         torch.testing.assert_close(outcome, [tensor.detach() for tensor in model.state_dict().values()])
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,13 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_pipesync import EAPipe
 from lightning_pipesync.core import layers as chain
-from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
+from lightning_pipesync.methods.ea_pipe import EAPipeConfig
+from tests.case_table import Outcomes, launch_cases
+from tests.ea_pipe_runs import (
+    ASYNCHRONOUS,
+    CUTS,
+    OPTIMIZERS,
+    assert_equal,
+    assert_same_weights,
+    engine_on,
+    layers,
+    train_on,
+)
 from tests.harness import assert_refused, launch, raised
 from tests.models import batch
-from tests.test_ea_pipe import CUTS, OPTIMIZERS, assert_equal, layers
-
-ASYNCHRONOUS = ("ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain")
 
 
 class Pair(nn.Module):
@@ -43,7 +53,7 @@ def unusual(seed: int = 0) -> nn.Sequential:
     )  # fmt: skip
 
 
-#: A stage each begins with the ReLU in place, with the layer that takes a nested tuple, with the other ReLU.
+#: The later stages begin with the ReLU in place, the layer that takes a nested tuple, and the other ReLU.
 UNUSUAL_CUTS = (2, 5, 7)
 
 
@@ -109,17 +119,8 @@ def clipped_by_hand(max_norm: float) -> list[Tensor]:
 
 def test_clipping_takes_the_norm_over_all_stages() -> None:
     model = layers()
-    engine = EAPipe(
-        model,
-        nn.functional.cross_entropy,
-        OPTIMIZERS["sgd"],
-        virtual_stages=2,
-        split=CUTS[2],
-        clip_norm=0.2,
-        elastic_force=0.1,
-    )
-    for t in range(12):
-        engine.train_batch(batch(t, 0))
+    engine = engine_on(model, clip_norm=0.2, elastic_force=0.1)
+    train_on(engine, range(12))
     engine.flush()
     torch.testing.assert_close(list(model.parameters()), clipped_by_hand(0.2))
 
@@ -128,14 +129,12 @@ def test_clipping_takes_the_norm_over_all_stages() -> None:
 def test_parts_of_a_mini_batch_add_up(algorithm: str) -> None:
     """Two passes of half the samples are one of all, at any number of stages, when nothing is in flight between."""
     model, other = layers(), layers()
-    make = OPTIMIZERS["sgd"]
-    cuts = CUTS[3]
-    whole = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, algorithm=algorithm, split=cuts)
 
     def half(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, target) / 2
 
-    parts = EAPipe(other, half, make, virtual_stages=3, algorithm=algorithm, split=cuts)
+    whole = engine_on(model, virtual_stages=3, algorithm=algorithm)
+    parts = engine_on(other, loss=half, virtual_stages=3, algorithm=algorithm)
     for t in range(9):
         x, y = batch(t, 0)
         whole.train_batch((x, y))
@@ -151,57 +150,36 @@ def test_parts_of_a_mini_batch_add_up(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "weight_stashing"])
 def test_emptying_the_pipeline_changes_nothing(algorithm: str) -> None:
-    model, other = unusual(), unusual()
-    make, loss = OPTIMIZERS["sgd"], nn.functional.cross_entropy
-    settings: dict[str, Any] = {"virtual_stages": 4, "algorithm": algorithm, "split": UNUSUAL_CUTS}
-    engines = [EAPipe(m, loss, make, **settings) for m in (model, other)]
+    engines = [engine_on(unusual(), virtual_stages=4, algorithm=algorithm, split=UNUSUAL_CUTS) for _ in range(2)]
     for t in range(12):
         for engine in engines:
             engine.train_batch(batch(t, 0))
         if t % 3 == 1:
             engines[1].flush()
-    for engine in engines:
-        engine.flush()
-    assert_equal(list(model.parameters()), list(other.parameters()))
+    assert_same_weights(*engines)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
-    def run(engine: EAPipe, steps: range) -> None:
-        for t in steps:
-            engine.train_batch(batch(t, 0))
-
-    def engine_of(model: nn.Sequential) -> EAPipe:
-        loss = nn.functional.cross_entropy
-        return EAPipe(model, loss, OPTIMIZERS["sgd"], virtual_stages=4, **{"split": UNUSUAL_CUTS, **settings})
-
-    model = unusual()
-    engine = engine_of(model)
-    run(engine, range(9))
+    model, given = unusual(), {"virtual_stages": 4, "split": UNUSUAL_CUTS, **settings}
+    engine = engine_on(model, **given)
+    train_on(engine, range(9))
     saved = io.BytesIO()
     state = engine.state_dict()
     torch.save({"engine": state, "model": model.state_dict()}, saved)
-    run(engine, range(9, 17))
-    engine.flush()
-
+    train_on(engine, range(9, 17))
     saved.seek(0)
     checkpoint = torch.load(saved, weights_only=True)
     resumed = unusual(seed=5)
     resumed.load_state_dict(checkpoint["model"])
-    other = engine_of(resumed)
+    other = engine_on(resumed, **given)
     other.load_state_dict(checkpoint["engine"])
-    run(other, range(9, 17))
-    other.flush()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
+    train_on(other, range(9, 17))
+    assert_same_weights(engine, other)
 
 
 def test_resumed_optimizer_states_keep_their_dtypes() -> None:
     """NAdam's product is float32 for parameters of float64, and load_state_dict would cast it to theirs."""
-
-    def engine_of(model: nn.Sequential) -> EAPipe:
-        make = partial(torch.optim.NAdam, lr=0.01)
-        return EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=2, split=CUTS[2])
 
     def run(engine: EAPipe, steps: range) -> None:
         for t in steps:
@@ -209,38 +187,30 @@ def test_resumed_optimizer_states_keep_their_dtypes() -> None:
             engine.train_batch((x.double(), y))
 
     model, resumed = layers().double(), layers(seed=5).double()
-    engine, other = engine_of(model), engine_of(resumed)
+    engine, other = (engine_on(net, partial(torch.optim.NAdam, lr=0.01)) for net in (model, resumed))
     run(engine, range(4))
     state = engine.state_dict()
     resumed.load_state_dict(model.state_dict())
     other.load_state_dict(state)
-    for trained, steps in ((engine, range(4, 9)), (other, range(4, 9))):
-        run(trained, steps)
-        trained.flush()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
+    run(engine, range(4, 9))
+    run(other, range(4, 9))
+    assert_same_weights(engine, other)
 
 
 @pytest.mark.parametrize("algorithm", ["ea_pipe", "pipedream", "weight_stashing", "naive"])
 def test_weights_written_between_steps_count(algorithm: str) -> None:
-    """Every replica begins anew from them. What SpecTrain predicts from are earlier steps, too."""
+    """Every replica restarts from them. SpecTrain is left out: it predicts from earlier steps, too."""
     model, other = layers(), layers(seed=3)
-    make, loss = OPTIMIZERS["plain sgd"], nn.functional.cross_entropy
-    engine, fresh = (
-        EAPipe(m, loss, make, virtual_stages=2, algorithm=algorithm, split=CUTS[2]) for m in (model, other)
-    )
+    engine, fresh = (engine_on(net, "plain sgd", algorithm=algorithm) for net in (model, other))
     fresh.train_batch(batch(50, 0))
     fresh.flush()
     engine.train_batch(batch(0, 0))
     engine.flush()
     for one in (model, other):
         one.load_state_dict(layers(seed=7).state_dict())
-    for t in range(6):
-        engine.train_batch(batch(t, 0))
-        fresh.train_batch(batch(t, 0))
-    engine.flush()
-    fresh.flush()
-    assert_equal(list(model.parameters()), list(other.parameters()))
+    train_on(engine, range(6))
+    train_on(fresh, range(6))
+    assert_same_weights(engine, fresh)
 
 
 def test_learning_rate_is_that_of_the_mini_batch() -> None:
@@ -252,7 +222,7 @@ def test_learning_rate_is_that_of_the_mini_batch() -> None:
         return optimizers[-1]
 
     model, reference = layers(), layers()
-    engine = EAPipe(model, nn.functional.cross_entropy, make, virtual_stages=3, split=CUTS[3], algorithm="pipedream")
+    engine = engine_on(model, make, virtual_stages=3, algorithm="pipedream")
     plain = SGD(reference.parameters(), lr=0.1)
     versions = [[p.detach().clone() for p in reference.parameters()]]
     for t in range(10):
@@ -292,6 +262,12 @@ def train_synchronous(algorithm: str, clip_norm: float | None) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@cache
+def trained_synchronously() -> Outcomes:
+    cases = product(("gpipe", "1f1b"), (None, 0.3))
+    return launch_cases({case: partial(train_synchronous, *case) for case in cases}, 2)
+
+
 @pytest.mark.parametrize("algorithm", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 def test_synchronous_pipelines_are_sgd(algorithm: str, clip_norm: float | None) -> None:
@@ -305,7 +281,7 @@ def test_synchronous_pipelines_are_sgd(algorithm: str, clip_norm: float | None) 
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
-    for outcome in launch(train_synchronous, 2, algorithm, clip_norm):
+    for outcome in trained_synchronously()[algorithm, clip_norm]:
         torch.testing.assert_close(outcome, [p.detach() for p in model.parameters()])
 
 
@@ -372,28 +348,27 @@ def test_bad_settings_name_themselves(settings: dict[str, Any], named: str) -> N
 
 
 def make_bad(settings: dict[str, Any]) -> tuple[str, str] | None:
-    model = layers()
-    return raised(
-        lambda: EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], **settings).train_batch(batch(0, 0))
-    )
+    engine = engine_on(layers(), virtual_stages=None, **settings)
+    outcome = raised(lambda: engine.train_batch(batch(0, 0)))
+    engine.detach()
+    return outcome
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"split": (1, 2)}, "split"),
-        ({"split": (40,)}, "split"),
-        ({"algorithm": "gpipe", "micro_batches": 3}, "micro_batches"),
-    ],
-)
-def test_what_does_not_fit_is_refused_on_every_rank(settings: dict[str, Any], named: str) -> None:
-    for outcome in launch(make_bad, 2, settings):
-        assert_refused({named: outcome})
+def test_settings_that_do_not_fit_the_model_are_refused_on_every_rank() -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "split=(1, 2)": {"split": (1, 2)},
+        "split=(40,)": {"split": (40,)},
+        "micro_batches": {"algorithm": "gpipe", "micro_batches": 3},
+    }
+    outcomes = launch_cases({named: partial(make_bad, settings) for named, settings in cases.items()}, 2)
+    for named in cases:
+        for outcome in outcomes[named]:
+            assert_refused({named: outcome})
 
 
 def test_too_few_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="10 stages need at least as many layers"):
-        EAPipe(layers(), nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=10)
+        engine_on(layers(), virtual_stages=10)
 
 
 def test_weights_shared_by_two_stages_are_refused() -> None:
@@ -401,6 +376,6 @@ def test_weights_shared_by_two_stages_are_refused() -> None:
     model[6].weight = nn.Parameter(torch.zeros(8, 7))
     model.append(nn.Linear(7, 8))
     model[9].weight = model[6].weight
-    engine = EAPipe(model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], virtual_stages=2, split=(8,))
+    engine = engine_on(model, split=(8,))
     with pytest.raises(ValueError, match="share a parameter"):
         engine.train_batch(batch(0, 0))

@@ -1,4 +1,4 @@
-"""EA-Pipe on models that are no nn.Sequential: traced and cut, against equivalent ones that are."""
+"""EA-Pipe on models that are not an nn.Sequential: traced and split, against equivalent ones that are."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import EAPipe, EAPipeStrategy
+from tests.ea_pipe_runs import OPTIMIZERS, assert_same_state
 from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import dataset, trainer, val_loader
 from tests.models import batch
-from tests.test_ea_pipe import OPTIMIZERS
 
 STEPS = 8
 
@@ -207,8 +207,7 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     assert other.state_dict()["stages"]  # which are made with the first batch
     run(other, resumed, "residual", range(5, STEPS))
     other.flush()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert_same_state(model, resumed)
     with pytest.raises(ValueError, match=r"split_names=\('blocks\.1',\)"):
         make(model_of("residual"), split=("head",)).load_state_dict(checkpoint["engine"])
 
@@ -316,7 +315,7 @@ def test_processes_are_virtual_stages() -> None:
     assert_refused(
         {"Unfit cannot be divided": outcomes[1]["failed late"]}
     )  # the first stage, which is the first to see
-    assert outcomes[0]["failed late"][0] == "RuntimeError"  # a batch of that size; the other one waits in vain
+    assert outcomes[0]["failed late"][0] == "RuntimeError"  # a batch of that size; the other rank times out
     assert "rank 1" in outcomes[0]["failed late"][1]
 
 

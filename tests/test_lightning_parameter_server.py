@@ -1,19 +1,21 @@
-"""Parameter servers in a Trainer: ranks are not kept in step, and cancelled passes are made again."""
+"""Parameter servers in a Trainer: ranks run at different speeds, and cancelled passes are repeated."""
 
 from __future__ import annotations
 
 import time
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_pipesync import ParameterServerStrategy
 from lightning_pipesync.methods.servers.messages import Update
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import raised
 from tests.lightning_models import Classifier, train_loader, trainer, val_loader
 
 BATCHES = 8
@@ -48,37 +50,12 @@ class Uneven(Classifier):
 def fit(
     settings: dict[str, Any], folder: Path, delay_s: float = 0.0
 ) -> tuple[list[int], list[Update], dict[str, float]]:
+    folder.mkdir(exist_ok=True)
     strategy = ParameterServerStrategy(keep_log=True, timeout_s=60, **settings)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        limit_train_batches=BATCHES,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    run = trainer(strategy, 2, folder, max_epochs=1, limit_train_batches=BATCHES)
     module = Uneven(folder, delay_s)
-    trainer.fit(module, train_loader())
+    run.fit(module, train_loader())
     return module.begun, module.log_of_updates, module.metrics
-
-
-@pytest.mark.parametrize("policy", ["async", "downpour"])
-def test_a_slow_rank_does_not_slow_down_the_others(policy: str, tmp_path: Path) -> None:
-    """Not even by what the Trainer itself sends before each batch."""
-    _, log, metrics = launch(fit, 2, {"policy": policy}, tmp_path, init=False)[0]
-    assert metrics["updates"] == 2 * BATCHES
-    assert [update.gradients[0].rank for update in log[-BATCHES + 3 :]] == [1] * (BATCHES - 3)
-
-
-def test_a_cancelled_pass_is_made_again(tmp_path: Path) -> None:
-    (fast, log, _), (slow, _, metrics) = launch(fit, 2, {"policy": "k_sync", "k": 1}, tmp_path, 0.3, init=False)
-    assert fast == list(range(BATCHES))
-    assert sorted(set(slow)) == list(range(BATCHES))
-    assert BATCHES < len(slow) <= BATCHES + metrics["cancelled"], "its first batches have been begun again"
-    assert [update.staleness for update in log] == [[0]] * len(log)
 
 
 def validate(settings: dict[str, Any], folder: Path) -> tuple[list[Tensor], int]:
@@ -93,9 +70,46 @@ def validate(settings: dict[str, Any], folder: Path) -> tuple[list[Tensor], int]
     return validated, fitting.global_step
 
 
-@pytest.mark.parametrize("settings", [{"policy": "downpour", "n_push": 3}, {"policy": "easgd", "period": 3}])
-def test_learners_with_weights_of_their_own_validate_the_servers(settings: dict[str, Any], tmp_path: Path) -> None:
-    (validated, steps), (other, _) = launch(validate, 2, settings, tmp_path, init=False)
+def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
+    return raised(lambda: fit(settings, folder))
+
+
+MOVING: dict[str, dict[str, Any]] = {"downpour": {"n_push": 3}, "easgd": {"period": 3}}
+REFUSED: dict[str, dict[str, Any]] = {"k=3": {"policy": "k_sync", "k": 3}, "servers=3": {"servers": 3}}
+
+
+@cache
+def trained() -> Outcomes:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        cases = {
+            **{policy: partial(fit, {"policy": policy}, folder / policy) for policy in ("async", "downpour")},
+            "cancelled": partial(fit, {"policy": "k_sync", "k": 1}, folder / "cancelled", 0.3),
+            **{("validate", p): partial(validate, {"policy": p, **given}, folder / p) for p, given in MOVING.items()},
+            **{words: partial(refuse, settings, folder / words) for words, settings in REFUSED.items()},
+        }
+        return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize("policy", ["async", "downpour"])
+def test_a_slow_rank_does_not_slow_down_the_others(policy: str) -> None:
+    """What the Trainer itself sends before each batch does not, either."""
+    _, log, metrics = trained()[policy][0]
+    assert metrics["updates"] == 2 * BATCHES
+    assert [update.gradients[0].rank for update in log[-BATCHES + 3 :]] == [1] * (BATCHES - 3)
+
+
+def test_a_cancelled_pass_is_repeated() -> None:
+    (fast, log, _), (slow, _, metrics) = trained()["cancelled"]
+    assert fast == list(range(BATCHES))
+    assert sorted(set(slow)) == list(range(BATCHES))
+    assert BATCHES < len(slow) <= BATCHES + metrics["cancelled"], "its first batches have been repeated"
+    assert [update.staleness for update in log] == [[0]] * len(log)
+
+
+@pytest.mark.parametrize("policy", MOVING)
+def test_learners_that_move_their_weights_validate_the_servers_weights(policy: str) -> None:
+    (validated, steps), (other, _) = trained()["validate", policy]
     assert len(validated) == 3
     assert steps == 3 * BATCHES
     for one, same in zip(validated, other, strict=True):
@@ -103,19 +117,9 @@ def test_learners_with_weights_of_their_own_validate_the_servers(settings: dict[
     assert not torch.equal(validated[1], validated[2])
 
 
-def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
-    return raised(lambda: fit(settings, folder))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"policy": "k_sync", "k": 3}, "k=3"),
-        ({"servers": 3}, "servers=3"),
-    ],
-)
-def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
-    for outcome in launch(refuse, 2, settings, tmp_path, init=False):
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_for_more_ranks_are_refused(words: str) -> None:
+    for outcome in trained()[words]:
         assert outcome is not None
         assert outcome[0] == "ValueError"
         assert words in outcome[1]

@@ -20,7 +20,7 @@ from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 from tests.server_runs import ServedRun, assert_weights
 
-STEPS = 12
+STEPS = 8
 #: A squared distance that some updates exceed, and some do not.
 BOUND = 1e-3
 
@@ -157,7 +157,7 @@ def train_replica(resumed: bool, resumes: bool) -> tuple[dict[str, Tensor], dict
         return ServedRun("adamw", seed=seed, policy="easgd", period=3)
 
     run = begin(0)
-    for i in range(STEPS):
+    for i in range(12):
         if i == 7:
             run.sync.flush()
             center, saved = state(run.model), run.sync.state_dict()

@@ -21,7 +21,7 @@ from tests.models import OPTIMIZERS, loss, seeded_mlp
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 from tests.server_runs import ServedRun, assert_weights
 
-STEPS = 10
+STEPS = 8
 
 #: By name: settings, and what replays them.
 POLICIES: dict[str, tuple[dict[str, Any], Any]] = {

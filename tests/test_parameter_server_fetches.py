@@ -19,7 +19,7 @@ from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_parameter_server import replay
 from tests.server_runs import ServedRun, assert_weights
 
-STEPS = 12
+STEPS = 8
 
 
 def train(settings: dict[str, Any], flushed_at: int | None = None) -> tuple[list[Update], dict[str, Tensor]]:
@@ -53,7 +53,7 @@ FLUSHED: dict[str, dict[str, Any]] = {
 
 @cache
 def trained() -> Outcomes:
-    flushed = {case: partial(train, settings, flushed_at=6) for case, settings in FLUSHED.items()}
+    flushed = {case: partial(train, settings, flushed_at=4) for case, settings in FLUSHED.items()}
     return launch_cases({**{case: partial(train, settings_of(case)) for case in CASES}, **flushed}, 3)
 
 

@@ -1,0 +1,62 @@
+"""Layers and engines for the tests of EA-Pipe; virtual stages stand in for processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from lightning_pipesync import EAPipe
+from tests.models import batch
+
+#: Indices of the layers with which the stages begin, by their number; each stage has at least one Linear.
+CUTS = {1: (), 2: (4,), 3: (2, 6), 4: (2, 4, 7)}
+OPTIMIZERS = {
+    "sgd": lambda weights: SGD(weights, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "plain sgd": lambda weights: SGD(weights, lr=0.05),
+    "adam": lambda weights: Adam(weights, lr=0.01),
+}
+ASYNCHRONOUS = ("ea_pipe", "pipedream", "weight_stashing", "naive", "spectrain")
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(inplace=True),
+        nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 8), nn.ReLU(inplace=True), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def engine_on(
+    model: nn.Module, optimizer: Any = "sgd", loss: Any = nn.functional.cross_entropy, **settings: Any
+) -> EAPipe:
+    """An engine of two virtual stages, if the settings do not say otherwise."""
+    stages = settings.setdefault("virtual_stages", 2)
+    settings.setdefault("split", CUTS.get(stages, "balanced"))
+    return EAPipe(model, loss, OPTIMIZERS.get(optimizer, optimizer), **settings)
+
+
+def train_on(engine: EAPipe, steps: Iterable[int]) -> None:
+    for t in steps:
+        engine.train_batch(batch(t, 0))
+
+
+def assert_equal(weights: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
+    for index, (tensor, other) in enumerate(zip(weights, reference, strict=True)):
+        assert torch.equal(tensor, other), f"tensor {index}: off by {(tensor - other).abs().max()}"
+
+
+def assert_same_state(model: nn.Module, other: nn.Module) -> None:
+    """Compares parameters and buffers bit for bit."""
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def assert_same_weights(engine: EAPipe, other: EAPipe) -> None:
+    """Flushes both, and compares their models bit for bit."""
+    engine.flush()
+    other.flush()
+    assert_same_state(engine._model, other._model)
