@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lightning_pipesync  # noqa: F401  # registers the strategies
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import launch, raised
+from tests.harness import assert_refused, raised
 from tests.lightning_models import Classifier, train_loader, trainer, val_loader
 
 #: Methods, and settings, with which the weights are the same as DDP's.
@@ -35,6 +35,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("parameter_server", {"policy": "downpour"}),
     ("parameter_server", {"policy": "easgd", "period": 2}),
 ]
+#: A method of each engine.
+LATE: list[tuple[str, dict[str, Any]]] = [("dear", {}), ("selsync", {"delta": 1e9}), ("parameter_server", {})]
 #: What a Trainer's training has at each validation, and, last, after it: parameters and buffers.
 Found = list[tuple[Tensor, Tensor]]
 
@@ -76,6 +78,10 @@ def average(
     return [*watch.found, model.parameters_and_buffers()]
 
 
+def average_on_rank_0(run: Any) -> Found:
+    return run("dear", {}, ema if os.environ["RANK"] == "0" else pl.Callback)
+
+
 def ema() -> WeightAveraging:
     return EMAWeightAveraging(decay=0.8)
 
@@ -84,23 +90,21 @@ def late_ema() -> WeightAveraging:
     return EMAWeightAveraging(decay=0.8, update_starting_at_step=9)
 
 
+AVERAGED = [*((*case, ema) for case in CASES), *((*case, late_ema) for case in LATE)]
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """By strategy, settings and callback."""
     run = partial(average, tmp_path_factory.mktemp("running"))
-    return launch_cases(
-        {
-            (strategy, str(settings), callback): partial(run, strategy, settings, callback)
-            for strategy, settings in [("ddp", {}), *CASES]
-            for callback in (ema, late_ema)
-        },
-        2,
-        init=False,
-    )
+    cases: dict[Any, Any] = {
+        (strategy, str(settings), callback): partial(run, strategy, settings, callback)
+        for strategy, settings, callback in [("ddp", {}, ema), *AVERAGED]
+    }
+    return launch_cases({**cases, "one rank": partial(raised, partial(average_on_rank_0, run))}, 2, init=False)
 
 
-@pytest.mark.parametrize("callback", [ema, late_ema])
-@pytest.mark.parametrize(("strategy", "settings"), CASES)
+@pytest.mark.parametrize(("strategy", "settings", "callback"), AVERAGED)
 def test_running_averages_are_the_same_on_all_ranks(
     strategy: str, settings: dict[str, Any], callback: Any, running: Outcomes
 ) -> None:
@@ -136,31 +140,16 @@ KEEPING = {
 }
 
 
-SWA_CASES = [
+#: And whether the network has BatchNorm.
+SWA_CASES: list[tuple[str, dict[str, Any], bool]] = [
     *((*one, True) for one in KEEPING.items()),
-    *((*one, False) for one in {**KEEPING, "parameter_server": {"policy": "sync"}}.items()),
+    ("selsync", KEEPING["selsync"], False),
+    ("parameter_server", {"policy": "sync"}, False),
 ]
-
-
-@pytest.fixture(scope="module")
-def stochastic(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """By strategy, and by whether the network has BatchNorm."""
-    run = partial(average, tmp_path_factory.mktemp("stochastic"), callback=Swa, epochs=4)
-    return launch_cases(
-        {
-            (strategy, batch_norm): partial(run, strategy=strategy, settings=settings, batch_norm=batch_norm)
-            for strategy, settings, batch_norm in [("ddp", {}, True), ("ddp", {}, False), *SWA_CASES]
-        },
-        2,
-        init=False,
-    )
-
-
-@pytest.mark.parametrize(("strategy", "batch_norm"), [(strategy, batch_norm) for strategy, _, batch_norm in SWA_CASES])
-def test_stochastic_weight_averaging_is_that_of_ddp(strategy: str, batch_norm: bool, stochastic: Outcomes) -> None:
-    [expected, _] = stochastic["ddp", batch_norm]
-    for actual in stochastic[strategy, batch_norm]:
-        torch.testing.assert_close(actual[-1][0], expected[-1][0])
+#: Without BatchNorm.
+INEXACT = [("pipe_sgd", {}), ("parameter_server", {}), ("local_sgd", {"period": 3}), ("selsync", {})]
+#: With it.
+REFUSED = [("pipe_sgd", {}), ("parameter_server", {}), ("parameter_server", {"policy": "sync"})]
 
 
 class KeepingSwa(Swa):
@@ -172,40 +161,45 @@ class KeepingSwa(Swa):
         assert torch.equal(nn.utils.parameters_to_vector(pl_module.parameters()), mean)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings"),
-    [("pipe_sgd", {}), ("parameter_server", {}), ("local_sgd", {"period": 3}), ("selsync", {})],
-)
-def test_the_final_weights_are_the_stochastic_average(strategy: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    first, second = launch(
-        partial(average, tmp_path, strategy, settings, KeepingSwa, 4, batch_norm=False), 2, init=False
-    )
-    assert torch.equal(first[-1][0], second[-1][0])
+@pytest.fixture(scope="module")
+def stochastic(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    run = partial(average, tmp_path_factory.mktemp("stochastic"), epochs=3)
+    cases: dict[Any, Any] = {
+        (strategy, batch_norm): partial(run, strategy, settings, Swa, batch_norm=batch_norm)
+        for strategy, settings, batch_norm in [("ddp", {}, True), ("ddp", {}, False), *SWA_CASES]
+    }
+    for strategy, settings in INEXACT:
+        cases["inexact", strategy] = partial(run, strategy, settings, KeepingSwa, batch_norm=False)
+    for strategy, settings in REFUSED:
+        cases["refused", strategy, str(settings)] = partial(raised, partial(run, strategy, settings, Swa))
+    return launch_cases(cases, 2, init=False)
 
 
-def refuse_swa(directory: Path, strategy: str, settings: dict[str, Any]) -> tuple[str, str] | None:
-    return raised(lambda: average(directory, strategy, settings, Swa, 4))
+@pytest.mark.parametrize(("strategy", "batch_norm"), [(strategy, batch_norm) for strategy, _, batch_norm in SWA_CASES])
+def test_stochastic_weight_averaging_is_that_of_ddp(strategy: str, batch_norm: bool, stochastic: Outcomes) -> None:
+    [expected, _] = stochastic["ddp", batch_norm]
+    for actual in stochastic[strategy, batch_norm]:
+        torch.testing.assert_close(actual[-1][0], expected[-1][0])
+        assert strategy != "selsync" or torch.equal(actual[-1][0], expected[-1][0])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings"), [("pipe_sgd", {}), ("parameter_server", {}), ("parameter_server", {"policy": "sync"})]
-)
-def test_an_average_that_would_be_overwritten_is_refused(
-    strategy: str, settings: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(("strategy", "settings"), INEXACT)
+def test_the_final_weights_are_the_stochastic_average(
+    strategy: str, settings: dict[str, Any], stochastic: Outcomes
 ) -> None:
-    for outcome in launch(partial(refuse_swa, tmp_path, strategy, settings), 2, init=False):
-        assert outcome is not None
-        assert outcome[0] == "ValueError"
-        assert "StochasticWeightAveraging" in outcome[1]
-        assert strategy in outcome[1]
+    first, second = stochastic["inexact", strategy]
+    assert torch.equal(first[-1][0], second[-1][0])
+    assert not torch.equal(first[-1][0], stochastic["ddp", False][0][-1][0])
 
 
-def differ(directory: Path) -> tuple[str, str] | None:
-    callback = ema if os.environ["RANK"] == "0" else pl.Callback
-    return raised(lambda: average(directory, "dear", {}, callback))
+@pytest.mark.parametrize(("strategy", "settings"), REFUSED)
+def test_an_average_that_would_be_overwritten_is_refused(
+    strategy: str, settings: dict[str, Any], stochastic: Outcomes
+) -> None:
+    for outcome in stochastic["refused", strategy, str(settings)]:
+        assert_refused({"StochasticWeightAveraging": outcome, strategy: outcome})
 
 
-def test_a_running_average_on_one_rank_is_refused(tmp_path: Path) -> None:
-    for outcome in launch(partial(differ, tmp_path), 2, init=False):
-        assert outcome is not None
-        assert "rank 0 has EMAWeightAveraging, rank 1 has none" in outcome[1]
+def test_a_running_average_on_one_rank_is_refused(running: Outcomes) -> None:
+    for outcome in running["one rank"]:
+        assert_refused({"rank 0 has EMAWeightAveraging, rank 1 has none": outcome})

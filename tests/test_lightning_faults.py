@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pipesync import SelSyncConfig, SelSyncStrategy
-from tests.harness import DIED, default_signals, kill_stopped_siblings, launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import DIED, assert_refused, default_signals, kill_stopped_siblings, launch, raised
 from tests.lightning_models import Classifier, dataset, train_loader, trainer
 
 
@@ -69,18 +72,9 @@ def fit_badly(directory: Path, kind: str) -> tuple[str, str] | None:
     return raised(lambda: run.fit(Classifier(), loader))
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("small data", ["1 samples", "2 ranks"]),
-        ("other lengths", ["[2, 4]", "limit_train_batches"]),
-    ],
-)
-def test_what_would_go_wrong_is_named_on_every_rank(kind: str, words: list[str], tmp_path: Path) -> None:
-    for outcome in launch(fit_badly, 2, tmp_path, kind, init=False):
-        assert outcome is not None
-        assert outcome[0] == "ValueError"
-        assert all(word in outcome[1] for word in words), outcome[1]
+METHODS = ("dear", "ea_pipe", "local_sgd", "parameter_server", "pipe_sgd", "selsync")
+#: What is said of data that ranks cannot share.
+REFUSED = {"small data": ["1 samples", "2 ranks"], "other lengths": ["[2, 4]", "limit_train_batches"]}
 
 
 TIMEOUT_S = 4
@@ -208,32 +202,14 @@ def fit_twin(directory: Path, name: str) -> tuple[str, set[str], Tensor]:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "sampler", "metric"),
-    [
-        ("selsync", "SelDPSampler", "selsync/lssr"),
-        ("dear", "DistributedSampler", "dear/mib_sent"),
-        ("ea_pipe", "DistributedSampler", "ea_pipe/mib_sent"),
-        ("pipe_sgd", "DistributedSampler", "pipe_sgd/updates"),
-        ("local_sgd", "DistributedSampler", "local_sgd/mib_sent"),
-        ("parameter_server", "DistributedSampler", "parameter_server/mib_sent"),
-    ],
-)
-def test_the_twin_distribution(name: str, sampler: str, metric: str, tmp_path: Path) -> None:
-    outcomes = launch(fit_twin, 2, tmp_path, name, init=False)
-    for used, logged, weight in outcomes:
-        assert used == sampler
-        assert metric in logged
-        assert torch.equal(weight, outcomes[0][2])
-
-
 def fit_twice(directory: Path, name: str) -> list[Any]:
     run = trainer(name, 2, directory, max_epochs=1)
     results = []
     for epochs in (1, 2):
         model = Classifier()
         run.fit_loop.max_epochs = epochs
-        run.fit(model, train_loader())
+        with mock.patch.dict(os.environ):  # a Trainer removes what a launcher has set
+            run.fit(model, train_loader())
         results.append(model.weights())
         assert run.strategy.method is None
         names = [thread.name for thread in threading.enumerate()]
@@ -241,8 +217,32 @@ def fit_twice(directory: Path, name: str) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("name", ["dear", "ea_pipe", "pipe_sgd", "selsync"])
-def test_fitting_twice_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
-    outcomes = launch(fit_twice, 2, tmp_path, name, init=False)
-    for mine, first in zip(outcomes[1], outcomes[0], strict=True):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("trained")
+    cases: dict[Any, Any] = {kind: partial(fit_badly, folder, kind) for kind in REFUSED}
+    for name in METHODS:
+        cases["twice", name] = partial(fit_twice, folder, name)
+        cases["twin", name] = partial(fit_twin, folder, name)
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_go_wrong_is_named_on_every_rank(kind: str, trained: Outcomes) -> None:
+    for outcome in trained[kind]:
+        assert_refused(dict.fromkeys(REFUSED[kind], outcome))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_twin_distribution(name: str, trained: Outcomes) -> None:
+    outcomes = trained["twin", name]
+    for sampler, logged, weight in outcomes:
+        assert sampler == ("SelDPSampler" if name == "selsync" else "DistributedSampler")
+        assert f"{name}/mib_sent" in logged
+        assert torch.equal(weight, outcomes[0][2])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_fitting_twice_leaves_nothing_behind(name: str, trained: Outcomes) -> None:
+    for mine, first in zip(*reversed(trained["twice", name]), strict=True):
         assert torch.equal(mine, first)

@@ -15,8 +15,9 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 
 from lightning_pipesync import SelSync, SelSyncStrategy
-from tests.harness import launch, raised
-from tests.lightning_models import Classifier, fit_on, train_loader, trainer
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import assert_refused, raised
+from tests.lightning_models import Classifier, fit, train_loader, trainer
 
 
 class Memory(Logger):
@@ -67,23 +68,13 @@ def fit_logging(directory: Path, kind: str, **kwargs: Any) -> tuple[list[tuple[i
     return memory.rows, metrics.call_count
 
 
-@pytest.mark.parametrize(
-    ("kind", "kwargs", "steps"),
-    [
-        ("automatic", {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
-        ("automatic", {"log_every_n_steps": 3, "accumulate_grad_batches": 2}, [2, 5, 8, 11]),
-        ("manual", {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
-        ("automatic", {"log_every_n_steps": 0}, []),
-    ],
-)
-def test_every_row_has_the_metrics(kind: str, kwargs: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
-    """3 epochs of 8 batches; on other batches than those that are logged, and the epochs' last, nothing is measured."""
-    for rows, measured in launch(partial(fit_logging, tmp_path, kind, **kwargs), 2, init=False):
-        assert [step for step, _ in rows] == steps
-        for _, names in rows:
-            assert {"loss", "selsync/lssr", "selsync/mib_sent", "selsync/exposed_seconds"} <= names
-        last = {(8 * (epoch + 1)) // kwargs.get("accumulate_grad_batches", 1) - 1 for epoch in range(3)}
-        assert measured == len(last | set(steps))
+#: How gradients are computed, arguments of the Trainer, and the steps that are logged.
+ROWS: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("automatic", {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
+    ("automatic", {"log_every_n_steps": 3, "accumulate_grad_batches": 2}, [2, 5, 8, 11]),
+    ("manual", {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
+    ("automatic", {"log_every_n_steps": 0}, []),
+]
 
 
 class Fetching(Classifier):
@@ -102,24 +93,45 @@ def fit_fetching(directory: Path, settings: dict[str, Any]) -> tuple[Any, int, s
     return outcome, len(model.seen), set(run.callback_metrics), model.weights()
 
 
-def test_a_training_step_that_takes_the_iterator(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("trained")
+    cases: dict[Any, Any] = {
+        "fetching": partial(fit_fetching, folder, {"delta": 0.1}),
+        "injection": partial(fit_fetching, folder, {"injection": (0.5, 0.5)}),
+        "metrics": partial(fit, folder, {"delta": 0.1}),
+    }
+    for kind, kwargs, _ in ROWS:
+        cases[kind, str(kwargs)] = partial(fit_logging, folder, kind, **kwargs)
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize(("kind", "kwargs", "steps"), ROWS)
+def test_every_row_has_the_metrics(kind: str, kwargs: dict[str, Any], steps: list[int], trained: Outcomes) -> None:
+    """3 epochs of 8 batches; on other batches than those that are logged, and the epochs' last, nothing is measured."""
+    for rows, measured in trained[kind, str(kwargs)]:
+        assert [step for step, _ in rows] == steps
+        for _, names in rows:
+            assert {"loss", "selsync/lssr", "selsync/mib_sent", "selsync/exposed_seconds"} <= names
+        last = {(8 * (epoch + 1)) // kwargs.get("accumulate_grad_batches", 1) - 1 for epoch in range(3)}
+        assert measured == len(last | set(steps))
+
+
+def test_a_training_step_that_takes_the_iterator(trained: Outcomes) -> None:
     """It trains and logs; data injection, which sees no batch there, is refused."""
-    outcomes = launch(fit_fetching, 2, tmp_path, {"delta": 0.1}, init=False)
+    outcomes = trained["fetching"]
     for outcome, num_batches, metrics, weights in outcomes:
         assert outcome is None
         assert num_batches == 16
         assert "selsync/lssr" in metrics
         assert torch.equal(weights, outcomes[0][3])
-    for outcome, num_batches, _, _ in launch(fit_fetching, 2, tmp_path, {"injection": (0.5, 0.5)}, init=False):
-        assert outcome is not None
-        assert outcome[0] == "ValueError"
-        assert "injection=(0.5, 0.5)" in outcome[1]
-        assert "dataloader_iter" in outcome[1]
+    for outcome, num_batches, _, _ in trained["injection"]:
+        assert_refused({"injection=(0.5, 0.5)": outcome, "dataloader_iter": outcome})
         assert num_batches == 0
 
 
-def test_metrics_are_logged(tmp_path: Path) -> None:
-    for outcome in fit_on(2, tmp_path, {"delta": 0.1}):
+def test_metrics_are_logged(trained: Outcomes) -> None:
+    for outcome in trained["metrics"]:
         metrics = outcome["metrics"]
         assert metrics["selsync/delta"] == pytest.approx(0.1)
         assert 0 <= metrics["selsync/lssr"] <= 1

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipesync import SelSyncStrategy
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import assert_refused, raised
 from tests.lightning_models import Classifier, scaling, train_loader, trainer, val_loader
 
 EXACT = {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"}
@@ -76,47 +77,14 @@ MODULES = {
 }
 
 
-def fit(directory: Path, kind: str, strategy: Any, **kwargs: Any) -> dict[str, Any]:
+def fit(directory: Path, kind: str, strategy: Any, scaled: bool = False, **kwargs: Any) -> dict[str, Any]:
     model = MODULES[kind]()
     chosen = SelSyncStrategy(**strategy) if isinstance(strategy, dict) else strategy
-    run = trainer(chosen, 2, directory, **kwargs)
+    run = trainer(chosen, 2, directory, plugins=[scaling()] if scaled else [], **kwargs)
     run.fit(model, train_loader(), val_loader())
     scaler = getattr(run.precision_plugin, "scaler", None)
     metrics = {name: float(value) for name, value in run.callback_metrics.items()}
     return {"weights": model.weights(), "scale": scaler.get_scale() if scaler else None, "metrics": metrics}
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_two_groups_with_delta_zero_are_as_under_ddp(precision: str, tmp_path: Path) -> None:
-    ddp = launch(partial(fit, tmp_path, "groups", "ddp", precision=precision), 2, init=False)
-    for outcome in launch(partial(fit, tmp_path, "groups", EXACT, precision=precision), 2, init=False):
-        torch.testing.assert_close(
-            outcome["weights"], ddp[0]["weights"], rtol=1e-3 if "bf16" in precision else 0, atol=0
-        )
-
-
-@pytest.mark.parametrize("delta", [0.0, 0.3])
-@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
-def test_an_overflow_on_one_rank(aggregation: str, delta: float, tmp_path: Path) -> None:
-    """It stays an event of that step: with delta=0 all ranks stay the same; nobody's weights become infinite."""
-    settings = {"delta": delta, "aggregation": aggregation}
-    outcomes = launch(partial(fit, tmp_path, "overflow", settings, plugins=[scaling()]), 2, init=False)
-    for outcome in outcomes:
-        assert outcome["weights"].isfinite().all()
-        assert torch.equal(outcome["weights"], outcomes[0]["weights"])
-    assert outcomes[1]["scale"] == 2.0**15, "the scale of the rank that overflowed is halved"
-    if aggregation == "gradients" and delta == 0:
-        assert outcomes[0]["scale"] == 2.0**15, "as under DDP, an overflow on one rank is one on all"
-        ddp = launch(partial(fit, tmp_path, "overflow", "ddp", plugins=[scaling()]), 2, init=False)
-        exact = launch(partial(fit, tmp_path, "overflow", EXACT, plugins=[scaling()]), 2, init=False)
-        assert torch.equal(exact[0]["weights"], ddp[0]["weights"])
-
-
-@pytest.mark.parametrize("settings", [{"delta": 0.05}, {"delta": 0.05, "aggregation": "gradients"}], ids=str)
-def test_manual_optimization(settings: dict[str, Any], tmp_path: Path) -> None:
-    outcomes = launch(partial(fit, tmp_path, "clipping", settings), 2, init=False)
-    assert torch.equal(outcomes[0]["weights"], outcomes[1]["weights"])
-    assert 0 <= outcomes[0]["metrics"]["selsync/lssr"] < 1
 
 
 class Fused(Classifier):
@@ -141,9 +109,54 @@ def fit_refused(directory: Path, kind: str) -> tuple[str, str] | None:
     return raised(lambda: trainer("selsync", 2, directory, **kwargs).fit(module(), train_loader()))
 
 
-@pytest.mark.parametrize("kind", list(REFUSED))
-def test_what_cannot_be_trained_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    for outcome in launch(fit_refused, 2, tmp_path, kind, init=False):
-        assert outcome is not None
-        assert outcome[0] == "ValueError"
-        assert REFUSED[kind][2] in outcome[1]
+AGGREGATIONS = ("parameters", "gradients")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    run = partial(fit, tmp_path_factory.mktemp("trained"))
+    cases: dict[Any, Any] = {kind: partial(fit_refused, *run.args, kind) for kind in REFUSED}
+    for name, strategy in (("ddp", "ddp"), ("exact", EXACT)):
+        cases[name, "overflow"] = partial(run, "overflow", strategy, scaled=True)
+        for precision in ("bf16-mixed", "64-true"):
+            cases[name, precision] = partial(run, "groups", strategy, precision=precision)
+    for aggregation in AGGREGATIONS:
+        for delta in (0.0, 0.3):
+            settings = {"delta": delta, "aggregation": aggregation}
+            cases[aggregation, delta] = partial(run, "overflow", settings, scaled=True)
+        cases["clipping", aggregation] = partial(run, "clipping", {"delta": 0.05, "aggregation": aggregation})
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_two_groups_with_delta_zero_are_as_under_ddp(precision: str, trained: Outcomes) -> None:
+    expected, rtol = trained["ddp", precision][0]["weights"], 1e-3 if "bf16" in precision else 0
+    for outcome in trained["exact", precision]:
+        torch.testing.assert_close(outcome["weights"], expected, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.3])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_overflow_on_one_rank(aggregation: str, delta: float, trained: Outcomes) -> None:
+    """It stays an event of that step: with delta=0 all ranks stay the same; nobody's weights become infinite."""
+    outcomes = trained[aggregation, delta]
+    for outcome in outcomes:
+        assert outcome["weights"].isfinite().all()
+        assert torch.equal(outcome["weights"], outcomes[0]["weights"])
+    assert outcomes[1]["scale"] == 2.0**15, "the scale of the rank that overflowed is halved"
+    if aggregation == "gradients" and delta == 0:
+        assert outcomes[0]["scale"] == 2.0**15, "as under DDP, an overflow on one rank is one on all"
+        assert torch.equal(trained["exact", "overflow"][0]["weights"], trained["ddp", "overflow"][0]["weights"])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_manual_optimization(aggregation: str, trained: Outcomes) -> None:
+    outcomes = trained["clipping", aggregation]
+    assert torch.equal(outcomes[0]["weights"], outcomes[1]["weights"])
+    assert 0 <= outcomes[0]["metrics"]["selsync/lssr"] < 1
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(kind: str, trained: Outcomes) -> None:
+    for outcome in trained[kind]:
+        assert_refused({REFUSED[kind][2]: outcome})

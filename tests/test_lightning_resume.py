@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pipesync import SelDPSampler, SelSyncStrategy
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import launch
 from tests.lightning_models import Classifier, batches, dataset, train_loader, trainer
 
@@ -101,25 +102,49 @@ def run(
     return model.seen, [str(warning.message) for warning in caught], unchanged
 
 
+#: After how many steps each is saved.
+STEPS = {
+    "max_size_cycle": (13, 29),
+    "max_size": (13,),
+    "min_size": (5,),
+    "workers": (8,),
+    "no batches": (5,),
+    "own sampler": (5,),
+    "resumable": (13,),
+}
+#: Their worker processes are forked, so they train in new processes.
+WITH_WORKERS = ("workers", "own sampler")
+
+
+def cases_of(kind: str, folder: Path) -> dict[tuple[str, int | None], Callable[[], Any]]:
+    """Returns what trains at once, and from each checkpoint."""
+    epochs = {"min_size": 4, "resumable": 3}.get(kind, 2)
+    return {(kind, step): partial(run, folder / kind, kind, STEPS[kind], step, epochs) for step in (None, *STEPS[kind])}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("trained")
+    kinds = [kind for kind in LOADERS if kind not in WITH_WORKERS]
+    return launch_cases({case: fit for kind in kinds for case, fit in cases_of(kind, folder).items()}, 2, init=False)
+
+
+def assert_resumed(whole: list[Any], resumed: list[Any], step: int) -> None:
+    for (all_seen, _, _), (seen, messages, unchanged) in zip(whole, resumed, strict=True):
+        assert seen
+        assert seen == all_seen[step:]
+        assert not any("not resumable" in message for message in messages)
+        assert unchanged
+
+
 @pytest.mark.parametrize(
-    ("kind", "steps"),
-    [
-        ("max_size_cycle", (13, 29)),
-        ("max_size", (13,)),
-        ("min_size", (5,)),
-        ("workers", (8,)),
-        ("no batches", (13,)),
-        ("own sampler", (13,)),
-        ("resumable", (13,)),
-    ],
+    ("kind", "step"), [(kind, step) for kind in LOADERS if kind not in WITH_WORKERS for step in STEPS[kind]]
 )
-def test_a_resumed_run_sees_what_the_uninterrupted_one_saw(kind: str, steps: tuple[int, ...], tmp_path: Path) -> None:
-    epochs = 2 if kind in ("workers", "own sampler") else 4 if kind == "min_size" else 3
-    whole = launch(run, 2, tmp_path, kind, steps, None, epochs, init=False)
-    for step in steps:
-        resumed = launch(run, 2, tmp_path, kind, steps, step, epochs, init=False)
-        for (all_seen, _, _), (seen, messages, unchanged) in zip(whole, resumed, strict=True):
-            assert seen
-            assert seen == all_seen[step:]
-            assert not any("not resumable" in message for message in messages)
-            assert unchanged
+def test_a_resumed_run_sees_what_the_uninterrupted_one_saw(kind: str, step: int, trained: Outcomes) -> None:
+    assert_resumed(trained[kind, None], trained[kind, step], step)
+
+
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_a_resumed_run_with_workers_sees_what_the_uninterrupted_one_saw(kind: str, tmp_path: Path) -> None:
+    whole, resumed = (launch(fit, 2, init=False) for fit in cases_of(kind, tmp_path).values())
+    assert_resumed(whole, resumed, STEPS[kind][0])

@@ -10,21 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_pipesync import SelSyncStrategy
-from tests.harness import launch
-from tests.lightning_models import (
-    LOCAL,
-    Classifier,
-    dataset,
-    fit,
-    fit_on,
-    train_loader,
-    trainer,
-    val_loader,
-)
+from tests.case_table import Outcomes, launch_cases
+from tests.lightning_models import LOCAL, Classifier, dataset, fit, fit_on, train_loader, trainer, val_loader
 from tests.models import OPTIMIZERS
 from tests.reference_selsync import mean, simulate
 
@@ -72,31 +63,18 @@ CLIPPING: dict[str, tuple[dict[str, Any], Callable[[nn.Module], object]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "accumulate", "clipping"),
-    [("parameters", 1, "by norm"), ("gradients", 3, "by value"), ("parameters", 3, "no clipping")],
-)
-def test_follows_algorithm_1(aggregation: str, accumulate: int, clipping: str, tmp_path: Path) -> None:
-    """Validation sees the average of the replicas, bit for bit, after each epoch; training goes on from them."""
-    arguments, clip = CLIPPING[clipping]
-    settings: dict[str, Any] = {"delta": 0.1 * accumulate, "aggregation": aggregation, "smoothing": 0.3}
-    module = {"optimizer": "adamw"}
-    outcomes = fit_on(2, tmp_path, settings, module, accumulate_grad_batches=accumulate, **arguments)
-    seen = [outcome["seen"] for outcome in outcomes]
-    for epoch in (1, 2):
-        expected = expected_average(seen, 8 * epoch, 8, module, accumulate, clip=clip, **settings)
-        for outcome in outcomes:
-            assert torch.equal(outcome["validated_with"][epoch - 1], expected)
-    assert all(torch.equal(outcome["weights"], expected) for outcome in outcomes)
-    assert 0 < outcomes[0]["metrics"]["selsync/lssr"] < 1
+ADAMW = {"optimizer": "adamw"}
+#: The aggregation, the batches that make a step, and how gradients are clipped.
+ALGORITHMS = [("parameters", 1, "by norm"), ("gradients", 3, "by value"), ("parameters", 3, "no clipping")]
+EMA_STRATEGIES: dict[str, dict[str, Any]] = {
+    "SelSync": LOCAL,
+    "local SGD": {"name": "local_sgd", "period": 5},
+    "local SGD, overlapped": {"name": "local_sgd", "period": 4, "overlap_steps": 3},
+}
 
 
-def test_four_ranks_with_batch_norm_and_schedule(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"delta": 0.1, "smoothing": 0.3}
-    outcomes = fit_on(4, tmp_path, settings, {"batch_norm": True})
-    expected = expected_average([o["seen"] for o in outcomes], 8, 4, {"batch_norm": True}, **settings)
-    for outcome in outcomes:
-        assert torch.equal(outcome["weights"], expected)
+def settings_of(aggregation: str, accumulate: int) -> dict[str, Any]:
+    return {"delta": 0.1 * accumulate, "aggregation": aggregation, "smoothing": 0.3}
 
 
 class WatchWeights(pl.Callback):
@@ -129,9 +107,53 @@ def run_stages(directory: Path) -> dict[str, Any]:
     }
 
 
-def test_validate_test_and_predict_after_fit(tmp_path: Path) -> None:
+def fit_watching(directory: Path, strategy: Any, ema: bool) -> dict[str, Any]:
+    watch, averaging = WatchWeights(), [EMAWeightAveraging(decay=0.8)] if ema else []
+    how = {"max_epochs": 4} if ema else {"limit_val_batches": 0}
+    outcome = fit(directory, strategy, {"batch_norm": ema}, callbacks=[watch, *averaging], **how)
+    return {**outcome, "found": watch.found, "each": watch.steps}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("trained")
+    cases: dict[Any, Any] = {
+        "stages": partial(run_stages, folder),
+        "watched": partial(fit_watching, folder, LOCAL, ema=False),
+    }
+    for aggregation, accumulate, clipping in ALGORITHMS:
+        arguments = {"accumulate_grad_batches": accumulate, **CLIPPING[clipping][0]}
+        cases[aggregation, accumulate] = partial(fit, folder, settings_of(aggregation, accumulate), ADAMW, **arguments)
+    for name, strategy in EMA_STRATEGIES.items():
+        cases["EMA", name] = partial(fit_watching, folder, strategy, ema=True)
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize(("aggregation", "accumulate", "clipping"), ALGORITHMS)
+def test_follows_algorithm_1(aggregation: str, accumulate: int, clipping: str, trained: Outcomes) -> None:
+    """Validation sees the average of the replicas, bit for bit, after each epoch; training goes on from them."""
+    settings, clip = settings_of(aggregation, accumulate), CLIPPING[clipping][1]
+    outcomes = trained[aggregation, accumulate]
+    seen = [outcome["seen"] for outcome in outcomes]
+    for epoch in (1, 2):
+        expected = expected_average(seen, 8 * epoch, 8, ADAMW, accumulate, clip=clip, **settings)
+        for outcome in outcomes:
+            assert torch.equal(outcome["validated_with"][epoch - 1], expected)
+    assert all(torch.equal(outcome["weights"], expected) for outcome in outcomes)
+    assert 0 < outcomes[0]["metrics"]["selsync/lssr"] < 1
+
+
+def test_four_ranks_with_batch_norm_and_schedule(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"delta": 0.1, "smoothing": 0.3}
+    outcomes = fit_on(4, tmp_path, settings, {"batch_norm": True})
+    expected = expected_average([o["seen"] for o in outcomes], 8, 4, {"batch_norm": True}, **settings)
+    for outcome in outcomes:
+        assert torch.equal(outcome["weights"], expected)
+
+
+def test_validate_test_and_predict_after_fit(trained: Outcomes) -> None:
     """Their results are those of the averaged model, computed by hand; rank r predicts samples r, r+2, ..."""
-    outcomes = launch(partial(run_stages, tmp_path), 2, init=False)
+    outcomes = trained["stages"]
     average = mean([outcome["replica"] for outcome in outcomes])
     assert not torch.equal(average, outcomes[0]["replica"])
     model = Classifier()
@@ -147,51 +169,23 @@ def test_validate_test_and_predict_after_fit(tmp_path: Path) -> None:
         torch.testing.assert_close(outcome["predicted"], logits[rank::2])
 
 
-def fit_watching(directory: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
-    watch = WatchWeights()
-    fit(directory, LOCAL, callbacks=[watch], limit_val_batches=0)
-    return watch.found, watch.steps
+def test_callbacks_find_the_average(trained: Outcomes) -> None:
+    outcomes = trained["watched"]
+    average = mean([outcome["each"][-1] for outcome in outcomes])
+    for outcome in outcomes:
+        assert torch.equal(outcome["found"]["epoch"], average)
+        assert torch.equal(outcome["found"]["end"], average)
 
 
-def test_callbacks_find_the_average(tmp_path: Path) -> None:
-    outcomes = launch(partial(fit_watching, tmp_path), 2, init=False)
-    average = mean([steps[-1] for _, steps in outcomes])
-    for found, _ in outcomes:
-        assert torch.equal(found["epoch"], average)
-        assert torch.equal(found["end"], average)
-
-
-def fit_averaging(directory: Path, kind: str, strategy: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    callbacks = {"ema": EMAWeightAveraging(decay=0.8), "swa": StochasticWeightAveraging(0.05, 1, annealing_epochs=1)}
-    watch = WatchWeights()
-    outcome = fit(directory, strategy, {"batch_norm": True}, callbacks=[watch, callbacks[kind]], max_epochs=4)
-    return outcome["weights"], outcome["validated_with"], watch.steps
-
-
-@pytest.mark.parametrize(
-    "strategy", [LOCAL, {"name": "local_sgd", "period": 5}, {"name": "local_sgd", "period": 4, "overlap_steps": 3}]
-)
-def test_ema_is_that_of_the_average(strategy: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EMA_STRATEGIES)
+def test_ema_is_that_of_the_average(name: str, trained: Outcomes) -> None:
     """The EMA of each rank's replica, averaged, is the EMA of the averaged replicas: checked on every batch end."""
-    outcomes = launch(partial(fit_averaging, tmp_path, "ema", strategy), 2, init=False)
-    averages = [mean(list(step)).double() for step in zip(*(steps for _, _, steps in outcomes), strict=True)]
+    outcomes = trained["EMA", name]
+    averages = [mean(list(step)).double() for step in zip(*(outcome["each"] for outcome in outcomes), strict=True)]
     ema = averages[0]
     for average in averages[1:]:
         ema = 0.8 * ema + 0.2 * average
-    for weights, validated_with, _ in outcomes:
-        torch.testing.assert_close(weights.double(), ema, rtol=1e-4, atol=1e-5)
-        assert torch.equal(weights, outcomes[0][0])
-        for mine, first in zip(validated_with, outcomes[0][1], strict=True):
-            assert torch.equal(mine, first)
-
-
-def test_swa_sees_the_average(tmp_path: Path) -> None:
-    """With delta=0 as under DDP; with local steps the same weights on all ranks."""
-    exact = {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"}
-    ddp = launch(partial(fit_averaging, tmp_path, "swa", "ddp"), 2, init=False)
-    same = launch(partial(fit_averaging, tmp_path, "swa", exact), 2, init=False)
-    parameters = 6 * 10 + 10 + 10 + 10  # BatchNorm's buffers after them are not averaged by DDP
-    assert torch.equal(ddp[0][0][:parameters], same[0][0][:parameters])
-    local = launch(partial(fit_averaging, tmp_path, "swa", LOCAL), 2, init=False)
-    assert torch.equal(local[0][0], local[1][0])
-    assert not torch.equal(local[0][0], same[0][0])
+    for outcome in outcomes:
+        torch.testing.assert_close(outcome["weights"].double(), ema, rtol=1e-4, atol=1e-5)
+        assert torch.equal(outcome["weights"], outcomes[0]["weights"])
+        assert all(map(torch.equal, outcome["validated_with"], outcomes[0]["validated_with"]))

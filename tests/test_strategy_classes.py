@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import runpy
-import subprocess
 import sys
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import pytest
 
@@ -16,6 +16,7 @@ import lightning_pipesync
 from lightning_pipesync import fabric, register_method
 from lightning_pipesync.training.registry import METHODS
 from tests.conformance.example_method import Averaging, AveragingConfig
+from tests.harness import launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,20 +60,20 @@ def test_former_names_are_accepted_with_a_warning() -> None:
     assert strategy.config.ranks_per_replica == 2
 
 
+def build_without_sources() -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError("could not get source code")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_pipesync"]:
+        del sys.modules[name]
+    inspect.getsource = inspect.getsourcelines = inspect.findsource = refuse
+    package, of_fabric = import_module("lightning_pipesync"), import_module("lightning_pipesync.fabric")
+    assert package is not lightning_pipesync
+    assert package.DeARStrategy(fusion="none").config.fusion == "none"
+    assert "settings are those of :class:`DeARConfig`" in (inspect.getdoc(of_fabric.DeARFabricStrategy) or "")
+    assert "fusion: Tensor fusion" in (inspect.getdoc(package.DeARStrategy) or "")
+
+
 def test_strategies_are_built_without_sources() -> None:
     """As in a package of compiled files."""
-    script = """
-import inspect
-import lightning.pytorch, lightning.fabric
-
-def refuse(*_):
-    raise OSError("could not get source code")
-
-inspect.getsource = inspect.getsourcelines = inspect.findsource = refuse
-import lightning_pipesync, lightning_pipesync.fabric
-assert lightning_pipesync.DeARStrategy(fusion="none").config.fusion == "none"
-assert "settings are those of :class:`DeARConfig`" in inspect.getdoc(lightning_pipesync.fabric.DeARFabricStrategy)
-assert "fusion: Tensor fusion" in inspect.getdoc(lightning_pipesync.DeARStrategy)
-"""
-    result = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    launch(build_without_sources, 1, init=False)

@@ -47,11 +47,8 @@ def read_rank_states(
 ) -> list[Any]:
     """Returns the state of each method that :func:`save_rank_states` has written; a collective call.
 
-    The list is empty if the checkpoint is of plain Accelerate, or of another method than ``name``.
-
-    Raises:
-        ValueError: on all ranks: some ranks do not find their file, or it is damaged, or of other models or of another
-            number of processes.
+    The list is empty if the checkpoint is of plain Accelerate, or of another method than ``name``. A file that is
+    missing, damaged, or of other models raises a ValueError on all ranks.
     """
     rank = 0 if transport is None else transport.rank
     path = _file(folder, rank)
@@ -65,9 +62,10 @@ def read_rank_states(
         saved = None
     mine = None if saved is None else (saved["method"], saved["world_size"], len(saved["states"]))
     of_ranks = [mine] if transport is None else transport.gather_objects(mine)
-    [method, saved_size, num_states], complete = _agreed(of_ranks)
-    if method is None:
+    first = next((entry for entry in of_ranks if entry is not None), None)
+    if first is None:
         return []
+    method, saved_size, num_states = first
     state: Any = state_of_rank(
         {"strategy": method, "world_size": saved_size, "ranks": {rank: saved and saved["states"]}},
         name,
@@ -77,7 +75,7 @@ def read_rank_states(
     )
     if method != name or saved_size != len(of_ranks):
         return []
-    if not complete:
+    if any(entry != first for entry in of_ranks):
         raise ValueError(
             f"Not all of the {len(of_ranks)} processes find what they need in {folder}: on machines without a "
             f"shared folder, each machine needs the files of its processes, such as {path.name}."
@@ -108,14 +106,7 @@ def _read(path: Path, rank: int) -> dict[str, Any] | None:
     return saved
 
 
-def _agreed(found: list[tuple[str, int, int] | None]) -> tuple[tuple[str | None, int, int], bool]:
-    """Returns the entry of the first rank that found its file, and whether all entries are the same."""
-    first = next((entry for entry in found if entry is not None), None)
-    return first or (None, 0, 0), all(entry == first for entry in found)
-
-
 def _fingerprint(models: Sequence[nn.Module]) -> int:
-    """Returns a checksum of the models' weights."""
     number = 0
     for model in models:
         for tensor in model.state_dict().values():

@@ -30,14 +30,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def launch_with_accelerate(arguments: Sequence[str]) -> int:
     """Runs ``accelerate launch ARGUMENTS`` with a configuration file that has a section ``pipesync``.
 
-    Args:
-        arguments: those of ``accelerate launch``: options, the script, and the script's arguments.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ValueError: there is no such file or section, or its method or settings are wrong.
+    Returns the exit status; a wrong file or section raises a ValueError before any process is started.
     """
     parsed = launch_command_parser().parse_args(list(arguments))
     if parsed.config_file is None:

@@ -15,11 +15,7 @@ DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.
 
 
 def check_num_processes(num_processes: int) -> None:
-    """Checks that the number of processes is the configured one.
-
-    Raises:
-        ValueError: it is not: each process would silently train by itself.
-    """
+    """Checks that the number of processes is the configured one; otherwise each would silently train alone."""
     asked = os.environ.get(NUM_PROCESSES_VARIABLE)
     if asked is not None and int(asked) != num_processes:
         raise ValueError(
@@ -39,11 +35,7 @@ def check_num_processes(num_processes: int) -> None:
 
 
 def check_support(accelerator: Accelerator) -> None:
-    """Checks that every process holds the whole model, and that no communication hook of DDP is set.
-
-    Raises:
-        ValueError: the configuration is not supported.
-    """
+    """Checks that every process holds the whole model, and that no communication hook of DDP is set."""
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(

@@ -24,10 +24,8 @@ from lightning_pipesync.methods.settings import Settings
 class InjectedLoader(LoaderWrapper):
     """A prepared loader that appends rows of other ranks' batches to each batch (SelSync III-E).
 
-    Args:
-        loader: a prepared loader whose batches are on the host.
-        find_data: returns the training data of the method, whose injection loading a checkpoint replaces.
-        device: the device to move batches to; None leaves them where they are.
+    Batches of ``loader`` are on the host, and are moved to ``device`` unless that is None. ``find_data`` is called for
+    each batch, as loading a checkpoint replaces the method's training data.
     """
 
     def __init__(self, loader: Any, find_data: Callable[[], TrainingData], device: torch.device | None) -> None:
@@ -39,7 +37,6 @@ class InjectedLoader(LoaderWrapper):
             yield injected if self.device is None else send_to_device(injected, self.device)
 
     def skip_first_batches(self, num_batches: int) -> InjectedLoader:
-        """Returns the loader without its first batches."""
         return InjectedLoader(skip_first_batches(self.loader, num_batches), self.find_data, self.device)
 
 
@@ -50,10 +47,6 @@ def for_training(
 
     Iterable data sets and the user's own samplers and batch samplers keep the order that Accelerate gives them, with a
     warning if ``partition="seldp"``.
-
-    Raises:
-        ValueError: the data set has fewer samples than there are ranks, or data injection is set and the loader has no
-            batches.
     """
     if config.partition == "work_queue":
         number = num_prepared_loaders(accelerator)
@@ -84,11 +77,7 @@ def for_training(
 
 
 def _batch_size(accelerator: Accelerator, loader: DataLoader[Any], injection: tuple[float, float] | None) -> int | None:
-    """Returns the number of samples that a rank loads for a batch; None if the loader makes none.
-
-    Raises:
-        ValueError: data injection is set, and the loader makes no batches of a map-style data set.
-    """
+    """Returns the number of samples that a rank loads for a batch; None if the loader makes no batches."""
     size = loader.batch_size
     if injection is not None and (size is None or isinstance(loader.dataset, IterableDataset)):
         raise ValueError(
@@ -108,7 +97,6 @@ def divided(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
 
 
 def uses_work_queue(loader: Any) -> bool:
-    """Returns whether a prepared loader's batches are handed out."""
     return isinstance(getattr(loader, "batch_sampler", None), WorkQueueBatches)
 
 
@@ -118,11 +106,7 @@ def same_on_all_ranks(accelerator: Accelerator, loader: DataLoader[Any]) -> Any:
 
 
 def check_training(config: Settings) -> None:
-    """Checks, when a training begins without ``prepare_train_loader``, that no setting of the data needs it.
-
-    Raises:
-        ValueError: data injection is set, and would have no effect.
-    """
+    """Checks, when a training begins without ``prepare_train_loader``, that no setting of the data needs it."""
     if config.injection is not None:
         raise ValueError(
             f"injection={config.injection} has no effect on loaders passed to prepare(): call train_loader = "

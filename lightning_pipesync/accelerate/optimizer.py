@@ -17,11 +17,7 @@ from lightning_pipesync.training.session import Sessions
 
 
 class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
-    """Accelerate's optimizer whose step is taken by a method.
-
-    Attributes:
-        sessions: all sessions of the Accelerator; this optimizer has one when its model is prepared as well.
-    """
+    """Accelerate's optimizer whose step is taken by a method, when its model is prepared as well."""
 
     sessions: Sessions
     _skipped = False
@@ -39,14 +35,7 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Takes the method's step, unless gradients are being accumulated.
-
-        Args:
-            closure: computes the gradient, if no backward pass has; evaluated once.
-
-        Raises:
-            RuntimeError: the model was not prepared, or a peer is lost.
-        """
+        """Takes the method's step, unless gradients are being accumulated; evaluates ``closure`` once."""
         if not self.gradient_state.sync_gradients:
             return
         if closure is None:
@@ -56,7 +45,6 @@ class SynchronizedOptimizer(ChecksOverrides, AcceleratedOptimizer):
     @property
     @override
     def step_was_skipped(self) -> bool:
-        """Whether the loss scaler has skipped the last step."""
         return self._skipped
 
     @override

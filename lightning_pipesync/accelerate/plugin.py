@@ -78,7 +78,8 @@ class PipeSyncPlugin:
             if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, NUM_PROCESSES_VARIABLE)
         }
         if CONFIG_VARIABLE in environment:
-            given = {**read_section(environment[CONFIG_VARIABLE]), **given}
+            path = environment[CONFIG_VARIABLE]
+            given = {**section_of(read_yaml(path), path), **given}
         elif given and "method" not in given:
             names = ", ".join(PREFIX + name.upper() for name in given)
             raise ValueError(f"The environment has {names}, and no {PREFIX}METHOD: set it, too.")
@@ -88,21 +89,8 @@ class PipeSyncPlugin:
         return f"{type(self).__name__}({self.method!r}, {self.config!r})"
 
 
-def read_section(path: str | Path) -> dict[str, Any]:
-    """Returns method and settings from a YAML file, which may have other keys.
-
-    Raises:
-        ValueError: there is no such file, or it names no method.
-    """
-    return section_of(read_yaml(path), path)
-
-
 def section_of(content: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Returns method and settings from the content of the file at ``path``.
-
-    Raises:
-        ValueError: the content names no method.
-    """
+    """Returns method and settings from the content of the file at ``path``."""
     section = content.get(SECTION, content)
     if not isinstance(section, dict) or "method" not in section:
         raise ValueError(
@@ -113,11 +101,6 @@ def section_of(content: dict[str, Any], path: str | Path) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file.
-
-    Raises:
-        ValueError: there is no such file, or its content is not a mapping.
-    """
     try:
         content = yaml.safe_load(Path(path).read_text())
     except OSError as error:

@@ -21,11 +21,7 @@ from lightning_pipesync.training.session import Sessions
 
 
 class SavingAccelerator(ChecksOverrides, Accelerator):
-    """An Accelerator that consolidates the weights before they are saved.
-
-    Attributes:
-        pipesync: the method and its settings; None: a plain Accelerator.
-    """
+    """An Accelerator that consolidates the weights before they are saved."""
 
     pipesync: PipeSyncPlugin | None
     _sessions: Sessions
@@ -115,11 +111,7 @@ class SavingAccelerator(ChecksOverrides, Accelerator):
         self.load_rank_states(folders[0])
 
     def load_rank_states(self, folder: str | Path) -> None:
-        """Resumes from the states that :meth:`save_rank_states` has written for this method; a collective call.
-
-        Raises:
-            ValueError: it is of other models, settings, or another number of processes.
-        """
+        """Resumes from the states that :meth:`save_rank_states` has written for this method; a collective call."""
         methods = self._sessions.methods
         if self.pipesync is None or not methods:
             return

@@ -27,12 +27,7 @@ else:
 
 
 class FabricCheckpointMixin(ChecksOverrides, _Base):
-    """Saves consolidated weights and whole optimizer states, and what each rank needs to resume bit for bit.
-
-    Attributes:
-        name: the name under which the strategy is registered.
-        config: the settings.
-    """
+    """Saves consolidated weights and whole optimizer states, and what each rank needs to resume bit for bit."""
 
     name: str
     config: Settings
@@ -40,8 +35,7 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
 
     @property
     @abstractmethod
-    def _plan(self) -> MethodPlan:
-        """How methods are attached."""
+    def _plan(self) -> MethodPlan: ...
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
@@ -80,11 +74,7 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Saves consolidated weights, and each rank's state if a model and all its optimizers are in ``state``.
-
-        Raises:
-            ValueError: ``state`` uses the key of the ranks' states.
-        """
+        """Saves consolidated weights, and each rank's state if a model and all its optimizers are in ``state``."""
         if CHECKPOINT_KEY in state:
             raise ValueError(f"The key {CHECKPOINT_KEY!r} of a checkpoint is reserved: use another one in the state.")
         with self.consolidated():
@@ -96,12 +86,7 @@ class FabricCheckpointMixin(ChecksOverrides, _Base):
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state.
-
-        Raises:
-            ValueError: on every rank: the checkpoint was written by this strategy with another number of ranks, or the
-                state of a rank is damaged.
-        """
+        """Loads weights and optimizers; resumes bit for bit if the checkpoint holds this rank's state."""
         objects: Mapping[str, Any] = state if isinstance(state, Mapping) else {"": state}
         loaded = [value for value in objects.values() if isinstance(value, SyncedModule)]
         for wrapper in loaded:

@@ -51,12 +51,6 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
     Attributes:
         name: the name under which the strategy is registered.
         config: the method's settings.
-
-    Args:
-        arguments: the method's settings and those of DDPStrategy, by name, as the derived classes state them.
-
-    Raises:
-        ValueError: a setting does not exist or is out of its range; the message names it and its value.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -130,11 +124,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Adds ``optimizer`` to the method of the models that have its parameters.
-
-        Raises:
-            ValueError: no model that was set up has its parameters.
-        """
+        """Adds ``optimizer`` to the method of the models that have its parameters."""
         self._add(optimizer)
         self._sessions.attach(self._plan)
         if self._sessions.session_of(optimizer) is None:
@@ -189,12 +179,7 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips the gradient that is about to be applied; returns its norm before clipping.
-
-        Raises:
-            ValueError: each rank has only a part of that gradient, and it is not the L2 norm.
-            RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
-        """
+        """Clips the gradient that is about to be applied; returns its norm before clipping."""
         step = self._step_to_clip(optimizer)
         return clip_norm([step], parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite)
 
@@ -212,7 +197,6 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of 16-mixed precision."""
         return scaler_of(self.precision)
 
     @property

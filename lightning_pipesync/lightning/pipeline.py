@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_pipesync.core.consistency import check_optimizers
 from lightning_pipesync.core.rng import seeded
-from lightning_pipesync.core.torch_private import mark_stepped
+from lightning_pipesync.core.torch_private import map_tensors, mark_stepped
 from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.pipelined import (
     adopt_metrics,
@@ -27,7 +27,6 @@ from lightning_pipesync.lightning.pipelined import (
     leaving_logs_to_rank_0,
     loss_of,
     metrics_of,
-    without_graph,
 )
 from lightning_pipesync.lightning.private import (
     check_trainer,
@@ -83,11 +82,12 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         for metric in metrics_of(module):
             keep_local(metric)  # only rank 0 updates it
         method = cast("type[PipelineMethod]", METHODS[self.name])
+        clips_by_norm = self._fitting and trainer.gradient_clip_algorithm in (None, "norm")
         self.method = method(
             self._submodule.layers,
             None,
             (lambda parameters: self.optimizers[0]) if self._fitting else None,
-            self._config_for(trainer),
+            replace(self.config, clip_norm=(trainer.gradient_clip_val or None) if clips_by_norm else None),
             others=self._submodule.others,
             device=self.root_device,
             backend=self._traffic_backend,
@@ -95,10 +95,6 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         if self._fitting:
             check_optimizers(self._transport, self.optimizers)
         self._check_checkpoint()
-
-    def _config_for(self, trainer: Trainer) -> PipelineSettings:
-        by_norm = self._fitting and trainer.gradient_clip_algorithm in (None, "norm")
-        return replace(self.config, clip_norm=(trainer.gradient_clip_val or None) if by_norm else None)
 
     @override
     def model_to_device(self) -> None:
@@ -130,14 +126,13 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         if not isinstance(dataloader, DataLoader):
             return dataloader
         without_rank(dataloader)
-        return self.resume_loader(dataloader) if self._training else dataloader
+        return self.resume_loader(dataloader) if self._trainer.training else dataloader
 
     # --- a training step --------------------------------------------------------------------------------------------
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Context manager that accumulates mini-batches."""
         self._completes = False
         try:
             yield
@@ -151,7 +146,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
 
         def loss(output: Any, part: Callable[[Any], Any]) -> Tensor:
             result = self._submodule.result_of(partial(step, part(batch), *args), output)
-            results[:] = [without_graph(result)]
+            results[:] = [map_tensors(Tensor.detach, result)]
             return loss_of(result) / trainer.accumulate_grad_batches
 
         with self.precision_plugin.train_step_context():
@@ -196,11 +191,7 @@ class PipelineStrategyMixin(PipeSyncStrategyMixin[PipelineMethod]):
         self.attached.step(unwrapped(optimizer).step)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Does nothing: the method clips by the norm over all stages, after the backward pass of all of them.
-
-        Raises:
-            RuntimeError: ``clip_val`` is not the norm that was set before the training.
-        """
+        """Only checks the norm: the method clips by that over all stages, after the backward pass of all of them."""
         norm = self.attached.config.clip_norm
         if clip_val != norm:
             raise RuntimeError(

@@ -31,11 +31,7 @@ AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
 def check_training(trainer: Trainer, precision: Precision, name: str) -> None:
-    """Checks that a pipeline, the strategy of that name, can train the Trainer's module.
-
-    Raises:
-        ValueError: something is not supported; the message says what to change.
-    """
+    """Checks that a pipeline, the strategy of that name, can train the Trainer's module."""
     if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
             f"strategy={name!r} makes the backward passes itself, outside of training_step: set "
@@ -68,7 +64,6 @@ def broadcast_rng_state(broadcast: Broadcast) -> None:
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:
-    """Returns the torchmetrics objects of the module."""
     return [child for child in module.modules() if isinstance(child, Metric)]
 
 
@@ -113,17 +108,7 @@ def adopt_metrics(trainer: Trainer, broadcast: Broadcast) -> None:
 
 
 def loss_of(result: Any) -> Tensor:
-    """Returns the loss in the result of ``training_step``.
-
-    Raises:
-        RuntimeError: the result has no loss.
-    """
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor):
         raise RuntimeError(f"training_step must return a loss for every batch of a pipeline, got {result!r}.")
     return loss
-
-
-def without_graph(result: Any) -> Any:
-    """Returns the result of ``training_step`` with its tensors detached."""
-    return map_tensors(Tensor.detach, result)

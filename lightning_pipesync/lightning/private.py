@@ -32,11 +32,7 @@ def check_trainer(trainer: Trainer, precision: Any) -> None:
 
 
 def check_uneven_batches(trainer: Trainer) -> None:
-    """Checks that nothing that all ranks do together depends on how many batches one rank has had.
-
-    Raises:
-        ValueError: something does; the message names it.
-    """
+    """Checks that nothing that all ranks do together depends on how many batches one rank has had."""
     counted = {
         "Trainer(min_steps=...)": bool(trainer.min_steps),
         "Trainer(max_time=...)": any(_is_lightnings(callback, "Timer") for callback in vars(trainer)["callbacks"]),
@@ -93,12 +89,10 @@ def saves_now(trainer: Trainer) -> bool:
 
 
 def num_batches_trained(trainer: Trainer) -> int:
-    """Returns the number of batches of this epoch so far."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def _model_checkpoints(trainer: Trainer) -> Iterator[Any]:
-    """Yields the Trainer's callbacks that are a ModelCheckpoint, of either distribution."""
     for callback in trainer.checkpoint_callbacks:
         if _is_lightnings(callback, "ModelCheckpoint"):
             yield callback
@@ -116,7 +110,7 @@ def shown_metrics(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def show_metrics(trainer: Trainer, metrics: list[dict[str, Any]]) -> None:
-    """Updates this rank's logged metrics with another rank's :func:`shown_metrics`."""
+    """Updates this rank's logged metrics with another rank's."""
     connector = trainer._logger_connector
     shown = [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics]
     for mine, others in zip(shown, metrics, strict=True):
@@ -124,13 +118,12 @@ def show_metrics(trainer: Trainer, metrics: list[dict[str, Any]]) -> None:
 
 
 def accumulated(metric: Metric) -> tuple[dict[str, Any], int]:
-    """Returns the state of a metric, and its number of updates."""
     require(metric, "_update_count")
     return metric.metric_state, metric._update_count
 
 
 def accumulate(metric: Metric, state: dict[str, Any], updates: int) -> None:
-    """Sets the state of a metric to that of another one, as :func:`accumulated` returned it."""
+    """Sets the state of a metric to what :func:`accumulated` returned of another one."""
     for name, value in state.items():
         setattr(metric, name, value)
     require(metric, "_update_count", "_computed")

@@ -48,12 +48,6 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         callback_class: the callback that is added to the Trainer.
         config: the method's settings.
         method: the method that trains in the current ``fit``; None outside one.
-
-    Args:
-        arguments: the method's settings and those of DDPStrategy, by name, as the derived classes state them.
-
-    Raises:
-        ValueError: a setting does not exist or is out of its range; the message names it and its value.
     """
 
     name: str
@@ -94,11 +88,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
             self._until_teardown.callback(vars(self.precision_plugin).pop, name, None)
 
     def _check_checkpoint(self) -> None:
-        """Checks that all ranks resume from the same step; a collective call.
-
-        Raises:
-            ValueError: on every rank: they do not; ranks with more steps left would wait for the others for ever.
-        """
+        """Checks that all ranks resume from the same step: those with more steps left would wait for ever."""
         steps = self._transport.gather_objects(self._checkpoint_step)
         if len(set(steps)) > 1:
             found = ["no checkpoint" if step is None else f"one of step {step}" for step in steps]
@@ -160,11 +150,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def check_num_batches(self) -> None:
-        """Checks that all ranks have the same number of training batches.
-
-        Raises:
-            ValueError: the numbers differ: ranks with more batches would wait for the others for ever.
-        """
+        """Checks that all ranks have the same number of training batches: those with more would wait for ever."""
         num_batches = self._transport.gather_objects(self._trainer.num_training_batches)
         if len(set(num_batches)) > 1:
             raise ValueError(
@@ -235,12 +221,7 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the states of the optimizers and of this rank.
-
-        Raises:
-            ValueError: on every rank: the checkpoint was written by this strategy with another number of ranks, or the
-                state of a rank is damaged.
-        """
+        """Loads the states of the optimizers and of this rank."""
         super().load_optimizer_state_dict(checkpoint)
         saved = checkpoint.get(CHECKPOINT_KEY)
         self._start = self._position()
@@ -248,21 +229,17 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
             self._start = (self._start[0], 0)
         state = state_of_rank(saved, self.name, self._transport, self.config)
         if state is not None:
-            self.load_rank_state_dict(state)
+            self.attached.load_state_dict(state["method"])
+            if "precision" in state:
+                self.precision_plugin.load_state_dict(state["precision"])
+            # Restored when the loader begins an epoch, or fetches its next batch within one: its set-up draws, too.
+            self._rng_states = state["rng"]
         # If configure_optimizers reads the number of steps, the loaders are set up before the checkpoint is loaded.
         change_train_loaders(self._trainer, self.resume_loader)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Returns the state that this rank needs, besides a plain checkpoint, to resume bit for bit."""
         return rank_state({"method": self.attached.state_dict()}, self.precision_plugin.state_dict(), self.root_device)
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`rank_state_dict` returned."""
-        self.attached.load_state_dict(state["method"])
-        if "precision" in state:
-            self.precision_plugin.load_state_dict(state["precision"])
-        # Restored when the loader begins an epoch, or when it fetches its next batch within one: its set-up draws, too.
-        self._rng_states = state["rng"]
 
     def _restore_rng(self) -> None:
         """Restores the random state of the interrupted run."""
@@ -274,11 +251,6 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
 
     @property
     def attached(self) -> M:
-        """The method of the current ``fit``.
-
-        Raises:
-            RuntimeError: there is none.
-        """
         if self.method is None:
             raise RuntimeError(f"strategy={self.name!r} has a method only within Trainer.fit().")
         return self.method
@@ -318,11 +290,6 @@ class PipeSyncStrategyMixin(ChecksOverrides, Generic[M], _Base):
         """Whether an exception is being handled, so that a collective operation could hang."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
-
-    @property
-    def _training(self) -> bool:
-        """Whether ``fit`` is training, not validating."""
-        return self._trainer.training
 
     @property
     def _overfitting(self) -> bool:

@@ -15,7 +15,6 @@ from lightning_pipesync.methods.pipeline import Call
 #: Number of values of each tensor that identify a batch.
 DIGEST_VALUES = 1024
 
-
 #: What to set for other models.
 OTHER_MODELS = (
     "Any other submodule is traced, if split= has the names of those within it with which the later stages begin."
@@ -29,17 +28,8 @@ class _InputFoundError(Exception):
 class Submodule:
     """The submodule that a LightningModule's ``training_step``, ``validation_step`` and so on call.
 
-    Args:
-        module: the LightningModule.
-        name: name of the submodule; None: the only ``nn.Sequential`` that is not part of another one.
-        traced: whether it may be any module. Then its input is a :class:`Call`, otherwise its only argument.
-
-    Attributes:
-        name: name of the submodule in ``module``.
-        layers: the submodule.
-
-    Raises:
-        ValueError: there is no such submodule, or there are several and ``name`` is None.
+    Without a ``name`` it is the only ``nn.Sequential`` that is not part of another one. If ``traced``, it may be any
+    module; then its input is a :class:`Call`, otherwise its only argument.
     """
 
     def __init__(self, module: nn.Module, name: str | None, traced: bool) -> None:
@@ -60,17 +50,12 @@ class Submodule:
 
     @property
     def others(self) -> list[Tensor]:
-        """The parameters and buffers outside of the submodule."""
         inside = {id(tensor) for tensor in [*self.layers.parameters(), *self.layers.buffers()]}
         outside = [*self._module.parameters(), *self._module.buffers()]
         return [tensor for tensor in outside if id(tensor) not in inside]
 
     def input_of(self, step: Callable[[], Any]) -> Any:
-        """Runs ``step`` until it calls the submodule; returns the submodule's input.
-
-        Raises:
-            RuntimeError: it does not call it, or the input depends on parameters outside of the submodule.
-        """
+        """Runs ``step`` until it calls the submodule; returns the submodule's input."""
 
         def stop(*args: Any, **kwargs: Any) -> None:
             raise _InputFoundError(Call(args, kwargs, hooks=False))
@@ -89,11 +74,7 @@ class Submodule:
         return call if self._traced else call.args[0]
 
     def result_of(self, step: Callable[[], Any], output: Any) -> Any:
-        """Runs ``step`` with a submodule that returns ``output`` for any input; returns the result.
-
-        Raises:
-            RuntimeError: the step does not call the submodule exactly once.
-        """
+        """Runs ``step`` with a submodule that returns ``output`` for any input; returns the result."""
         calls = 0
 
         def replay(*_: Any, **__: Any) -> Any:

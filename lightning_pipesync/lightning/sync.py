@@ -79,11 +79,7 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
         self._replace_clipping(clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
 
     def _follow_averages(self, trainer: Trainer, method: SyncMethod) -> None:
-        """Makes the running averages of callbacks, such as WeightAveraging, the same on all ranks when they are read.
-
-        Raises:
-            ValueError: on every rank: the ranks have different ones; or the method would overwrite an average.
-        """
+        """Makes running averages of callbacks, such as WeightAveraging, the same on all ranks when they are read."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         problem = None
         if not method.trains_written_weights and writes_average_within_training(trainer):
@@ -142,20 +138,15 @@ class SyncStrategyMixin(PipeSyncStrategyMixin[SyncMethod]):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.method is not None and self._training:
+        if self.method is not None and self._trainer.training:
             batch = self.method.data.inject(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Sets the method's order and batch size in the training loader; a resumed run continues within its epoch.
-
-        Raises:
-            ValueError: the data set has fewer samples than there are ranks, or data injection is set for a loader
-                without batches.
-        """
+        """Sets the method's order and batch size in the training loader; a resumed run continues within its epoch."""
         dataloader = super().process_dataloader(dataloader)
-        if not self._training or not isinstance(dataloader, DataLoader):
+        if not self._trainer.training or not isinstance(dataloader, DataLoader):
             return dataloader
         settings, world_size = self.config, self.world_size
         keeps_order = self._overfitting

@@ -28,12 +28,7 @@ class UnevenBatches:
         self._max_batches: int | None = None
 
     def with_work_queue(self, loader: DataLoader[Any], order: DistributedSampler[Any] | None) -> DataLoader[Any]:
-        """Returns a training loader that takes its batches from the work queue.
-
-        Raises:
-            ValueError: ``order`` is None, as the order is the user's, it does not make batches, or it has fewer than
-                there are ranks.
-        """
+        """Returns a loader that takes its batches from the work queue; ``order`` is None if it is the user's own."""
         if order is None:
             raise ValueError(
                 "partition='work_queue' hands out the samples of a map-style data set in Lightning's order, and "

@@ -11,11 +11,7 @@ from lightning_pipesync.core.private_names import missing, require
 
 @contextmanager
 def accelerator_of_transformers(make: Callable[..., Any]) -> Iterator[None]:
-    """Context manager in which transformers' Trainer creates its Accelerator by calling ``make``.
-
-    Raises:
-        RuntimeError: the Trainer did not call ``make``.
-    """
+    """Context manager in which transformers' Trainer creates its Accelerator by calling ``make``."""
     from transformers import trainer
 
     made = []
