@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +18,40 @@ from torch.utils.data import DataLoader
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.faults.heartbeat import Heartbeat
 from tests.harness import DIED, launch
+from tests.lost_ranks import TIMEOUT_S, die, stopped, wait_for, watch_processes, write
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
 
-TIMEOUT_S = 6
 #: Steps between two flushes, of a round, and of the training.
 LAP, PERIOD, NUM_STEPS = 4, 3, 12
 #: The step before which rank 1 dies, and the flush after which another process has its place.
 DIES, BACK = 5, 8
 
 
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.05)
-
-
 def come_back(folder: Path, fate: str) -> None:
     """Takes rank 1's place once that has died, and says so when rank 0 can find this process; or dies then."""
     os.environ["RANK"] = "1"
-    wait_for(folder / "died")
+    wait_for(lambda: stopped(folder / "dying"))
     call, calls = Heartbeat.call, []
 
     def applied(self: Heartbeat, *args: Any) -> Any:
         result = call(self, *args)
         calls.append(1)
-        (folder / "applied").touch()
         if fate == "dies" and len(calls) == 2:
+            write(folder / "applied", os.getpid())
             die()
+        elif fate != "dies" and len(calls) == 1:
+            write(folder / "applied", os.getpid())
         return result
 
     Heartbeat.call = applied  # type: ignore[method-assign]
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(settings: dict[str, Any], folder: Path, fate: str = "") -> dict[str, Any]:
     """Trains with a rank 1 that dies; the process with the highest number takes its place."""
     process, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
     os.environ["WORLD_SIZE"] = str(world_size)
+    watch_processes(**({"LISTENED": 3} if fate == "dies" else {}))
     settings = {"period": PERIOD, "on_lost_rank": "continue", "timeout_s": TIMEOUT_S, **settings}
     if process == world_size:
         come_back(folder, fate)
@@ -81,14 +74,14 @@ def train(settings: dict[str, Any], folder: Path, fate: str = "") -> dict[str, A
             for _ in range(LAP):
                 step = sync.num_steps
                 if process == 1 and step == DIES:
-                    (folder / "died").touch()
+                    write(folder / "dying", os.getpid())
                     die()
                 optimizer.zero_grad()
                 loss(model, step, int(os.environ["RANK"])).backward()
                 sync.step()
                 steps_seen.weight.fill_(sync.num_steps)
             if process == 0 and sync.num_steps == BACK:
-                wait_for(folder / "applied")
+                wait_for(partial(stopped, folder / "applied") if fate == "dies" else (folder / "applied").exists)
                 if fate == "ends":
                     break
             sync.flush()

@@ -1,11 +1,8 @@
-"""Who cannot go on when a rank of local SGD is lost raises: a rank that was left out, all without rank 0, a Trainer."""
+"""Ranks of local SGD raise when they cannot continue: one that was left out, all without rank 0, a Trainer."""
 
 from __future__ import annotations
 
 import os
-import signal
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,46 +12,49 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipesync import LocalSGD, LocalSGDConfig, LocalSGDStrategy
+from lightning_pipesync.core.faults import membership
+from lightning_pipesync.core.faults.heartbeat import Beat
 from lightning_pipesync.training.session import MethodPlan
 from tests.harness import DIED, launch, raised
 from tests.lightning_models import Classifier, train_loader
+from tests.lost_ranks import (
+    INTERVAL,
+    TIMEOUT_S,
+    die,
+    expect_loss,
+    freeze,
+    stopped,
+    wait_for,
+    wake,
+    watch_processes,
+)
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 
-TIMEOUT_S = 4
 STEPS, PERIOD, LOST_AT = 9, 2, 3
 
 
-def freeze(folder: Path) -> None:
-    (folder / "frozen").write_text(str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def kill(_: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wake_and_await(folder: Path) -> None:
-    """Wakes the frozen rank, and waits until it has raised."""
-    os.kill(int((folder / "frozen").read_text()), signal.SIGCONT)
-    deadline = time.monotonic() + 60
-    while not (folder / "raised").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
-def train(folder: Path, victim: int, befall: Callable[[Path], None], waker: int, on_lost_rank: str) -> dict[str, Any]:
-    """Trains with a rank that something befalls; another one wakes it at the end, or once it has raised itself."""
+def train(folder: Path, victim: int, freezes: bool) -> dict[str, Any]:
+    """Trains with a rank that dies, or that freezes until the others have ended."""
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    others = [other for other in range(int(os.environ["WORLD_SIZE"])) if other != victim]
+    # The store is frozen with rank 0: each call waits for STORE_S. Rank 0 counts as cut off after PATIENCE beats.
+    watch_processes(**({"STORE_S": 2.0, "PATIENCE": 1.0 / INTERVAL} if freezes and victim == 0 else {}))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=PERIOD, on_lost_rank=on_lost_rank, timeout_s=TIMEOUT_S)
+    sync = LocalSGD(model, optimizer, period=PERIOD, on_lost_rank="continue", timeout_s=TIMEOUT_S)
     steps = 0
 
     def loop() -> None:
         nonlocal steps
         for i in range(STEPS):
             if i == LOST_AT and rank == victim:
-                befall(folder)
+                freeze(folder) if freezes else die()
+                if victim == 0:
+                    wait_for(lambda: all((folder / f"{other} has left").exists() for other in others))
+            elif i == LOST_AT and freezes:
+                wait_for(lambda: stopped(folder / "frozen"))
+                expect_loss(sync.transport)
             optimizer.zero_grad()
             loss(model, i, rank).backward()
             sync.step()
@@ -62,16 +62,22 @@ def train(folder: Path, victim: int, befall: Callable[[Path], None], waker: int,
         sync.flush()
 
     outcome = raised(loop)
-    if rank == victim:
-        (folder / "raised").touch()
-    if rank == waker:
-        wake_and_await(folder)
+    (folder / f"{rank} has ended").touch()
+    if freezes and rank == others[0]:
+        wait_for(lambda: all((folder / f"{other} has ended").exists() for other in others))
+        wake(folder)
+        if victim != 0:  # it asks this rank's store
+            wait_for((folder / f"{victim} has ended").exists)
+    if freezes and victim == 0:
+        assert sync._recovery is not None
+        sync._recovery._membership._heartbeat._thread.join(TIMEOUT_S)  # with its last beat the rank has left
+        (folder / f"{rank} has left").touch()
     sync.detach(timeout_s=1.0)
-    return {"outcome": outcome, "steps": steps, "metrics": sync.metrics()}
+    return {"outcome": outcome, "steps": steps}
 
 
 def test_a_rank_that_wakes_up_learns_that_it_was_left_out(tmp_path: Path) -> None:
-    first, woken, last = launch(train, 3, tmp_path, 1, freeze, 0, "continue", init=False)
+    first, woken, last = launch(train, 3, tmp_path, 1, True, init=False)
     assert first["outcome"] is None
     assert last["outcome"] is None
     assert first["steps"] == last["steps"] == STEPS
@@ -79,11 +85,11 @@ def test_a_rank_that_wakes_up_learns_that_it_was_left_out(tmp_path: Path) -> Non
     assert kind == "RuntimeError"
     assert "Rank 1 did not answer in time" in message
     assert "rank 0, 2 continue without it" in message
-    assert woken["steps"] == LOST_AT, "it has not gone on with weights of its own"
+    assert woken["steps"] == LOST_AT, "it has not continued with weights of its own"
 
 
 def test_without_rank_0_all_raise(tmp_path: Path) -> None:
-    died, *others = launch(train, 3, tmp_path, 0, kill, -1, "continue", init=False, may_die=(0,))
+    died, *others = launch(train, 3, tmp_path, 0, False, init=False, may_die=(0,))
     assert died == DIED
     for other in others:
         assert other["steps"] == LOST_AT
@@ -91,19 +97,21 @@ def test_without_rank_0_all_raise(tmp_path: Path) -> None:
 
 
 def test_rank_0_raises_when_it_wakes_up_alone(tmp_path: Path) -> None:
-    outcomes = launch(train, 3, tmp_path, 0, freeze, 1, "continue", init=False)
-    for outcome in outcomes:
+    for outcome in launch(train, 3, tmp_path, 0, True, init=False):
         assert outcome["steps"] == LOST_AT
         assert outcome["outcome"][0] == "RuntimeError"
 
 
-def test_all_raise_by_default(tmp_path: Path) -> None:
-    first, died, last = launch(train, 3, tmp_path, 1, kill, -1, "raise", init=False, may_die=(1,))
-    assert died == DIED
-    for outcome in (first, last):
-        assert outcome["steps"] == LOST_AT
-        assert outcome["outcome"][1].splitlines()[-1].startswith("Rank 1 (host ")
-        assert "ranks" not in outcome["metrics"]
+def test_a_rank_is_silent_when_no_beat_has_come_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(membership.time, "monotonic", lambda: now)
+    silence = membership.Silence(patience_s=5)
+    assert silence.of([Beat(1), Beat(1), Beat(1, left="")]) == {2}
+    now += 5
+    assert silence.of([Beat(2), Beat(1), Beat(1, left="")]) == {2}
+    now += 1
+    assert silence.of([Beat(2), Beat(1), Beat(2, left="")]) == {1, 2}
+    assert silence.of([Beat(2), Beat(2), Beat(2, left="")]) == {2}
 
 
 def train_undisturbed(on_lost_rank: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -116,6 +124,7 @@ def train_undisturbed(on_lost_rank: str) -> tuple[dict[str, Any], dict[str, int]
         sync.step()
     sync.flush()
     operations = dict(sync.transport.traffic.operations)
+    assert ("ranks" in sync.metrics()) == (on_lost_rank == "continue")
     sync.detach()
     return state(model), operations
 

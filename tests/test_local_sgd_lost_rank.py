@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,11 +28,11 @@ from lightning_pipesync.methods.replicas.recovery import Recovery
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.replicas.unit import ReplicaUnit
 from tests.harness import DIED, free_port, launch
+from tests.lost_ranks import TIMEOUT_S, die, wait_for, watch_processes
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
 from tests.reference_selsync import mean
 
-TIMEOUT_S = 6
 #: The average in which a rank is lost, from 0 on.
 ROUND = 1
 #: The section in which it starts, if averages overlap: after the first step and two of the first average.
@@ -69,10 +68,6 @@ class Job:
     period: int = 3
 
 
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def when_called(owner: Any, name: str, number: int, act: Callable[[], object]) -> None:
     """Has `act` called before the call of a function with this number, from 0 on."""
     function, calls = getattr(owner, name), iter(range(1_000_000))
@@ -89,13 +84,16 @@ def die_in_sum() -> None:
     when_called(GlooExchange, "_sum_values", 0, die)
 
 
-def die_in_gather() -> None:
+def die_in_gather(arrived: Callable[[], object] = lambda: time.sleep(0.5)) -> None:
     """Dies when one of the others has all data of the next all-reduce, and the other has not."""
-    when_called(GlooExchange, "_gather_slices", 0, die_while_sending)
+    when_called(GlooExchange, "_gather_slices", 0, partial(die_while_sending, arrived))
 
 
-def die_while_sending() -> None:
-    """Dies when all peers but the one before this rank, to which it sends last, have got its next messages."""
+def die_while_sending(arrived: Callable[[], object] = lambda: time.sleep(0.5)) -> None:
+    """Dies when all peers but the one before this rank, to which it sends last, have got its next messages.
+
+    `arrived` returns when these have arrived, which the system alone has when it takes them.
+    """
     start = Messages.start_sending
     works: list[dist.Work] = []
 
@@ -103,7 +101,7 @@ def die_while_sending() -> None:
         if peer == (self.rank - 1) % self.world_size:
             for work in works:
                 work.wait(timedelta(seconds=TIMEOUT_S))
-            time.sleep(0.5)  # what the system has of them is on its way
+            arrived()
             die()
         works.append(start(self, tensor, peer))
         return works[-1]
@@ -117,8 +115,7 @@ def in_average(act: Callable[[], object], folder: Path) -> None:
 
 def when_marked(act: Callable[[], object], folder: Path) -> None:
     """Acts when all others have all data of the marked section, and tell each other so."""
-    while len(list(folder.iterdir())) < dist.get_world_size() - 1:
-        time.sleep(0.05)
+    wait_for(lambda: len(list(folder.iterdir())) == dist.get_world_size() - 1)
     act()
 
 
@@ -131,10 +128,21 @@ def under_way(folder: Path) -> None:
     in_average(lambda: when_called(GlooExchange, "_sum_values", 0, partial(when_marked, die, folder)), folder)
 
 
+def expect_no_groups() -> None:
+    """Has this rank wait a moment only when groups are first made, as a rank dies then."""
+    regroup, timeouts = Recovery._regroup, iter([2.0])
+
+    def regrouping(self: Recovery, snapshot: Any) -> None:
+        self._timeout_s = next(timeouts, TIMEOUT_S)
+        regroup(self, snapshot)
+
+    Recovery._regroup = regrouping  # type: ignore[method-assign]
+
+
 FATES: dict[str, Callable[[Path], object]] = {
     "before the average": partial(in_average, die),
     "sums": partial(in_average, die_in_sum),
-    "gather": partial(in_average, die_in_gather),
+    "gather": lambda folder: in_average(partial(die_in_gather, lambda: wait_for((folder / "2").exists)), folder),
     "all data": partial(in_flag, die),
     "flag": partial(in_flag, die_while_sending),
     "states": lambda _: when_called(ReplicaUnit, "_average_states", ROUND, die_in_gather),
@@ -155,7 +163,7 @@ def join(jobs: dict[str, Job], ports: Sequence[int]) -> tuple[str, int]:
         if rank < first + job.world_size:
             environment = {"RANK": rank - first, "WORLD_SIZE": job.world_size, "MASTER_PORT": port}
             os.environ.update({key: str(value) for key, value in environment.items()})
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
             return name, rank - first
         first += job.world_size
     raise AssertionError(f"rank {rank} has no job")
@@ -163,6 +171,7 @@ def join(jobs: dict[str, Job], ports: Sequence[int]) -> tuple[str, int]:
 
 def train(jobs: dict[str, Job], ports: Sequence[int], folder: Path) -> dict[str, Any]:
     """Trains with ranks that are lost; returns the weights, and what was said."""
+    watch_processes()
     name, rank = join(jobs, ports)
     job, folder = jobs[name], folder / name
     folder.mkdir(exist_ok=True)
@@ -179,6 +188,8 @@ def train(jobs: dict[str, Job], ports: Sequence[int], folder: Path) -> dict[str,
         commit(self)
 
     Recovery._commit = counted  # type: ignore[method-assign]
+    if "new groups" in job.fates.values():
+        expect_no_groups()
     if phase in FATES:
         FATES[phase](folder)
     else:

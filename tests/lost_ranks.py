@@ -1,0 +1,87 @@
+"""Ranks that are lost in a test: the others tell by their processes, as a clock is wrong on a busy machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.faults import admission, failure, heartbeat, membership
+from lightning_pipesync.core.faults.heartbeat import Beat
+
+#: What is to happen happens long before: on a busy machine a process may not run for some seconds.
+TIMEOUT_S = 60
+#: Seconds between two beats.
+INTERVAL = 0.2
+
+
+class SilentProcesses:
+    """In place of `Silence`: the ranks that have left, and those whose process has died or is frozen."""
+
+    def __init__(self, _: float) -> None:
+        pass
+
+    def of(self, beats: list[Beat]) -> set[int]:
+        return {rank for rank, beat in enumerate(beats) if beat.left is not None or (beat.pid and not runs(beat.pid))}
+
+
+def runs(pid: int) -> bool:
+    """Returns whether a process has neither died nor is frozen."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "TZX"
+    return False
+
+
+def watch_processes(**changes: float) -> None:
+    """Has this process tell by their processes which ranks are lost; `changes` are constants of the package."""
+    constants = {"STORE_S": TIMEOUT_S, "PATIENCE": TIMEOUT_S / INTERVAL, "LISTENED": TIMEOUT_S / INTERVAL, **changes}
+    heartbeat.INTERVAL = INTERVAL
+    admission.Silence = membership.Silence = SilentProcesses  # type: ignore[assignment,misc,attr-defined]
+    admission.LISTENED, membership.PATIENCE = constants["LISTENED"], constants["PATIENCE"]  # type: ignore[assignment]
+    for module in (admission, failure, membership):
+        module.STORE_S = constants["STORE_S"]  # type: ignore[attr-defined]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Waits until `condition` returns something true."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "what this rank waits for has not happened"
+        time.sleep(0.02)
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze(folder: Path) -> None:
+    """Stops this process, until :func:`wake`."""
+    write(folder / "frozen", os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wake(folder: Path) -> None:
+    os.kill(int((folder / "frozen").read_text()), signal.SIGCONT)
+
+
+def write(path: Path, pid: int) -> None:
+    """Writes a process id in one step."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(str(pid))
+    temporary.rename(path)
+
+
+def stopped(path: Path) -> bool:
+    """Returns whether the process whose id is in a file has died or is frozen."""
+    return path.exists() and not runs(int(path.read_text()))
+
+
+def expect_loss(transport: Transport) -> None:
+    """Has this rank wait a moment only for messages of a transport, as a frozen rank sends none."""
+    transport._gloo._messages._timeout = timedelta(seconds=0.5)
