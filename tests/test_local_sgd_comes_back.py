@@ -51,7 +51,8 @@ def train(settings: dict[str, Any], folder: Path, fate: str = "") -> dict[str, A
     """Trains with a rank 1 that dies; the process with the highest number takes its place."""
     process, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
     os.environ["WORLD_SIZE"] = str(world_size)
-    watch_processes(**({"LISTENED": 3} if fate == "dies" else {}))
+    # What is waited out: the next beat of a process that has died, and the answer of a store that has ended.
+    watch_processes(**{"dies": {"LISTENED": 3}, "ends": {"STORE_S": 5}}.get(fate, {}))
     settings = {"period": PERIOD, "on_lost_rank": "continue", "timeout_s": TIMEOUT_S, **settings}
     if process == world_size:
         come_back(folder, fate)

@@ -38,7 +38,7 @@ def train(folder: Path, victim: int, freezes: bool) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     others = [other for other in range(int(os.environ["WORLD_SIZE"])) if other != victim]
     # The store is frozen with rank 0: each call waits for STORE_S. Rank 0 counts as cut off after PATIENCE beats.
-    watch_processes(**({"STORE_S": 2.0, "PATIENCE": 1.0 / INTERVAL} if freezes and victim == 0 else {}))
+    watch_processes(**({"STORE_S": 2.0, "PATIENCE": 1.0 / INTERVAL} if victim == 0 else {}))
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     model = seeded_mlp()
     optimizer = OPTIMIZERS["sgd"](model)
