@@ -20,7 +20,7 @@ from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.methods.dear import DeAR, eager
 from lightning_pipesync.methods.dear.eager import choose_early_gathers, gathers_in_gaps
-from lightning_pipesync.methods.gradients.step_times import StepTimes
+from lightning_pipesync.methods.gradients.execution_order import StepTimes
 from tests.harness import launch
 from tests.models import OPTIMIZERS, batch, seeded_mlp, state
 

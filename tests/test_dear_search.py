@@ -19,7 +19,7 @@ from lightning_pipesync.core.cost import LinkCost, end_of_pipeline
 from lightning_pipesync.core.parameters import NamedParameter, collect_parameters
 from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.dear.search import SEARCHES, Trial, fastest
-from lightning_pipesync.methods.dear.tuning_file import TuningFile
+from lightning_pipesync.methods.dear.tuner import TuningFile
 from tests.harness import assert_refused, launch, raised
 from tests.models import OPTIMIZERS, average_gradients, loss, seeded_mlp, state
 from tests.test_dear import assert_same_state

@@ -17,7 +17,7 @@ from lightning_pipesync import DeAR
 from lightning_pipesync.accelerate.checkpoint import save_rank_states
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.lab.bench.tables import write_results
-from lightning_pipesync.methods.dear.tuning_file import TuningFile
+from lightning_pipesync.methods.dear.tuner import TuningFile
 from tests.harness import launch
 from tests.models import OPTIMIZERS, seeded_mlp
 

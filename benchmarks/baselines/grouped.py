@@ -12,16 +12,16 @@ from benchmarks.baselines.over_transport import OverTransport
 from lightning_pipesync.core.buckets import Bucket, Fusion, plan_buckets
 from lightning_pipesync.core.comm.comm_queue import Queued
 from lightning_pipesync.core.comm.handle import Handle
+from lightning_pipesync.core.comm.link import measure_link
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import modules_with_parameters
 from lightning_pipesync.lab.bench.models import BenchModel
-from lightning_pipesync.methods.gradients.backpipe import BackPipe
+from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
-from lightning_pipesync.methods.gradients.link import measure_link
-from lightning_pipesync.methods.gradients.step_times import StepTimes
+from lightning_pipesync.methods.gradients.execution_order import StepTimes
 
 
-class GroupedAllReduce(OverTransport):
+class GroupedAllReduce(OverTransport, BackPipePolicy):
     """Averages the gradients of groups of tensors, each by one all-reduce of this package's transport.
 
     Args:
@@ -41,7 +41,7 @@ class GroupedAllReduce(OverTransport):
         self._ready_order = [parameter.tensor for parameter in self.in_ready_order]
         self.index_of: dict[int, int] = {}
         self.buckets: list[GradientBucket] = []
-        self._backpipe = BackPipe(self, self.queue, self._may_start)
+        self._backpipe = BackPipe(self, self.queue, self)
         layout = plan_buckets(self.in_ready_order, Fusion(bucket_mb=bucket_mb))
         self._set_groups([[parameter.tensor for parameter in group] for group in layout])
         if hidden:
@@ -65,10 +65,6 @@ class GroupedAllReduce(OverTransport):
         self.buckets = [self._bucket_type(group, self.transport) for group in groups]
         self.index_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
 
-    def _may_start(self, parameter: Tensor) -> bool:
-        """Returns whether all-reduces start now that the gradient of ``parameter`` is ready."""
-        return True
-
 
 class MergedAllReduce(GroupedAllReduce):
     """MG-WFBP (Shi et al., INFOCOM 2019): WFBP that merges tensors where a message costs more than waiting."""
@@ -90,7 +86,7 @@ class MergedAllReduce(GroupedAllReduce):
         self._set_groups([[next(tensors) for _ in range(size)] for size in self.transport.gather_objects(sizes)[0]])
         return None
 
-    def _may_start(self, parameter: Tensor) -> bool:
+    def may_start(self, parameter: Tensor) -> bool:
         self._times.gradient_is_ready(parameter)
         return True
 

@@ -21,15 +21,12 @@ from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 
 
 class FusedBucket(GradientBucket):
-    """Parameters of one group of one optimizer, which become views of one buffer.
+    """Parameters of one group of one optimizer, which become views of one buffer, ``values``.
 
     Attributes:
-        members: the parameters.
         sharded: whether this rank updates its shard only.
-        group: indices of their optimizer and of their parameter group there.
+        group: the indices of the optimizer and of its parameter group.
         gradient_shard: this rank's shard of ``gradients``, which the reduce-scatter averages.
-        values: buffer of their values.
-        update: the optimizer's step on them.
     """
 
     kind = "reduce_scatter"
@@ -45,6 +42,7 @@ class FusedBucket(GradientBucket):
         assert members[0].group is not None
         self.members, self.group = list(members), members[0].group
         optimizer, lossless = optimizers[self.group[0]], self._codec.lossless
+        self._places = {member.name: place for member, place in zip(members, self.gradients.places, strict=True)}
         self.sharded = config.shards(optimizer)
         self.values = Bucket(self.parameters)
         self.values.pack(self.parameters)
@@ -61,7 +59,10 @@ class FusedBucket(GradientBucket):
         self._shard, self._updated = shard, shard if self._difference is None else shard.clone()
         self._dropped = torch.zeros_like(shard) if config.uses_error_feedback and self.sharded else None
         # A step on the whole buffer also updates the gaps between parameters, which a lossy codec must not see.
-        whole = self._whole() if config.is_elementwise(optimizer) and lossless else (None, None)
+        values, gradient = self.values.flat, self.gradients.flat
+        if self.sharded:
+            values, gradient = self._updated, self.gradient_shard
+        whole = (values, gradient) if config.is_elementwise(optimizer) and lossless else (None, None)
         self.update = BucketUpdate(optimizer, self.group[1], self._pieces(), *whole)
         for tensor in self.parameters:
             optimizer.state.pop(tensor, None)
@@ -94,10 +95,7 @@ class FusedBucket(GradientBucket):
         )
 
     def gather_early(self, queue: CommQueue, pieces: int) -> None:
-        """Starts the all-gather of the next of ``pieces`` equal pieces of each rank's shard, after the reduce-scatter.
-
-        This is for a bucket that is not sharded.
-        """
+        """Starts the all-gather of the next of ``pieces`` equal pieces of each shard, unless the bucket is sharded."""
         begin, largest = self._num_early, self._largest_shard
         self._num_early = min(largest, begin + -(-largest // pieces))
         part = None if pieces == 1 else slice(begin, self._num_early)
@@ -106,15 +104,11 @@ class FusedBucket(GradientBucket):
     def start_update(self, queue: CommQueue) -> None:
         """Starts the update, with the current hyper-parameters, and the all-gather (OP2) unless it has run."""
         self.update.copy_hyperparameters()
-        start = self._already_gathered if self._all_early else self._start_all_gather
+        start = (lambda: Handle(lambda: self.gradients.flat)) if self._all_early else self._start_all_gather
         self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather())
 
     def wait(self) -> None:
-        """Blocks until the weights are up to date.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Blocks until the weights are up to date."""
         if self._gathered is not None:
             self._gathered.wait()
 
@@ -147,7 +141,7 @@ class FusedBucket(GradientBucket):
         """Returns views of the residuals of this rank's gradients, by parameter."""
         if self._feedback is None:
             return {}
-        return {name: self._feedback.contribution[place] for name, place in self._places().items()}
+        return {name: self._feedback.contribution[place] for name, place in self._places.items()}
 
     def load_residuals(self, of_shard: Mapping[str, Mapping[str, Tensor]], of_gradients: Mapping[str, Tensor]) -> None:
         """Copies the residuals of the same parameters in other buckets."""
@@ -158,7 +152,7 @@ class FusedBucket(GradientBucket):
             values.copy_(of_gradients[name])
 
     def release(self) -> None:
-        """Moves every parameter out of the buffer, to memory of its own."""
+        """Moves every parameter out of the buffer."""
         for tensor in self.parameters:
             tensor.data = tensor.data.clone()
 
@@ -169,7 +163,7 @@ class FusedBucket(GradientBucket):
     def shard_slices(self, rank: int) -> dict[str, slice]:
         """Returns the slices of the parameters, by name, in a rank's shard."""
         shard = self._collectives.shard_slice(self.values.flat.numel(), rank)
-        return slices_in_shard(shard, self._places())
+        return slices_in_shard(shard, self._places)
 
     def whole_slices(self) -> dict[str, slice]:
         """Returns the slices of the whole parameters, by name."""
@@ -177,34 +171,25 @@ class FusedBucket(GradientBucket):
 
     def _in_shard(self, shard: Tensor) -> dict[str, Tensor]:
         """Returns the views of each parameter, by name, of a tensor of the shape of this rank's shard."""
-        places = self._places()
         begin = self._collectives.shard_slice(self.values.flat.numel(), self._collectives.rank).start
-        return {
-            name: shard[places[name].start + place.start - begin : places[name].start + place.stop - begin]
-            for name, place in self.shard_slices(self._collectives.rank).items()
-        }
-
-    def _places(self) -> dict[str, slice]:
-        """Returns the slice of the buffers of each parameter, by name."""
-        return {member.name: place for member, place in zip(self.members, self.values.places, strict=True)}
+        views = {}
+        for name, place in self.shard_slices(self._collectives.rank).items():
+            start = self._places[name].start - begin
+            views[name] = shard[start + place.start : start + place.stop]
+        return views
 
     def _pieces(self) -> list[Piece]:
         """Returns what this rank updates."""
-        names, tensors = [member.name for member in self.members], self.parameters
         if not self.sharded:
-            rows = zip(names, tensors, self.values.views, self.gradients.views, strict=True)
+            rows = zip(self._places, self.parameters, self.values.views, self.gradients.views, strict=True)
             return [Piece(i, *row, None) for i, row in enumerate(rows)]
         slices = self.shard_slices(self._collectives.rank)
         values, gradients = self._in_shard(self._updated), self._in_shard(self.gradient_shard)
         return [
-            Piece.in_shard(i, name, tensor, values[name], gradients[name], slices[name])
-            for i, (name, tensor) in enumerate(zip(names, tensors, strict=True))
-            if name in slices
+            Piece.in_shard(i, m.name, m.tensor, values[m.name], gradients[m.name], slices[m.name])
+            for i, m in enumerate(self.members)
+            if m.name in slices
         ]
-
-    def _whole(self) -> tuple[Tensor, Tensor]:
-        """Returns the buffers that hold what this rank updates: values and gradients."""
-        return (self._updated, self.gradient_shard) if self.sharded else (self.values.flat, self.gradients.flat)
 
     @torch.no_grad()
     def _start_all_gather(self) -> Handle[Tensor]:
@@ -231,9 +216,6 @@ class FusedBucket(GradientBucket):
     @property
     def _all_early(self) -> bool:
         return not self.sharded and self._num_early == self._largest_shard
-
-    def _already_gathered(self) -> Handle[Tensor]:
-        return Handle(lambda: self.gradients.flat)
 
     @torch.no_grad()
     def _finish_all_gather(self) -> None:

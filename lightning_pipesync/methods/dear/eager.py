@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from statistics import mean
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.core.comm.link import measure_link
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
-from lightning_pipesync.methods.gradients.link import measure_link
 
 #: Candidates: the least share of a piece that is gathered before the next reduce-scatter is ready.
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -43,12 +43,8 @@ NETWORKS = (0.8, 1.0, 1.25)
 def choose_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGathers:
     """Returns the all-gathers that run under backward.
 
-    Of the candidates that make no simulated step longer, whichever of ``NETWORKS`` it is on, the one that gains most on
-    average.
-
-    Args:
-        buckets: in the order of their reduce-scatters.
-        divisible: whether buckets can be gathered in pieces.
+    Of the candidates that make no simulated step longer, on any of ``NETWORKS``, this is the one with the largest mean
+    gain. ``buckets`` are in the order of their reduce-scatters; ``divisible``: they can be gathered in pieces.
     """
     best = EarlyGathers.none(len(buckets))
     without, largest = _simulated_seconds(buckets, best), LEAST_GAIN
@@ -65,7 +61,7 @@ def choose_early_gathers(buckets: Sequence[BucketTimes], divisible: bool = True)
 
 
 def _num_pieces(bucket: BucketTimes, longest: float) -> int:
-    """Returns the number of pieces of a bucket, each of which takes ``longest`` seconds at most if that is possible."""
+    """Returns the number of pieces of a bucket, each of at most ``longest`` seconds if possible."""
     return min(MOST_PIECES, max(1, math.ceil((bucket.all_gather - bucket.latency) / longest)))
 
 
@@ -76,15 +72,10 @@ def _simulated_seconds(buckets: Sequence[BucketTimes], early: EarlyGathers) -> l
 
 
 def gathers_in_gaps(buckets: Sequence[BucketTimes], share: float, pieces: Sequence[int]) -> EarlyGathers:
-    """Returns all-gathers in the gaps between reduce-scatters.
+    """Returns all-gathers in the gaps between the reduce-scatters of ``buckets``, each divided into ``pieces``.
 
-    When no reduce-scatter is ready, a piece of the reduced bucket is gathered that forward needs first, if at least
-    ``share`` of it is gathered before the next reduce-scatter is ready.
-
-    Args:
-        buckets: in the order of their reduce-scatters.
-        share: from 0 to 1.
-        pieces: the number of pieces of each bucket.
+    When no reduce-scatter is ready, a piece of the reduced bucket that forward needs first is gathered, if at least
+    ``share`` (0 to 1) of it is gathered before the next reduce-scatter is ready.
     """
     after: list[list[int]] = [[] for _ in buckets]
     left: dict[int, int] = {}  # pieces of the reduced buckets
@@ -118,12 +109,12 @@ class EagerGathers:
 
     @property
     def due(self) -> bool:
-        """Whether a schedule can be made that does not exist yet; the same on all ranks."""
+        """Whether a missing schedule can be made now; the same on all ranks."""
         return bool(self._fused.buckets) and not self.final and not self._times.measuring
 
     @property
     def final(self) -> bool:
-        """Whether there is a schedule for the present buckets, or none is to be made."""
+        """Whether there is a schedule for the present buckets, or none will be made."""
         return not self._enabled or self._is_current
 
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
@@ -145,10 +136,7 @@ class EagerGathers:
         return sum(map(len, self._early.after)) if self._is_current else 0
 
     def make_schedule(self) -> None:
-        """Makes the schedule that all ranks follow from the next backward pass on; a collective call.
-
-        No operation may be in flight.
-        """
+        """Makes the schedule for the next backward passes; a collective call, with nothing in flight."""
         link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self._fused.buckets])
         schedule = None
         if self._transport.rank == 0:

@@ -21,12 +21,9 @@ V = TypeVar("V")
 
 
 class FusedBuckets:
-    """The parameters, fused into buckets; there are no buckets before the first :meth:`fuse`.
+    """The parameters, fused into buckets, in the order of their gradients; none before the first :meth:`fuse`.
 
-    Attributes:
-        buckets: in the order in which their gradients become ready.
-        index_of: by the id of a parameter the index of its bucket.
-        version: is another number when the buckets are others.
+    Implements :class:`ReducedBuckets`. ``version`` changes with the buckets.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class FusedBuckets:
         return [bucket for bucket in self._feedpipe.buckets if bucket.group[0] == index]
 
     def reset(self, parameters: Sequence[NamedParameter]) -> None:
-        """Releases the buckets; the next :meth:`fuse` fuses ``parameters``."""
+        """Releases the buckets; the next :meth:`fuse` makes buckets of ``parameters``."""
         self.release()
         self._parameters = parameters
 
@@ -76,14 +73,11 @@ class FusedBuckets:
         return _names(self.divide(fusion))
 
     def differs_from(self, fusion: Fusion) -> bool:
-        """Returns whether the buckets would be others than now."""
+        """Returns whether the buckets would differ from the present ones."""
         return self.names(fusion) != _names(bucket.members for bucket in self.buckets)
 
     def fuse_anew(self, fusion: Fusion) -> None:
-        """Fuses the parameters into other buckets, and keeps optimizer states and residuals; a collective call.
-
-        No communication may be in flight.
-        """
+        """Changes the buckets, and keeps optimizer states and residuals; a collective call, with nothing in flight."""
         states = _joined(bucket.update.states() for bucket in self.buckets)
         residuals = _joined(bucket.residuals_of_shard() for bucket in self.buckets)
         residuals_of_gradients = _joined(bucket.residuals_of_gradients() for bucket in self.buckets)
@@ -118,7 +112,7 @@ class FusedBuckets:
             bucket.present = [next(somewhere) for _ in bucket.present]
 
     def release(self) -> None:
-        """Releases the buckets; every parameter has memory of its own afterwards."""
+        """Releases the buckets, and moves all parameters out of them."""
         for bucket in self.buckets:
             bucket.release()
         self._set_buckets([])
@@ -150,7 +144,7 @@ class FusedBuckets:
     def _by_rank(
         self, slices_of: Callable[[FusedBucket, int], Slices], buckets: Sequence[FusedBucket] | None = None
     ) -> list[Slices]:
-        """Returns for each rank its slices of the parameters of ``buckets``; None: of all buckets."""
+        """Returns each rank's slices of the parameters of ``buckets``; None: of all buckets."""
         buckets = self.buckets if buckets is None else buckets
         return [_joined(slices_of(bucket, rank) for bucket in buckets) for rank in range(self._transport.world_size)]
 

@@ -88,14 +88,9 @@ class DeARLab(LabEntry):
 def step_seconds(
     profile: Profile, cluster: Cluster, bucket_mb: float, torus: Torus | None = None, eager: bool = True
 ) -> float:
-    """Returns the seconds of a step, by simulation of its schedule.
+    """Returns the seconds of a step, by simulation of its schedule, in a ring or on a ``torus``.
 
-    Args:
-        profile: a step without communication.
-        cluster: the costs of communication.
-        bucket_mb: size of the buckets, in MiB.
-        torus: the ranks in rows and columns; None: in a ring.
-        eager: whether buckets are gathered early, as DeAR would plan it, on a torus as a whole.
+    ``profile`` is a step without communication. ``eager``: buckets are gathered early, as DeAR would plan it.
     """
     # Tensors without memory, of so many bytes, in the order in which their gradients become ready.
     tensors = [torch.empty(tensor.num_bytes, dtype=torch.uint8, device="meta") for tensor in profile.tensors]

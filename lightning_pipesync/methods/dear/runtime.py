@@ -20,9 +20,9 @@ from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import EagerGathers
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.lab import DeARLab
+from lightning_pipesync.methods.dear.policy import DeARPolicy
 from lightning_pipesync.methods.dear.search import Trial
-from lightning_pipesync.methods.dear.tuner import FusionTuner
-from lightning_pipesync.methods.dear.tuning_file import TuningFile
+from lightning_pipesync.methods.dear.tuner import FusionTuner, TuningFile
 from lightning_pipesync.methods.gradients.backpipe import MISSING, BackPipe
 from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
 from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
@@ -32,7 +32,7 @@ from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
 
-# Further bits of a rank's flag: rank 0 knows which bucket size to try next; an optimizer has another state or other
+# DeAR's bits of a rank's flag: rank 0 has chosen the next bucket size; an optimizer has another state or other
 # parameters.
 END_OF_TRIAL, CHANGED = 4, 8
 
@@ -81,9 +81,8 @@ class DeAR(SyncMethod):
         self._fused = FusedBuckets(order, self.optimizers, config, self.transport, self._feedpipe)
         self._tuner = FusionTuner(config, self._fused, self.transport, self._tuning_file)
         self._early = EagerGathers(self._fused, order, self.transport, config.gathers_early)
-        self._backpipe = BackPipe(
-            self._fused, queue, self._may_start, self._wait_for_all, lambda index: self._early.start_after(index, queue)
-        )
+        policy = DeARPolicy(self, order, self._tuner, self._early, queue, self._feedpipe)
+        self._backpipe = BackPipe(self._fused, queue, policy)
         self._waits = config.overlap == "none"
         self._loaded: set[int] = set()  # optimizers into which a state was loaded since the last step
         self._hooks = hook_loading(self._after_loading, optimizers=self.optimizers)
@@ -116,7 +115,8 @@ class DeAR(SyncMethod):
         if not self._fused.buckets:
             self._fused.fuse(self._tuner.fusion)
         elif self._tuner.change_due:
-            self._wait_for_all()
+            self._queue.wait_all()
+            self._feedpipe.wait()
             if not any(self.transport.exchange_flags(changed).wait()):  # otherwise the old states would replace it
                 self._tuner.change()
         if self._finish_backpipe(CHANGED * changed) & CHANGED:  # on some rank: nothing may be applied to these buckets
@@ -131,34 +131,19 @@ class DeAR(SyncMethod):
 
     def _finish_backpipe(self, flag: int = 0) -> int:
         """Blocks until all gradients are averaged; returns the union of all ranks' flags."""
+
+        def exchange(flag: int) -> Queued[list[int]]:
+            return self._queue.submit("flags", lambda: self.transport.exchange_flags(flag))
+
         flag |= END_OF_TRIAL * self._tuner.end_of_trial()
-        flags = self._backpipe.finish(self._exchange_flag, flag, unless=CHANGED)
+        flags = self._backpipe.finish(exchange, flag, unless=CHANGED)
         self._tuner.change_due |= bool(flags & END_OF_TRIAL)
         if flags & MISSING and not flags & CHANGED:
             self._fused.find_present()
         return flags
 
-    def _exchange_flag(self, flag: int) -> Queued[list[int]]:
-        return self._queue.submit("flags", lambda: self.transport.exchange_flags(flag))
-
-    def _may_start(self, parameter: Tensor) -> bool:
-        """Returns whether this pass starts reduce-scatters, now that a gradient is ready; observes their order."""
-        if not self.syncing:
-            return False
-        self._order.gradient_is_ready(parameter)
-        return not self._tuner.change_due  # new buckets come after this pass
-
-    def _wait_for_all(self) -> None:
-        """Blocks until no communication is in flight and all weights are up to date."""
-        self._queue.wait_all()
-        self._feedpipe.wait()
-
     def _complete(self, index: int, loss_scale: float | None) -> bool:
-        """Unscales the averaged gradient, which is not in ``p.grad``: a loss scaler has written to that.
-
-        Returns:
-            Whether some value of it is not finite, on any rank.
-        """
+        """Unscales the averaged gradient, which is not in ``p.grad``: a loss scaler has written to that."""
         if loss_scale is None:
             return False
         for bucket in self._fused.of_optimizer(index):
@@ -301,13 +286,13 @@ class DeAR(SyncMethod):
         super()._detach(timeout_s)
 
     def _return_states(self, index: int) -> None:
-        """Sets the whole state of an optimizer, unless one was loaded, on this rank alone maybe; a collective call."""
+        """Sets the whole state of an optimizer, unless one was loaded, maybe on this rank alone; a collective call."""
         states = self._fused.optimizer_states(index)
         if index not in self._loaded:
             self.optimizers[index].state.update(states)
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        """Makes the next step start from the loaded state. The first buckets do so by themselves."""
+        """Makes the next step start from the loaded state, as the first buckets always do."""
         if self._fused.buckets:
             self._loaded.add(self._index(optimizer))
 
@@ -321,22 +306,15 @@ class DeAR(SyncMethod):
         self._backpipe.hook_gradients(parameter.tensor for parameter in trained)
 
     def _gradient_shards(self, index: int) -> list[Tensor]:
-        """Returns this rank's shards of an optimizer's averaged gradient."""
         return [bucket.gradient_shard for bucket in self._fused.of_optimizer(index)]
 
     def _averaged_gradients(self, index: int) -> list[Tensor]:
-        """Returns what this rank has of an optimizer's averaged gradient: its shards, and all that is gathered."""
+        """Returns what this rank has of the averaged gradient: its shards, and all that is gathered."""
         return [values for bucket in self._fused.of_optimizer(index) for values in bucket.averaged]
 
     def _make_transport(self, device: torch.device, backend: str | None) -> Transport:
-        config = self.config
-        return Transport(
-            device,
-            timeout_s=config.timeout_s,
-            backend=backend,
-            topology=config.topology,
-            torus_columns=config.torus_columns,
-        )
+        timeout_s, topology, columns = self.config.timeout_s, self.config.topology, self.config.torus_columns
+        return Transport(device, timeout_s=timeout_s, backend=backend, topology=topology, torus_columns=columns)
 
     @property
     def _effective_config(self) -> DeARConfig:

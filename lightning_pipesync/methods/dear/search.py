@@ -34,28 +34,19 @@ STARTS = ((0.5, 2.0), (0.85, 3.0))
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement.
-
-    Attributes:
-        fusion: how tensors were fused.
-        seconds: duration of a step.
-    """
+    """The measured duration of a step with a fusion of tensors."""
 
     fusion: Fusion
     seconds: float
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """Returns the trial with the shortest step, of one or more."""
+    """Returns the trial with the shortest step."""
     return min(trials, key=lambda trial: trial.seconds)
 
 
 class FusionSearch(ABC):
-    """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step.
-
-    Attributes:
-        trials: the measurements so far.
-    """
+    """Searches for the bucket size, and the size of the buckets at both ends, with the shortest step."""
 
     def __init__(self, first: Fusion, smallest_mb: float, largest_mb: float, max_trials: int) -> None:
         self._first, self._max_trials = first, max_trials

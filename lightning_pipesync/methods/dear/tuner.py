@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,16 +18,45 @@ from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, of_one_kind
 from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.comm.handle import Promise, Worker
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.fused_buckets import FusedBuckets
 from lightning_pipesync.methods.dear.search import SEARCHES, FusionSearch, Trial, fastest
-from lightning_pipesync.methods.dear.tuning_file import TuningFile
 
 #: A trial ends after so few steps if they are longer than those of the best one by this factor.
 FEW_STEPS, CLEARLY_WORSE = 3, 1.1
 
 log = logging.getLogger(__name__)
+
+
+class TuningFile:
+    """A JSON file with the measurements of each job's search, which may not exist yet."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._searches: dict[str, dict[str, Any]] = {}
+        if self._path.exists():
+            try:
+                self._searches = json.loads(self._path.read_text())["searches"]
+                for state in self._searches.values():
+                    _read(state)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"tuning_file={str(path)!r} is not a file in which DeAR has kept a search "
+                    f"({type(error).__name__}: {error}): remove it, or name another one."
+                ) from error
+
+    def read(self, job: str) -> dict[str, Any] | None:
+        """Returns the measurements of a job; None if there are none."""
+        return self._searches.get(job)
+
+    def write(self, job: str, state: dict[str, Any]) -> None:
+        """Writes the measurements of a job, and keeps those of other jobs."""
+        self._searches[job] = state
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps({"searches": self._searches}, indent=2))
 
 
 class FusionTuner:
@@ -35,13 +66,10 @@ class FusionTuner:
     device: the host may be ahead of it. Rank 0 chooses the next size, and announces the change with the flags of a
     step. All ranks change after the next backward pass, in which no reduce-scatter starts.
 
-    Args:
-        file: the measurements of earlier runs, on rank 0; None: there is no file, or this is another rank.
-
     Attributes:
         fusion: how tensors are fused now.
         finished: whether the search has ended, or there is none.
-        change_due: whether the buckets are to change after the next backward pass; the same on all ranks.
+        change_due: whether the buckets change after the next backward pass; the same on all ranks.
         trials: the measurements so far.
     """
 
@@ -61,7 +89,7 @@ class FusionTuner:
         self._decision: Promise[tuple[list[Trial], Fusion, bool]] | None = None
 
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
-        """Starts a search, unless one for as many bytes has begun; a collective call.
+        """Starts a search, unless one for as many bytes has started; a collective call.
 
         There is no search if all parameters fit into the smallest bucket, or with deterministic algorithms, since the
         order of summation depends on the buckets.
@@ -84,10 +112,7 @@ class FusionTuner:
             self.load_state_dict(state)
 
     def end_of_trial(self) -> bool:
-        """Returns whether this rank is rank 0 and has chosen the next size.
-
-        It chooses on a thread, while training continues with the present size.
-        """
+        """Returns whether this is rank 0 and it has chosen the next size, on a thread, while training continues."""
         if self.finished or self._search is None:
             return False
         if self._decision is None and self._seen_enough():
@@ -103,12 +128,12 @@ class FusionTuner:
             self._ends.append(self._clock.now())
 
     def restart_trial(self) -> None:
-        """Forgets the steps of the present trial, since the next ones take another time with the same buckets."""
+        """Drops the steps of the present trial, since the next ones take another time with the same buckets."""
         if self._decision is None:
             self._ends = []
 
     def change(self) -> None:
-        """Changes the buckets for the next trial, or for good; a collective call, with nothing in flight."""
+        """Changes the buckets for the next trial, or finally; a collective call, with nothing in flight."""
         decision = (self.trials, self.fusion, self.finished) if self._decision is None else self._decision.wait()
         self.trials, fusion, self.finished = self._transport.gather_objects(decision)[0]
         if self._fused.differs_from(fusion):
@@ -125,16 +150,12 @@ class FusionTuner:
         return {"trials": trials, "fusion": (self.fusion.bucket_mb, self.fusion.edge_mb), "finished": self.finished}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned, if that was a search and there is one now.
-
-        Loaded buckets that are not those of :attr:`fusion` change in the next step.
-        """
+        """Resumes the search of :meth:`state_dict`, if there is one now; buckets of another fusion change next."""
         if not self.finished and state["trials"]:
-            self.trials = [Trial(Fusion(bucket, edge), seconds) for bucket, edge, seconds in state["trials"]]
+            self.trials, fusion, self.finished = _read(state)
             if self._search is not None:
                 self._search.trials = self.trials.copy()
-            self._begin_trial(Fusion(*state["fusion"]))
-            self.finished = state["finished"]
+            self._begin_trial(fusion)
         self.change_due = bool(self._fused.buckets) and self._fused.differs_from(self.fusion)
 
     def close(self, timeout_s: float) -> None:
@@ -193,3 +214,9 @@ class FusionTuner:
                 f"DeAR fuses up to {best.fusion.bucket_mb:.1f} MiB, at the ends {edge_mb:.1f}: {best.seconds:.3f} s a "
                 f"step. It was {first.seconds:.3f} s with {first.fusion.bucket_mb:.1f} MiB; {len(self.trials)} trials."
             )
+
+
+def _read(state: dict[str, Any]) -> tuple[list[Trial], Fusion, bool]:
+    """Reads what :meth:`FusionTuner.state_dict` returned."""
+    trials = [Trial(Fusion(bucket_mb, edge_mb), float(seconds)) for bucket_mb, edge_mb, seconds in state["trials"]]
+    return trials, Fusion(*state["fusion"]), bool(state["finished"])

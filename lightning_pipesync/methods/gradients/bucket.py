@@ -19,21 +19,14 @@ from lightning_pipesync.core.torch_private import foreach_copy_, version
 
 
 class GradientBucket:
-    """The gradients of some parameters in one buffer, and their average over the ranks.
+    """The gradients of parameters of one dtype in one buffer, and their average over the ranks.
 
-    Args:
-        parameters: of one dtype on one device.
-        collectives: of the ranks that average them.
-        codec: of the collectives.
-        piece_numel: values of a piece, each of which has its own all-reduce; None: one piece.
+    The buffer is divided into pieces of ``piece_numel`` values, each of which has its own all-reduce; None: one piece.
 
     Attributes:
-        kind: of the collective, under which waiting for it is counted.
-        parameters: those of the bucket.
-        gradients: buffer of their gradients.
-        present: for each parameter whether it had a gradient at :meth:`pack`; on any rank, once that is known.
-        pieces: views of the buffer.
-        feedback: the residuals of each piece, see :meth:`use_error_feedback`.
+        kind: the collective under which waiting is counted.
+        present: by parameter, whether it had a gradient at :meth:`pack`; on any rank, once that is known.
+        feedback: the residuals of each piece, None without :meth:`use_error_feedback`.
     """
 
     kind: ClassVar[str] = "all_reduce"
@@ -81,11 +74,7 @@ class GradientBucket:
         return self._collectives.all_reduce(self.pieces[piece], codec=self._codec, mean=True, feedback=feedback)
 
     def wait(self) -> None:
-        """Blocks until what :meth:`reduce` has queued is averaged.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Blocks until what :meth:`reduce` has queued is averaged."""
         for averaged in self._averaged:
             averaged.wait()
 
@@ -108,12 +97,8 @@ class GradientBucket:
     def written(self, through_views: bool = True) -> int | None:
         """Returns the index of a parameter whose gradient was replaced or written to since :meth:`note_gradients`.
 
-        Args:
-            through_views: whether a write to other memory of a buffer counts of which the gradient is a view: torch
-                counts the writes of all views together.
-
-        Returns:
-            None if none was.
+        None if none was. Torch counts the writes of all views of a buffer together. Without ``through_views`` these do
+        not count where the gradient is a view.
         """
         for index, noted in enumerate(self._noted):
             gradient = self.parameters[index].grad
@@ -124,23 +109,16 @@ class GradientBucket:
             known, writes = noted
             if gradient is not known and gradient.data_ptr() != known.data_ptr():
                 return index
-            if version(gradient) != writes and (through_views or not _is_view(gradient)):
+            is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
+            if version(gradient) != writes and (through_views or not is_view):
                 return index
         return None
 
 
 class GradientBuckets:
-    """The gradients of an optimizer in buckets, which their average over the ranks replaces.
+    """The gradients of an optimizer in buckets of ``parameters``, in the order of their all-reduces.
 
-    Args:
-        parameters: those of each bucket.
-        collectives: of the ranks that average them.
-        codec: of the all-reduces.
-        error_feedback: whether the error of a lossy codec is added to what is sent next.
-
-    Attributes:
-        buckets: in the order of their all-reduces.
-        index_of: by the id of a parameter the index of its bucket.
+    Implements :class:`ReducedBuckets`.
     """
 
     def __init__(
@@ -160,9 +138,8 @@ class GradientBuckets:
     def average(self, some_missing: bool) -> None:
         """Averages the gradients, all buckets at the same time (SelSync, Section III-C); a collective call.
 
-        Args:
-            some_missing: whether some rank has a parameter without a gradient, the same on all ranks. A missing
-                gradient counts as zero. A gradient that no rank has stays None, as in DDP.
+        ``some_missing``: whether some rank has a parameter without a gradient, the same on all ranks. A missing
+        gradient counts as zero. A gradient that no rank has stays None, as in DDP.
         """
         if some_missing:
             self.add_missing()
@@ -180,7 +157,7 @@ class GradientBuckets:
             bucket.unpack()
 
     def add_missing(self) -> None:
-        """Sets gradients to zero that another rank has and this one has not; a collective call."""
+        """Sets gradients to zero that only other ranks have; a collective call."""
         parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         somewhere = self._collectives.union([parameter.grad is not None for parameter in parameters]).wait()
         for parameter, present in zip(parameters, somewhere, strict=True):
@@ -198,8 +175,3 @@ class GradientBuckets:
 
     def _feedback(self) -> list[ErrorFeedback]:
         return [feedback for bucket in self.buckets for feedback in bucket.feedback if feedback is not None]
-
-
-def _is_view(gradient: Tensor) -> bool:
-    """Returns whether other tensors may share the memory of a gradient, and so its number of writes."""
-    return gradient.untyped_storage().nbytes() > gradient.nbytes

@@ -29,13 +29,8 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, 
 class Piece:
     """A parameter, or the part of it that this rank updates.
 
-    Attributes:
-        index: of the parameter in its bucket.
-        name: of the parameter.
-        parameter: the user's.
-        values: of this part.
-        gradient: of this part.
-        place: the slice of the parameter, flattened in its order in memory; None: the whole parameter, in its shape.
+    ``index`` is that of the parameter in its bucket. ``place`` is the slice of the parameter, flattened in its order in
+    memory, to which ``values`` and ``gradient`` belong; None: they are the whole parameter's, in its shape.
     """
 
     index: int
@@ -69,16 +64,9 @@ class BucketUpdate:
 
     The copy has the class and the attributes of the user's optimizer, and the hyper-parameters that it had when the
     step was taken. The user's optimizer never steps; a scheduler may change it while the step is still in flight.
-
-    Args:
-        optimizer: the user's.
-        group: which of its parameter groups the pieces belong to.
-        pieces: the parts to update.
-        values: 1-D buffer that holds those of all pieces, if the optimizer is element-wise, else None.
-        gradient: the same of the gradients.
+    ``group`` is the index of the parameter group of all pieces. If the optimizer is element-wise, ``values`` and
+    ``gradient`` are 1-D buffers that hold those of all pieces.
     """
-
-    _is_whole: bool
 
     def __init__(
         self,
@@ -90,11 +78,12 @@ class BucketUpdate:
     ) -> None:
         self._optimizer, self._group, self._pieces = optimizer, group, pieces
         self._values, self._gradient = values, gradient
+        self._is_whole = False  # whether the copy steps on the whole buffer
         self._copy = twin_optimizer(optimizer, [dict(optimizer.param_groups[group])], {})
         self.read_states()
 
     def copy_hyperparameters(self) -> None:
-        """Copies the current hyper-parameters of the user's optimizer."""
+        """Copies the current hyper-parameters of the user's optimizer, on which the next step depends."""
         self.set_hyperparameters(self._optimizer.param_groups[self._group])
 
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
@@ -134,11 +123,7 @@ class BucketUpdate:
         self._set_states(loaded)
 
     def apply(self, present: Sequence[bool]) -> None:
-        """Steps the copy on the pieces whose gradient is ``present``, by index of the parameter.
-
-        Raises:
-            RuntimeError: the optimizer keeps state in its parameter groups, where copies cannot share it.
-        """
+        """Steps the copy on the pieces whose gradient is ``present``, by index of the parameter."""
         before = self._hyperparameters()
         if self._is_whole and all(present[piece.index] for piece in self._pieces):
             assert self._values is not None
@@ -159,7 +144,7 @@ class BucketUpdate:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Context manager whose steps are undone at its end, to the last bit."""
+        """Context manager at whose end its steps are undone, to the last bit."""
         stepped = list(self._copy.param_groups[0]["params"])
         was_whole = self._is_whole
         values = [(tensor, tensor.clone()) for tensor in stepped]

@@ -1,24 +1,97 @@
-"""In which order gradients become ready and weights are needed."""
+"""In which order, and when, gradients become ready and weights are needed."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.parameters import modules_with_parameters
-from lightning_pipesync.methods.gradients.step_times import StepTimes
 
 CPU = torch.device("cpu")
 
+#: The first step allocates memory and does not count; then so many are measured.
+WARM_UP, MEASURED = 1, 3
 
-class ExecutionOrder:
-    """Observes in which order gradients become ready and weights are needed.
+
+class StepTimes:
+    """Measures some steps after :meth:`begin`; before and afterwards it costs nothing.
 
     Attributes:
-        modules: those that register parameters themselves.
-        ready: ids of parameters in the order of their gradients.
-        needed: ids of parameters in the order of the forward pass.
-        times: when that was, in some steps.
+        measuring: whether the present step is measured; the same on all ranks.
+        ready: seconds from the first gradient of backward to that of a parameter, by the parameter's id.
+        needed: seconds of computation from the begin of forward until a parameter is needed, by its id. Both are
+            medians over the steps, and empty before these have been measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self.measuring = False
+        self.ready: dict[int, float] = {}
+        self.needed: dict[int, float] = {}
+        self._ready: list[dict[int, Moment]] = []  # for each step: by id of a parameter
+        self._forward: list[list[tuple[Moment, Moment, list[int]]]] = []  # begin and end of a wait, ids of parameters
+
+    def begin(self) -> None:
+        """Starts measuring."""
+        self.measuring = True
+        self._ready, self._forward = [{}], [[]]
+
+    def gradient_is_ready(self, parameter: Tensor) -> None:
+        """Notes that a parameter's gradient is ready; the last time in a backward pass counts."""
+        if self.measuring:
+            self._ready[-1][id(parameter)] = self._clock.now()
+
+    def now(self) -> Moment | None:
+        """Returns the present moment, while measuring."""
+        return self._clock.now() if self.measuring else None
+
+    def module_has_waited(self, module: nn.Module, since: Moment | None) -> None:
+        """Notes that a module, in its first run of a step, has its weights, for which it has waited since ``since``."""
+        if since is not None:
+            ids = [id(parameter) for parameter in module.parameters(recurse=False)]
+            self._forward[-1].append((since, self._clock.now(), ids))
+
+    def end_step(self) -> None:
+        """Ends a step: its backward pass, and the forward pass before. Computes the medians after the last step."""
+        if not self.measuring:
+            return
+        if len(self._ready) < WARM_UP + MEASURED:
+            self._ready.append({})
+            self._forward.append([])
+            return
+        self.measuring = False
+        self.ready = _medians([self._since_first(moments) for moments in self._ready[WARM_UP:] if moments])
+        self.needed = _medians([self._without_waits(waits) for waits in self._forward[WARM_UP:]])
+        self._ready, self._forward = [], []
+
+    def _since_first(self, moments: dict[int, Moment]) -> dict[int, float]:
+        first = next(iter(moments.values()))
+        return {key: self._clock.seconds_between(first, moment) for key, moment in moments.items()}
+
+    def _without_waits(self, waits: Sequence[tuple[Moment, Moment, list[int]]]) -> dict[int, float]:
+        needed: dict[int, float] = {}
+        waited = 0.0
+        for begin, end, ids in waits:
+            computed = self._clock.seconds_between(waits[0][0], begin) - waited
+            waited += self._clock.seconds_between(begin, end)
+            for key in ids:
+                needed.setdefault(key, computed)
+        return needed
+
+
+def _medians(steps: Sequence[dict[int, float]]) -> dict[int, float]:
+    keys = {key: None for step in steps for key in step}
+    return {key: median(step[key] for step in steps if key in step) for key in keys}
+
+
+class ExecutionOrder:
+    """Observes the order of gradients (``ready``) and of the forward pass (``needed``), by the ids of parameters.
+
+    ``modules`` are those that register parameters themselves.
     """
 
     def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
@@ -39,8 +112,7 @@ class ExecutionOrder:
     def used_elsewhere(self) -> list[Tensor]:
         """Parameters that may be read where no module that registers them runs.
 
-        These are parameters that had a gradient in a step in which no such module ran before, and parameters of which
-        no such module has ever run.
+        In some step no such module had run when their gradient was ready, or none has ever run.
         """
         return [*self._used_elsewhere.values(), *self._not_run.values()]
 

@@ -32,20 +32,12 @@ def slices_in_shard(shard: slice, places: Mapping[str, slice]) -> dict[str, slic
 def reshard(
     states: Mapping[str, Mapping[str, Any]], old: Sequence[Slices], new: Sequence[Slices], transport: Transport
 ) -> dict[str, dict[str, Any]]:
-    """Moves the state of parameters from the ranks that have the old slices to those that have the new ones.
+    """Moves the state of parameters from the ranks that have the ``old`` slices to those that have the ``new`` ones.
 
-    Where several ranks have the same values, these are the same before and after. A collective call.
-
-    Args:
-        states: for each of this rank's old slices, by the parameter's name, its state, by kind: 1-D tensors with a
-            value for each of the slice's, and others, which are the same on all ranks that have a slice of the
-            parameter.
-        old: for each rank, its old slices.
-        new: for each rank, its new slices.
-        transport: carries them.
-
-    Returns:
-        The states of this rank's new slices. The state of a slice that it had before is not copied.
+    A collective call. ``states`` are those of this rank's old slices, by parameter and kind: 1-D tensors with a value
+    for each of the slice's, and others, which are the same on all ranks that have a slice of the parameter. ``old`` and
+    ``new`` are the slices of each rank. Returns the states of this rank's new slices; that of an unchanged slice is not
+    copied.
     """
     if list(old) == list(new):
         return {name: dict(state) for name, state in states.items()}
@@ -61,8 +53,12 @@ def reshard(
     ]
     result = {name: dict(states[name]) for name in new[rank] if name in states and name not in changed[rank]}
     for name in changed[rank]:
-        result[name] = {kind: _placed(value, transport.device) for kind, value in merged[name].items()}
-    kinds = {(kind, dtype) for state in merged.values() for kind, dtype in state.items() if _is_dtype(dtype)}
+        result[name] = {
+            kind: value.on(transport.device) if isinstance(value, _Undivided) else value
+            for kind, value in merged[name].items()
+        }
+    entries = [entry for state in merged.values() for entry in state.items()]
+    kinds = {(kind, dtype) for kind, dtype in entries if isinstance(dtype, torch.dtype)}
     for kind, dtype in sorted(kinds, key=str):  # in the same order on all ranks
         having = {name for name, state in merged.items() if state.get(kind) is dtype}
         wanted = [{name: place for name, place in slices.items() if name in having} for slices in changed]
@@ -93,7 +89,7 @@ def _exchange(
     targets = {peer: _common(result, wanted[rank], old[peer]) for peer in range(transport.world_size)}
     sources = {peer: _common(values, old[rank], wanted[peer]) for peer in range(transport.world_size)}
     foreach_copy_(targets.pop(rank), sources.pop(rank))
-    received = {peer: torch.empty(_numel(tensors), dtype=dtype) for peer, tensors in targets.items() if tensors}
+    received = {peer: torch.empty(sum(map(torch.numel, t)), dtype=dtype) for peer, t in targets.items() if t}
     sent = {peer: torch.cat(tensors).cpu() for peer, tensors in sources.items() if tensors}
     handles = [transport.recv(buffer, peer) for peer, buffer in received.items()]
     handles += [transport.send(buffer, peer) for peer, buffer in sent.items()]
@@ -113,14 +109,6 @@ def _common(values: Mapping[str, Tensor], slices: Slices, other: Slices) -> list
         if start < stop:
             common.append(values[name][start - begin : stop - begin])
     return common
-
-
-def _numel(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
 
 
 def _described(state: Mapping[str, Any], place: slice) -> dict[str, Any]:
@@ -143,8 +131,6 @@ class _Undivided:
     tensor: Tensor
     on_device: bool
 
-
-def _placed(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, _Undivided):
-        return value
-    return value.tensor.to(device) if value.on_device else value.tensor
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the tensor, on this rank's ``device`` if it was on one."""
+        return self.tensor.to(device) if self.on_device else self.tensor

@@ -18,21 +18,14 @@ G = TypeVar("G")
 class Pipeline(Generic[G]):
     """The gradients in flight, oldest first, and when each is due.
 
-    Args:
-        staleness: k, by how many steps an update is later than its gradient.
-        warmup_steps: synchronous steps before the pipeline fills.
-
-    Attributes:
-        in_flight: gradients that were submitted and have not been retired.
-        num_steps: steps so far.
-        num_updates: updates so far.
-        staleness: by how many updates the gradient of the last update was late; less than k while the pipeline fills.
+    An update is ``staleness`` (k) steps later than its gradient, after ``warmup_steps`` synchronous steps.
     """
 
     def __init__(self, staleness: int, warmup_steps: int) -> None:
         self._max_in_flight, self._warmup_steps = staleness, warmup_steps
         self.in_flight: deque[G] = deque()
-        self.num_steps = self.num_updates = self.staleness = 0
+        self.num_steps = self.num_updates = 0
+        self.staleness = 0  # updates by which the gradient of the last one was late; less than k while it fills
 
     def submit(self, gradient: G) -> None:
         """Adds the gradient of this step (computation thread, line 10)."""
@@ -52,14 +45,10 @@ class Pipeline(Generic[G]):
         return self.in_flight.popleft()
 
     def count_update(self, num_updates: int) -> None:
-        """Counts an update (computation thread, line 5).
-
-        Args:
-            num_updates: updates that had been made when its gradient was computed.
-        """
+        """Counts an update (line 5), whose gradient was computed after ``num_updates`` updates."""
         self.staleness = self.num_updates - num_updates
         self.num_updates += 1
 
     def end_step(self) -> None:
-        """Ends a step, which was taken or skipped."""
+        """Ends a step, taken or skipped."""
         self.num_steps += 1

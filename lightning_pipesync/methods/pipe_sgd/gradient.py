@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,83 @@ from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.torch_private import foreach_norm
+from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.parameters import NamedParameter
+from lightning_pipesync.core.torch_private import foreach_mul_, foreach_norm
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, current
+from lightning_pipesync.methods.pipe_sgd.config import PipeSGDConfig
 from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
-from lightning_pipesync.methods.pipe_sgd.local_gradient import LocalGradient
+
+
+class LocalGradient:
+    """The unscaled gradient that this rank has computed, which predicts weights until the average is applied.
+
+    ``values`` are those of parameters, by id; None for zeros, as with ``delay_compensation="momentum"``. Empty if they
+    predict nothing.
+    """
+
+    def __init__(self, members: Sequence[NamedParameter], config: PipeSGDConfig) -> None:
+        self._members, self._config = members, config
+        self.values: dict[int, Tensor | None] = {}
+        self._norm = SquaredNorm([])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values are finite. Otherwise the average is not finite either, and predicts nothing."""
+        return math.isfinite(self._norm.item())
+
+    def keep(self, loss_scale: float, grad_is_reused: bool) -> None:
+        """Takes ``p.grad``, ``loss_scale`` times too large; copies it only if its memory will be written to."""
+        pairs = [(id(m.tensor), m.tensor.grad.detach()) for m in self._members if m.tensor.grad is not None]
+        if not self._config.keeps_local_gradients:
+            self.values = dict.fromkeys([key for key, _ in pairs])
+            return
+        gradients = [gradient.clone() if grad_is_reused else gradient for _, gradient in pairs]
+        if loss_scale != 1.0:
+            foreach_mul_(gradients, 1 / loss_scale)
+        self._set(dict(zip([key for key, _ in pairs], gradients, strict=True)))
+
+    def grad_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors whose ``grad`` is this gradient, for each of ``parameters`` that has values."""
+        found = [self.values.get(id(parameter)) for parameter in parameters]
+        gradients = [gradient for gradient in found if gradient is not None]
+        holders = [gradient.detach() for gradient in gradients]
+        for holder, gradient in zip(holders, gradients, strict=True):
+            holder.grad = gradient
+        return holders
+
+    def clear(self) -> None:
+        """Drops the values."""
+        self.values = {}
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Returns the values by name, on the CPU; None for zeros, and with ``checkpoint_own_gradients=False``."""
+        state: dict[str, Tensor | None] = {}
+        for member in self._members:
+            if id(member.tensor) in self.values:
+                gradient = self.values[id(member.tensor)]
+                saved = gradient is not None and self._config.checkpoint_own_gradients
+                state[member.name] = gradient.to("cpu", copy=True) if saved and gradient is not None else None
+        return state
+
+    def load_state_dict(
+        self, state: Mapping[str, Tensor | None], averages: Mapping[str, Tensor], loss_scale: float
+    ) -> None:
+        """Loads what :meth:`state_dict` returned; values that were not saved become those of the scaled averages."""
+        members = [member for member in self._members if member.name in state]
+        if not self._config.keeps_local_gradients:
+            self.values = dict.fromkeys([id(member.tensor) for member in members])
+            return
+        gradients = {}
+        for member in members:
+            values, average = state[member.name], averages[member.name] / loss_scale
+            gradients[id(member.tensor)] = average if values is None else values.to(average.device, copy=True)
+        self._set(gradients)
+
+    def _set(self, gradients: dict[int, Tensor]) -> None:
+        self.values = {**gradients}
+        self._norm = SquaredNorm(list(gradients.values()))
 
 
 class GradientInFlight:
@@ -23,18 +96,11 @@ class GradientInFlight:
 
     Most models use the same parameters at every step. So each rank sends one byte with the gradient: whether the mask
     of its parameters that have one differs from that of the last comparison. Ranks compare masks only if one differs.
-
-    Attributes:
-        buckets: hold it.
-        hyperparameters: of the optimizer when it was computed.
-        loss_scale: by which it is too large.
-        num_updates: how many updates had been made when it was computed.
-        local: what this rank has computed of it.
     """
 
-    hyperparameters: Hyperparameters
-    loss_scale: float
-    num_updates: int
+    hyperparameters: Hyperparameters  # of the optimizer when it was computed
+    loss_scale: float  # by which it is too large
+    num_updates: int  # that had been made when it was computed
 
     def __init__(self, layout: GradientLayout, transport: Transport) -> None:
         self._layout, self._transport = layout, transport
@@ -49,11 +115,7 @@ class GradientInFlight:
     def submit(self, optimizer: Optimizer, loss_scale: float, num_updates: int, grad_is_reused: bool) -> None:
         """Keeps what the update will need, once the all-reduces have started (Algorithm 1, lines 9 and 10).
 
-        Args:
-            optimizer: has the hyper-parameters of the update.
-            loss_scale: by which the gradient is too large.
-            num_updates: updates that have been made so far.
-            grad_is_reused: whether the memory of ``p.grad`` will be written to.
+        ``grad_is_reused``: whether the memory of ``p.grad`` will be written to.
         """
         self._present = [present for bucket in self.buckets for present in bucket.present]
         self._compared = self._layout.compared
@@ -67,11 +129,7 @@ class GradientInFlight:
                 bucket.gradients.pack(bucket.parameters)
 
     def wait(self) -> None:
-        """Waits until it is averaged (Algorithm 1, line 3); a collective call.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Waits until it is averaged (Algorithm 1, line 3); a collective call."""
         for bucket in self.buckets:
             bucket.wait()
         if self._differs is not None:
@@ -99,7 +157,7 @@ class GradientInFlight:
         return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in pairs)
 
     def is_finite(self) -> bool:
-        """Returns whether all values are."""
+        """Returns whether all values are finite."""
         return all(bool(torch.isfinite(bucket.gradients.flat).all()) for bucket in self.buckets)
 
     @torch.no_grad()

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, plan_buckets
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.feedback import ErrorFeedback
@@ -24,11 +22,9 @@ class GradientLayout:
     """How the gradients of some parameters are fused, step after step.
 
     Attributes:
-        config: the settings.
-        members: all parameters, bucket by bucket, in the order in which their gradients are expected.
-        index_of: by the id of a parameter the index of its bucket.
-        compared: which parameters, bucket by bucket, had a gradient when the ranks last compared: on this rank, on any.
-        feedback: the residuals of each piece of each bucket, which gradients of several steps share.
+        members: the parameters, bucket by bucket, in the order in which their gradients are expected.
+        index_of: the index of a parameter's bucket, by the parameter's id.
+        compared: by member, whether it had a gradient when the ranks last compared: on this rank, on any.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], config: PipeSGDConfig, transport: Transport) -> None:
@@ -51,7 +47,7 @@ class GradientLayout:
 
     @property
     def feedback(self) -> list[ErrorFeedback]:
-        """The residuals of each piece; empty without error feedback."""
+        """The residuals of each piece, which gradients of several steps share; empty without error feedback."""
         return [feedback for of_bucket in self._feedback for feedback in of_bucket if feedback is not None]
 
     def acquire_buckets(self) -> list[GradientBucket]:
@@ -68,11 +64,11 @@ class GradientLayout:
         self._free.append(buckets)
 
     def _new_buckets(self) -> list[GradientBucket]:
-        return [self._new_bucket([member.tensor for member in members]) for members in self._members_of]
-
-    def _new_bucket(self, parameters: Sequence[Tensor]) -> GradientBucket:
-        piece_numel = SHARD_OF_PIECE * self._transport.world_size // parameters[0].element_size()
-        return GradientBucket(parameters, self._transport, self.config.compression, piece_numel)
+        buckets = []
+        for tensors in ([member.tensor for member in members] for members in self._members_of):
+            piece_numel = SHARD_OF_PIECE * self._transport.world_size // tensors[0].element_size()
+            buckets.append(GradientBucket(tensors, self._transport, self.config.compression, piece_numel))
+        return buckets
 
 
 def _segments(parameters: Sequence[NamedParameter], number: int) -> list[list[NamedParameter]]:

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.comm_queue import CommQueue
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.core.torch_private import mark_stepped
-from lightning_pipesync.methods.gradients.backpipe import BackPipe
+from lightning_pipesync.methods.gradients.backpipe import BackPipe, BackPipePolicy
 from lightning_pipesync.methods.gradients.bucket import GradientBucket
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, in_use
 from lightning_pipesync.methods.method import parameters_of
@@ -24,34 +23,29 @@ from lightning_pipesync.methods.pipe_sgd.gradient import GradientInFlight
 from lightning_pipesync.methods.pipe_sgd.layout import GradientLayout
 from lightning_pipesync.methods.pipe_sgd.prediction import PredictedWeights, TrialStep
 from lightning_pipesync.methods.step import SCALER_RECIPE
+from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.methods.user_steps import StepGuard
 
 
-class GradientPipe:
+class GradientPipe(BackPipePolicy):
     """Submits the gradient of each step, and updates the weights by the gradient of ``staleness`` steps before.
 
-    Attributes:
-        optimizer: the user's.
-        index_of: by the id of a parameter the index of its bucket.
-        pipeline: the gradients in flight.
-        predicted: the weights after the updates in flight, if the settings predict them.
+    It is the policy of its :class:`BackPipe`, and has its buckets: those of the gradient whose all-reduce has started.
     """
 
     def __init__(
         self,
+        sync: SyncMethod,
         optimizer: Optimizer,
-        parameters: Sequence[NamedParameter],
-        config: PipeSGDConfig,
-        queue: CommQueue,
-        transport: Transport,
         guard: StepGuard,
-        may_start: Callable[[Tensor], bool],
+        parameters: Sequence[NamedParameter],
+        queue: CommQueue,
     ) -> None:
-        self.optimizer, self._config = optimizer, config
-        self._queue, self._transport = queue, transport
-        self._guard = guard
-        self.pipeline: Pipeline[GradientInFlight] = Pipeline(config.staleness, config.warmup_steps)
-        self._backpipe = BackPipe(self, queue, may_start, self._begin_gradient, on_outdated=_refuse_second_pass)
+        self.optimizer, self._guard, self._queue = optimizer, guard, queue
+        self._sync, self._transport = sync, sync.transport
+        self._config: PipeSGDConfig = sync.config
+        self.pipeline: Pipeline[GradientInFlight] = Pipeline(self._config.staleness, self._config.warmup_steps)
+        self._backpipe = BackPipe(self, queue, self)
         self._failed = False
         self._started: GradientInFlight | None = None  # the all-reduce of some of its buckets has started
         self._due: GradientInFlight | None = None  # about to be applied
@@ -63,6 +57,24 @@ class GradientPipe:
     def buckets(self) -> Sequence[GradientBucket]:
         """Those of the gradient whose all-reduce has started."""
         return [] if self._started is None else self._started.buckets
+
+    def may_start(self, parameter: Tensor) -> bool:
+        return self._sync.syncing
+
+    def before_first(self) -> None:
+        """Begins the gradient of this step."""
+        # A zero_grad() that sets gradients to zero keeps the views, and this step's gradient is added to them.
+        if self._in_grad is not None and not self._in_grad.is_in_grad():
+            self._in_grad.release()
+            self._in_grad = None
+        self._started = GradientInFlight(self._layout, self._transport)
+
+    def outdated(self) -> None:
+        raise RuntimeError(
+            "pipeline_level=2 has sent this gradient already, and a further backward pass changes it: put all backward "
+            "passes of a step but the last under no_sync() (in a LightningModule: "
+            "self.trainer.strategy.block_backward_sync()), or use pipeline_level=1."
+        )
 
     def use_predicted_weights(self) -> None:
         """Swaps in the weights after the updates in flight, as this rank predicts them."""
@@ -95,9 +107,6 @@ class GradientPipe:
         """Submits this step's gradient, and sets ``p.grad`` to the gradient that is about to be applied.
 
         In the first steps there is none: ``p.grad`` is then zero, and no update is made.
-
-        Raises:
-            RuntimeError: a peer is lost.
         """
         self._check()
         gradient = self._start_all()
@@ -117,8 +126,8 @@ class GradientPipe:
         """Context manager around the user's step, in which :meth:`apply` updates the weights.
 
         Raises:
-            RuntimeError: nothing did, and the gradient that was due is finite: a loss scaler that looks at this rank's
-                own gradient would have this rank alone skip the update.
+            RuntimeError: it did not, and the gradient that was due is finite: a loss scaler that looks at this rank's
+                gradient would make this rank alone skip the update.
         """
         self._check()
         try:
@@ -147,7 +156,7 @@ class GradientPipe:
         self._due = None
 
     def end_step(self) -> None:
-        """Ends a step, which was taken or skipped."""
+        """Ends a step, taken or skipped."""
         self._due = None
         self.pipeline.end_step()
 
@@ -196,14 +205,6 @@ class GradientPipe:
             self._backpipe.hook_gradients(parameter.tensor for parameter in parameters)
         self.predicted.names = {id(parameter.tensor): parameter.name for parameter in parameters}
 
-    def _begin_gradient(self) -> None:
-        """Begins the gradient of this step."""
-        # A zero_grad() that sets gradients to zero keeps the views, and this step's gradient is added to them.
-        if self._in_grad is not None and not self._in_grad.is_in_grad():
-            self._in_grad.release()
-            self._in_grad = None
-        self._started = GradientInFlight(self._layout, self._transport)
-
     def _start_all(self) -> GradientInFlight:
         """Starts the all-reduce of all segments of this step's gradient, and returns it."""
         self.send_all()
@@ -238,11 +239,3 @@ class GradientPipe:
         squared = gradient.squared_distance()
         largest = self._config.distance_constant / squared if squared else float("inf")
         return [{**group, "lr": min(group["lr"], largest)} for group in gradient.hyperparameters]
-
-
-def _refuse_second_pass() -> None:
-    raise RuntimeError(
-        "pipeline_level=2 has sent this gradient already, and a further backward pass changes it: put all backward "
-        "passes of a step but the last under no_sync() (in a LightningModule: "
-        "self.trainer.strategy.block_backward_sync()), or use pipeline_level=1."
-    )

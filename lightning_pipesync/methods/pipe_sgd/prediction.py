@@ -11,6 +11,7 @@ SpecTrain (Chen et al., Section 3.2) predicts from momentum alone, that is, with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_pipesync.core.buckets import MIB, Bucket
 from lightning_pipesync.core.torch_private import Probe, foreach_copy_, twin_optimizer, version
 from lightning_pipesync.methods.hyperparameters import Hyperparameters, copied, current
-from lightning_pipesync.methods.pipe_sgd.scratch import Scratch
 
 #: MiB of weights of a trial step: enough to keep an accelerator busy, and on a CPU so few that weights and copies stay
 #: in its cache.
@@ -40,13 +40,39 @@ FUSED_ON_CPU = (SGD, Adam, AdamW)
 _COMMON_ATTRIBUTES = frozenset(vars(Probe([torch.zeros(1)])))
 
 
+class Scratch:
+    """Copies of tensors, of at most ``kept_mb`` MiB each, in memory that is reused after :meth:`reset`.
+
+    A processor takes longer to map new memory than to fill it, and what was used last is still in its cache.
+    """
+
+    def __init__(self, kept_mb: float) -> None:
+        self._kept_bytes = kept_mb * MIB
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
+        self._taken: Counter[torch.dtype] = Counter()
+
+    def reset(self) -> None:
+        """Takes back the memory of all copies."""
+        self._taken.clear()
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Returns a copy, valid until :meth:`reset`; in new memory if it is large, or on an accelerator."""
+        if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.nbytes > self._kept_bytes:
+            return tensor.clone()
+        buffers, index = self._buffers.setdefault(tensor.dtype, []), self._taken[tensor.dtype]
+        self._taken[tensor.dtype] += 1
+        if index == len(buffers):
+            buffers.append(tensor.new_empty(0))
+        if buffers[index].numel() < tensor.numel():
+            buffers[index] = tensor.new_empty(tensor.numel())
+        return buffers[index][: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
 @dataclass(frozen=True)
 class TrialStep:
-    """Gradients and hyper-parameters of a trial step.
+    """Gradients, by the id of their parameter (None for zeros), and hyper-parameters of a trial step.
 
-    Attributes:
-        gradients: by the id of their parameter, None for zeros. Other parameters are not updated.
-        hyperparameters: learning rate and so on, by parameter group.
+    Other parameters are not updated.
     """
 
     gradients: Mapping[int, Tensor | None]
@@ -64,14 +90,12 @@ class PredictedWeights:
     """The predicted weights of one optimizer, swapped in for the true ones while a gradient is computed.
 
     A swap exchanges the data of parameters without a copy, and only of parameters that a trial step updates.
-
-    Args:
-        optimizer: the user's. One of ``torch.optim`` takes its trial steps block by block. Any other one takes them
-            as a whole, since it may use several parameters at once.
+    An optimizer of ``torch.optim`` takes its trial steps block by block. Any other one takes them as a whole, since it
+    may use several parameters at once.
 
     Attributes:
         in_use: whether the parameters hold the predicted weights.
-        names: of the parameters, by id.
+        names: the names of parameters, by id.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -90,14 +114,7 @@ class PredictedWeights:
         self._known = False
 
     def use(self, steps: Sequence[TrialStep]) -> None:
-        """Swaps in the weights after ``steps``.
-
-        Args:
-            steps: the trial steps; ignored except by the first call after :meth:`forget`.
-
-        Raises:
-            RuntimeError: the optimizer cannot step copies of its parameters.
-        """
+        """Swaps in the weights after ``steps``, which count in the first call after :meth:`forget` only."""
         if self.in_use or not steps:
             return
         if not self._known:
@@ -117,11 +134,8 @@ class PredictedWeights:
     def restore(self, check: bool = True) -> None:
         """Swaps the true weights back in.
 
-        Args:
-            check: whether to check that nothing was written to the predicted weights.
-
         Raises:
-            RuntimeError: something was, and would be lost.
+            RuntimeError: with ``check``, something was written to the predicted weights, which would be lost.
         """
         if not self.in_use:
             return
@@ -240,13 +254,9 @@ def takes_fused_steps(
 ) -> bool:
     """Returns whether trial steps on a CPU are torch's fused ones: one pass over memory instead of up to six.
 
-    They round otherwise than the optimizer's own steps, which stay as the user has chosen them. They ignore strides,
-    and that of SGD needs the momentum of all parameters, or of none.
-
-    Args:
-        optimizer: the user's.
-        parameters: what is updated.
-        gradients: of each step, by the id of their parameter.
+    They round in another way than the optimizer's own steps, which stay as the user has chosen them. They ignore
+    strides, and that of SGD needs the momentum of all parameters, or of none. ``gradients`` are those of each step, by
+    the id of their parameter.
     """
     states = [optimizer.state.get(parameter) for parameter in parameters]
     used = [step.get(id(parameter)) for step in gradients for parameter in parameters]

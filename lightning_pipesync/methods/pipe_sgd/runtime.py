@@ -56,15 +56,8 @@ class PipeSGD(SyncMethod):
     def _attach(self, parameters: Sequence[NamedParameter]) -> None:
         self._queue = CommQueue("pipesync-pipe-sgd", self.transport.device, self.transport.traffic)
 
-        def may_start(_: Tensor) -> bool:
-            return self.syncing
-
-        self._pipes = [
-            GradientPipe(optimizer, of_optimizer, self.config, self._queue, self.transport, guard, may_start)
-            for optimizer, of_optimizer, guard in zip(
-                self.optimizers, self._by_optimizer(parameters), self.user_steps.guards, strict=True
-            )
-        ]
+        rows = zip(self.optimizers, self.user_steps.guards, self._by_optimizer(parameters), strict=True)
+        self._pipes = [GradientPipe(self, *row, self._queue) for row in rows]
         self._prediction = PredictionHooks(self._module, self._pipes, self.config.predicts, lambda: self.flushed)
         self._flushed_pipes: list[GradientPipe] = []  # their predicted weights were in use at a flush
 

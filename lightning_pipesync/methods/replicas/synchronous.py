@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_pipesync.core.comm.comm_queue import CommQueue, Queued
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.methods.gradients.backpipe import MISSING, OUTDATED, BackPipe
+from lightning_pipesync.methods.gradients.backpipe import MISSING, OUTDATED, BackPipe, BackPipePolicy
 from lightning_pipesync.methods.gradients.bucket import GradientBuckets
 from lightning_pipesync.methods.method import parameters_of
 from lightning_pipesync.methods.replicas.flags import check_flags, exchange_flags
@@ -19,7 +19,7 @@ from lightning_pipesync.methods.replicas.flags import check_flags, exchange_flag
 CLOSE_S = 1.0
 
 
-class SynchronousGradients:
+class SynchronousGradients(BackPipePolicy):
     """Averages the gradients of an optimizer in each step, as DDP does: buckets start under the backward pass.
 
     Before the first all-reduce of a pass the ranks exchange flags. So a rank that does something else meanwhile is
@@ -47,13 +47,8 @@ class SynchronousGradients:
         ready_order = list(reversed(buckets))  # the last layers' gradients are ready first
         self._gradients = GradientBuckets(ready_order, self._row or transport)
         self._queue = CommQueue("pipesync-gradients", transport.device, transport.traffic)
-        self._backpipe = BackPipe(
-            self._gradients,
-            self._queue,
-            may_start=starts_in_pass,
-            before_pass=lambda: self._exchange(0),
-            after=lambda index: self._gradients.buckets[index].note_gradients(),
-        )
+        self._starts_in_pass = starts_in_pass
+        self._backpipe = BackPipe(self._gradients, self._queue, self)
         if starts_in_pass is not None:
             self._backpipe.hook_gradients(tensor for bucket in ready_order for tensor in bucket)
 
@@ -72,7 +67,7 @@ class SynchronousGradients:
                 f"{type(self._optimizer).__name__} has got further parameters, whose gradients are not averaged: set "
                 f"{'warmup_steps=0' if self._row is None else 'ranks_per_replica=1'}, or add them before the training."
             )
-        flags = self._backpipe.finish(self._exchange, outdated=self._were_written)
+        flags = self._backpipe.finish(self._exchange)
         self._forget_gradients()
         if flags & MISSING:
             self._gradients.add_missing()
@@ -89,7 +84,16 @@ class SynchronousGradients:
         self._backpipe.remove_hooks()
         self._queue.close(CLOSE_S)
 
-    def _were_written(self) -> bool:
+    def may_start(self, parameter: Tensor) -> bool:
+        return self._starts_in_pass is not None and self._starts_in_pass(parameter)
+
+    def before_first(self) -> Queued[list[int]]:
+        return self._exchange(0)
+
+    def started(self, index: int) -> None:
+        self._gradients.buckets[index].note_gradients()
+
+    def were_written(self) -> bool:
         """Whether a further backward pass has changed a gradient, or the user's loop, which may until it steps."""
         return any(bucket.written() is not None for bucket in self._gradients.buckets)
 

@@ -17,12 +17,7 @@ SMALLEST, LARGEST, FACTOR, IN_A_ROW, ROUNDS = 2**14, 2**20, 4, 4, 3
 
 
 def measure_link(transport: Transport, buckets: Sequence[int]) -> LinkCost:
-    """Returns the cost of the network, from a few all-gathers in a row; a collective call.
-
-    Args:
-        transport: carries them.
-        buckets: the sizes that matter, in bytes.
-    """
+    """Returns the cost of the network, from a few all-gathers of the size of ``buckets`` (bytes); collective."""
     clock = Clock(transport.device)
     smaller = 4 * round(min(LARGEST, max(SMALLEST, mean(buckets))) / 4)
     sizes = [smaller, FACTOR * smaller]

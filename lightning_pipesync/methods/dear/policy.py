@@ -1,0 +1,45 @@
+"""When DeAR's collectives start under the backward pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_pipesync.core.comm.comm_queue import CommQueue
+from lightning_pipesync.methods.dear.bucket import FusedBucket
+from lightning_pipesync.methods.dear.eager import EagerGathers
+from lightning_pipesync.methods.dear.tuner import FusionTuner
+from lightning_pipesync.methods.gradients.backpipe import BackPipePolicy
+from lightning_pipesync.methods.gradients.execution_order import ExecutionOrder
+from lightning_pipesync.methods.gradients.feedpipe import FeedPipe
+from lightning_pipesync.methods.sync_method import SyncMethod
+
+
+class DeARPolicy(BackPipePolicy):
+    """Reduce-scatters start in passes that synchronize; early all-gathers follow them."""
+
+    def __init__(
+        self,
+        sync: SyncMethod,
+        order: ExecutionOrder,
+        tuner: FusionTuner,
+        early: EagerGathers,
+        queue: CommQueue,
+        feedpipe: FeedPipe[FusedBucket],
+    ) -> None:
+        self._sync, self._order, self._tuner = sync, order, tuner
+        self._early, self._queue, self._feedpipe = early, queue, feedpipe
+
+    def may_start(self, parameter: Tensor) -> bool:
+        """See the base class; observes the order of gradients, too."""
+        if not self._sync.syncing:
+            return False
+        self._order.gradient_is_ready(parameter)
+        return not self._tuner.change_due  # new buckets come after this pass
+
+    def before_first(self) -> None:
+        """Blocks until no communication is in flight and all weights are up to date."""
+        self._queue.wait_all()
+        self._feedpipe.wait()
+
+    def started(self, index: int) -> None:
+        self._early.start_after(index, self._queue)
