@@ -23,7 +23,7 @@ from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.cost import LinkCost
 from lightning_pipesync.core.layer_limits import LayerTimes
 from lightning_pipesync.core.work import Profile
-from lightning_pipesync.lab.bench import step_report, timeline
+from lightning_pipesync.lab.bench import job, step_report, timeline
 from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.collectives import tables_of
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
@@ -282,6 +282,14 @@ def test_the_command_for_timelines(tmp_path: Path) -> None:
     first = in_turns.index("reduce-scatter")  # before it may be what the step before has left in flight
     assert in_turns[first : first + 3] == ["reduce-scatter", "all-gather", "reduce-scatter"]
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:
+    """Otherwise a rank that is early may connect to itself there, and rank 0 could not open its store."""
+    lines: list[str] = []
+    script = "import os, socket; socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])))"
+    assert job._run_here([sys.executable, "-S", "-c", script], 1, lambda _, line: lines.append(line)) == 1
+    assert "Address already in use" in lines[-1]
 
 
 def test_under_a_launcher(tmp_path: Path) -> None:

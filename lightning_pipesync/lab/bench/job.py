@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from lightning_pipesync.lab import netlab
 from lightning_pipesync.lab.bench.worker import PROGRESS, Measure, run_rank, words_for
@@ -80,11 +81,12 @@ def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[s
 def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
     """Runs ``command`` as ``num_ranks`` ranks on this machine; returns the first exit status that is not 0, else 0.
 
-    When one has ended, the others are killed after :data:`GRACE_S`.
+    When one has ended, the others are killed after :data:`GRACE_S`. The store is in this process, as under torchrun: the
+    port of a store that rank 0 is yet to open could be taken, by a rank that connects to it from the same port at that.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_ranks)}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     ranks = [
         subprocess.Popen(
             command,
