@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,10 @@ from torch import Tensor
 
 from tests.fuzz.methods import Check
 from tests.fuzz.training import Seen
+
+if TYPE_CHECKING:
+    from tests.fuzz.configuration import Configuration
+    from tests.fuzz.pipelines import Pipeline
 
 #: Of float64, where sums are made in another order; Adam and its like make some rounding errors larger.
 TOLERANCE = 1e-6
@@ -35,23 +39,7 @@ class Outcome:
     problem: str = ""
 
 
-class Judged(Protocol):
-    """What was drawn; see ``Configuration``."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def double(self) -> bool: ...
-    @property
-    def refused(self) -> tuple[str, ...]: ...
-    @property
-    def may_be_refused(self) -> tuple[str, ...]: ...
-    @property
-    def check(self) -> Check: ...
-    def is_agreed(self, name: str) -> bool: ...
-
-
-def judge(drawn: Judged, train: Callable[[], Seen], expected: Callable[[], Seen]) -> Outcome:
+def judge(drawn: Configuration | Pipeline, train: Callable[[], Seen], expected: Callable[[], Seen]) -> Outcome:
     """Trains, and compares what each rank has seen with what was expected and with rank 0; a collective call."""
     seen, error = _attempt(train)
     errors = _gathered(error)
@@ -95,7 +83,7 @@ def _is_clear(error: tuple[str, str, str], words: tuple[str, ...]) -> bool:
     return error[0] in ("ValueError", "RuntimeError") and any(one in error[1] for one in words)
 
 
-def _failed(drawn: Judged, problems: list[str | None]) -> Outcome:
+def _failed(drawn: Configuration | Pipeline, problems: list[str | None]) -> Outcome:
     by_rank = "\n".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
     return Outcome(drawn.seed, FAILED, f"{drawn}\n{by_rank}")
 

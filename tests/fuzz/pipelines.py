@@ -180,9 +180,12 @@ class Loop:
         self.versions = [_copies(self.master)]
 
     def train(self, index: int) -> None:
-        {"ea_pipe": self._elastic, "gpipe": self._synchronous, "1f1b": self._synchronous}.get(
-            self.algorithm, self._stashed
-        )(index)
+        if self.algorithm == "ea_pipe":
+            self._elastic(index)
+        elif self.algorithm in _SYNCHRONOUS:
+            self._synchronous(index)
+        else:
+            self._stashed(index)
         self.step += 1
 
     def _elastic(self, index: int) -> None:
@@ -202,9 +205,9 @@ class Loop:
     def _stashed(self, index: int) -> None:
         """PipeDream: with vertical sync all stages see the weights of N updates before, else later ones less old."""
         number, seen = self.pipeline.world_size, copy.deepcopy(self.master)
-        of_version = [self._stage_of(name) if self.algorithm == "weight_stashing" else 0 for name, _ in _named(seen)]
         with torch.no_grad():
-            for position, (p, stage) in enumerate(zip(seen.parameters(), of_version, strict=True)):
+            for position, (name, p) in enumerate(seen.named_parameters()):
+                stage = self._stage_of(name) if self.algorithm == "weight_stashing" else 0
                 p.copy_(self.versions[max(0, self.step + 1 - number + stage)][position])
         self._backward(seen, index)
         for p, stashed in zip(self.master.parameters(), seen.parameters(), strict=True):
@@ -256,10 +259,6 @@ class Loop:
 
 def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
 
 
 def _copies(model: nn.Module) -> list[Tensor]:

@@ -23,12 +23,8 @@ class Rank(Worker):
     """This rank, with the method."""
 
     def __init__(self, configuration: Configuration) -> None:
-        super().__init__(configuration)
         self.rank = dist.get_rank()
-        self.replica = Replica(configuration, self.rank)
-        self.seen = {self.rank: {}}
-        self.replica.pretrain()
-        self.name = configuration.method
+        super().__init__(configuration, [self.rank])
         if self.rank and not configuration.pretrained_steps:  # rank 0's weights count
             with torch.no_grad():
                 for p in self.replica.model.parameters():
@@ -40,8 +36,8 @@ class Rank(Worker):
         return METHODS[method].type(self.replica.model, self.replica.optimizers, timeout_s=TIMEOUT_S, **settings)
 
     @property
-    def replicas(self) -> list[Replica]:
-        return [self.replica]
+    def replica(self) -> Replica:
+        return self.replicas[0]
 
     def passes(self, step: int) -> None:
         for micro in range(self.configuration.accumulate):
@@ -95,17 +91,15 @@ class Rank(Worker):
         self.sync.detach()
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        self.replica = new = Replica(self.configuration, self.rank)
+        self.replicas = [new := Replica(self.configuration, self.rank)]
         for p, old_p in zip(new.model.parameters(), old.model.parameters(), strict=True):
             p.requires_grad_(old_p.requires_grad)  # a layer that has thawed
         self.sync = self.attach(self.name, self.settings)
         new.model.load_state_dict(saved["model"])
-        for optimizer, of_optimizer in zip(new.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(of_optimizer)
-        for scheduler, of_scheduler in zip(new.schedulers, saved["schedulers"], strict=True):
-            scheduler.load_state_dict(of_scheduler)
-        if new.scaler is not None:
-            new.scaler.load_state_dict(saved["scaler"])
+        saved_ones = [*saved["optimizers"], *saved["schedulers"], *([saved["scaler"]] if new.scaler else [])]
+        resumed = [*new.optimizers, *new.schedulers, *([new.scaler] if new.scaler else [])]
+        for one, of_one in zip(resumed, saved_ones, strict=True):
+            one.load_state_dict(of_one)
         self.sync.load_state_dict(saved["pipesync"])
 
     def reattach(self, method: str, settings: Settings) -> None:

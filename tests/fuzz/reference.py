@@ -52,12 +52,6 @@ class Rule:
         """The parameters of an optimizer; of each the ranks' own."""
         return [list(own) for own in zip(*map(parameters_of, self.optimizers(index)), strict=True)]
 
-    def before_passes(self) -> None:
-        """Sets the weights at which gradients are computed."""
-
-    def after_passes(self) -> None:
-        """Restores the weights."""
-
     def reduce(self, index: int) -> bool:
         """Sets the gradients that are about to be clipped and applied; returns whether there is an update."""
         average_gradients(self.together(index))
@@ -263,63 +257,53 @@ class Reference(Worker):
     def __init__(
         self, configuration: Configuration, rules: dict[str, Callable[[list[Replica], Settings], Rule]]
     ) -> None:
-        super().__init__(configuration)
-        self._replicas = [Replica(configuration, rank) for rank in range(configuration.world_size)]
-        self.seen = {replica.rank: {} for replica in self._replicas}
-        for replica in self._replicas:
-            replica.pretrain()
+        super().__init__(configuration, range(configuration.world_size))
         self._rules = rules
-        self._rule = rules[configuration.method](self._replicas, configuration.settings)
+        self._rule = rules[configuration.method](self.replicas, configuration.settings)
         self._undo: Callable[[], None] = lambda: None
-
-    @property
-    def replicas(self) -> list[Replica]:
-        return self._replicas
 
     def passes(self, step: int) -> None:
         self._undo = lambda: None  # what was flushed, and not resumed, is what training goes on from
-        self._rule.before_passes()
         stopped: Exception | None = None
-        for replica in self._replicas:
+        for replica in self.replicas:
             try:
                 for micro in range(self.configuration.accumulate):
                     replica.backward(step, micro)
             except Exception as error:
                 stopped = error
-        self._rule.after_passes()
         if stopped is not None:
             raise stopped
 
     def reduce(self) -> None:
-        for index in range(len(self._replicas[0].optimizers)):
+        for index in range(len(self.replicas[0].optimizers)):
             self._reduce(index)
             self._rule.skip(index)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.forget_unscaling()
 
     def _reduce(self, index: int) -> bool:
         updates = self._rule.reduce(index)
-        for replica in self._replicas:
+        for replica in self.replicas:
             if not updates:
                 for p in parameters_of(replica.optimizers[index]):
                     p.grad = None if p.grad is None else torch.zeros_like(p)
             if replica.scaler is not None:
                 replica.scaler.unscale_(replica.optimizers[index])
         self._rule.measure(index)
-        for replica in self._replicas:
+        for replica in self.replicas:
             if replica.scaler is not None:
                 tell_overflow(replica.scaler, replica.optimizers[index])
         return updates
 
     def update(self) -> None:
-        for index in range(len(self._replicas[0].optimizers)):
+        for index in range(len(self.replicas[0].optimizers)):
             updates = self._reduce(index)
-            for replica in self._replicas if updates else []:
+            for replica in self.replicas if updates else []:
                 optimizer = replica.optimizers[index]
                 replica.clip(optimizer)
                 optimizer.step() if replica.scaler is None else replica.scaler.step(optimizer)
             self._rule.step(index)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.end_step()
 
     def flush(self) -> None:
@@ -331,12 +315,12 @@ class Reference(Worker):
         self._undo = lambda: None
 
     def optimizer_states(self) -> list[list[Any]]:
-        return [[copy.deepcopy(one.state_dict()) for one in replica.optimizers] for replica in self._replicas]
+        return [[copy.deepcopy(one.state_dict()) for one in replica.optimizers] for replica in self.replicas]
 
     def start_anew(self) -> None:
         self.flush()
         self.resume()
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.model.zero_grad()  # a new model has no gradients
             replica.load_states(copy.deepcopy(replica.states()))  # PyTorch may give a state another dtype then
 
@@ -344,7 +328,7 @@ class Reference(Worker):
         self.flush()
         self._undo = lambda: None
         if isinstance(self._rule, Replicated):
-            shared = copy.deepcopy(self._replicas[0].states())
-            for replica in self._replicas:
+            shared = copy.deepcopy(self.replicas[0].states())
+            for replica in self.replicas:
                 replica.load_states(copy.deepcopy(shared))
-        self._rule = self._rules[method](self._replicas, settings)
+        self._rule = self._rules[method](self.replicas, settings)

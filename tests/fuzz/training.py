@@ -6,7 +6,7 @@ To add an event, write a function of a worker and a step and give it a line in `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -126,14 +126,12 @@ class Worker(ABC):
         seen: by rank what is compared: weights, outputs and states, by moment.
     """
 
-    seen: dict[int, Seen]
-
-    def __init__(self, configuration: Configuration) -> None:
+    def __init__(self, configuration: Configuration, ranks: Iterable[int]) -> None:
         self.configuration = configuration
-
-    @property
-    @abstractmethod
-    def replicas(self) -> list[Replica]: ...
+        self.replicas = [Replica(configuration, rank) for rank in ranks]
+        self.seen: dict[int, Seen] = {replica.rank: {} for replica in self.replicas}
+        for replica in self.replicas:
+            replica.pretrain()
 
     @abstractmethod
     def passes(self, step: int) -> None:
@@ -222,8 +220,7 @@ def train(worker: Worker) -> None:
 
 
 def flush_and_resume(worker: Worker, step: int) -> None:
-    worker.flush()
-    worker.see(f"flush {step}")
+    flush_alone(worker, step)
     worker.resume()
 
 
@@ -239,14 +236,6 @@ def flush_alone(worker: Worker, step: int) -> None:
     """The training goes on from the consolidated weights."""
     worker.flush()
     worker.see(f"flush {step}")
-
-
-def evaluate(worker: Worker, step: int) -> None:
-    worker.see_output(f"step {step}", step)
-
-
-def see_states(worker: Worker, step: int) -> None:
-    worker.see_states(f"step {step}")
 
 
 def skip(worker: Worker, step: int) -> None:
@@ -282,10 +271,6 @@ def load_optimizer(worker: Worker, step: int) -> None:
             optimizer.load_state_dict(state)
 
 
-def resume_from_checkpoint(worker: Worker, step: int) -> None:
-    worker.start_anew()
-
-
 def reattach(worker: Worker, step: int) -> None:
     assert worker.configuration.then is not None
     worker.reattach(*worker.configuration.then)
@@ -296,8 +281,8 @@ EVENTS: dict[str, Callable[[Worker, int], None]] = {
     "flush and resume": flush_and_resume,
     "flush twice": flush_twice,
     "flush": flush_alone,
-    "evaluate": evaluate,
-    "optimizer states": see_states,
+    "evaluate": lambda worker, step: worker.see_output(f"step {step}", step),
+    "optimizer states": lambda worker, step: worker.see_states(f"step {step}"),
     "skip": skip,
     "skip reduced": skip_reduced,
     "flush within a step": flush_within_a_step,
@@ -305,6 +290,6 @@ EVENTS: dict[str, Callable[[Worker, int], None]] = {
     "raise in backward": lambda worker, step: worker.stop_in("backward", 70 + step),
     "load weights": load_weights,
     "load optimizer": load_optimizer,
-    "checkpoint": resume_from_checkpoint,
+    "checkpoint": lambda worker, step: worker.start_anew(),
     "reattach": reattach,
 }
