@@ -6,8 +6,9 @@ backward pass may differ from those of the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,3 +136,24 @@ def one_version(
         )
         versions.append(copied(weights))
     return weights
+
+
+def reference_of(
+    settings: Mapping[str, Any],
+    initial: Weights,
+    make_optimizer: MakeOptimizer,
+    batches: Sequence[Batch],
+    stage_of: Sequence[int],
+    smoothing: float,
+) -> Weights:
+    """Trains by the algorithm of an engine's settings; ``smoothing`` is SpecTrain's."""
+    known = dict(settings)
+    algorithm, num_stages = known.pop("algorithm", "ea_pipe"), max(stage_of) + 1
+    if algorithm == "ea_pipe":
+        tau = known.pop("period", 1)
+        return ea_pipe(initial, make_optimizer, batches, num_stages, sync_period=tau, **known)
+    if algorithm == "pipedream":
+        return pipedream(initial, make_optimizer, batches, num_stages)
+    if algorithm == "weight_stashing":
+        return weight_stashing(initial, make_optimizer, batches, stage_of)
+    return one_version(initial, make_optimizer, batches, stage_of, smoothing if algorithm == "spectrain" else None)

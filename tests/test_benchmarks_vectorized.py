@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch.optim import SGD
 from benchmarks.vectorized import Dense, trainings_of
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.methods.ea_pipe import EAPipeConfig
-from tests.reference_ea_pipe import Weights, ea_pipe, one_version, pipedream, weight_stashing
+from tests.reference_ea_pipe import Weights, reference_of
 
-WIDTHS, STAGE_OF, STAGES, STEPS, SAMPLES = (6, 9, 8, 7, 8, 3), [0, 0, 1, 2, 2], 3, 24, 4
+WIDTHS, STAGE_OF, STEPS, SAMPLES = (6, 9, 8, 7, 8, 3), [0, 0, 1, 2, 2], 24, 4
 #: Settings, momentum and weight decay.
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
     "ea_pipe": ({"elastic_force": 0.3}, 0.0, 1e-3),
@@ -38,32 +39,17 @@ def weights_of(seed: int) -> Weights:
 
 def batches_of(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(SAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64),
-            torch.randint(WIDTHS[-1], (SAMPLES,), generator=generator),
-        )
-        for _ in range(STEPS)
-    ]
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(SAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64)
+        return x, torch.randint(WIDTHS[-1], (SAMPLES,), generator=generator)
+
+    return [draw() for _ in range(STEPS)]
 
 
 def expected(settings: dict[str, Any], momentum: float, decay: float, seed: int, rate: float) -> Weights:
-    known = dict(settings)
-    algorithm = known.pop("algorithm", "ea_pipe")
-    tau = known.pop("period", 1)
-    start, batches = weights_of(seed), batches_of(seed)
-
-    def optimizer(weights: Weights) -> SGD:
-        return SGD(weights, rate, momentum=momentum, weight_decay=decay)
-
-    if algorithm == "ea_pipe":
-        return ea_pipe(start, optimizer, batches, STAGES, sync_period=tau, **known)
-    if algorithm == "pipedream":
-        return pipedream(start, optimizer, batches, STAGES)
-    if algorithm == "weight_stashing":
-        return weight_stashing(start, optimizer, batches, STAGE_OF)
-    smoothing = {"naive": None, "spectrain": 0.0 if momentum else 0.9}[algorithm]
-    return one_version(start, optimizer, batches, STAGE_OF, smoothing)
+    make = partial(SGD, lr=rate, momentum=momentum, weight_decay=decay)
+    return reference_of(settings, weights_of(seed), make, batches_of(seed), STAGE_OF, 0.0 if momentum else 0.9)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipesync import EAPipe
 from tests.ea_pipe_runs import CUTS, OPTIMIZERS, assert_equal, engine_on, layers
 from tests.harness import launch
 from tests.models import batch
-from tests.reference_ea_pipe import Weights, ea_pipe, one_version, pipedream, weight_stashing
+from tests.reference_ea_pipe import Weights, reference_of
 
 STEPS = 21
 #: The stage of each Linear, by the number of stages.
@@ -39,9 +38,7 @@ ON_PROCESSES = ("tau=2", "adam", "more replicas", "pipedream", "weight stashing"
 def train(optimizer_name: str, settings: dict[str, Any], virtual_stages: int | None = None) -> dict[str, Any]:
     """The losses, where the last stage is, and the master's weights."""
     model = layers(seed=0 if virtual_stages else torch.distributed.get_rank())  # rank 0's weights count
-    engine = EAPipe(
-        model, nn.functional.cross_entropy, OPTIMIZERS[optimizer_name], virtual_stages=virtual_stages, **settings
-    )
+    engine = engine_on(model, optimizer_name, virtual_stages=virtual_stages, **settings)
     losses = [engine.train_batch(batch(t, 0)) for t in range(STEPS)]
     engine.gather()
     engine.detach()
@@ -64,21 +61,10 @@ def virtual(case: str, num_stages: int) -> dict[str, Any]:
 
 
 def expected(case: str, num_stages: int) -> Weights:
-    optimizer_name, settings = CASES[case]
-    make_optimizer = OPTIMIZERS[optimizer_name]
-    known = dict(settings)
-    algorithm = known.pop("algorithm", "ea_pipe")
-    tau = known.pop("period", 1)
-    initial = [p.detach() for p in layers().parameters()]
-    batches = [batch(t, 0) for t in range(STEPS)]
-    if algorithm == "ea_pipe":
-        return ea_pipe(initial, make_optimizer, batches, num_stages, sync_period=tau, **known)
-    if algorithm == "pipedream":
-        return pipedream(initial, make_optimizer, batches, num_stages)
-    if algorithm == "weight_stashing":
-        return weight_stashing(initial, make_optimizer, batches, STAGE_OF[num_stages])
-    smoothing = {"naive": None, "spectrain": 0.9 if "smoothed" in case else 0.0}[algorithm]
-    return one_version(initial, make_optimizer, batches, STAGE_OF[num_stages], smoothing)
+    optimizer, settings = CASES[case]
+    initial, batches = [p.detach() for p in layers().parameters()], [batch(t, 0) for t in range(STEPS)]
+    smoothing = 0.9 if "smoothed" in case else 0.0
+    return reference_of(settings, initial, OPTIMIZERS[optimizer], batches, STAGE_OF[num_stages], smoothing)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
