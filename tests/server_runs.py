@@ -31,6 +31,11 @@ class ServedRun:
         time.sleep(random.Random().choice(pauses))
         self.sync.step()
 
+    def train(self, steps: Iterable[int], pauses: Sequence[float] = (0.0,)) -> None:
+        """Takes steps, if this rank is one that trains."""
+        for i in () if self.sync.only_serves else steps:
+            self.step(i, pauses)
+
     def finish(self, timeout_s: float = 10.0) -> dict[str, Tensor]:
         """Returns the weights after a flush."""
         self.sync.flush()

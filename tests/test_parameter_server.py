@@ -49,14 +49,30 @@ POLICIES: dict[str, dict[str, Any]] = {
     "one server": {"policy": "k_batch_async", "k": 2, "servers": 1},
     "two servers": {"policy": "k_async", "k": 2, "servers": 2},
 }
-#: By number of ranks and optimizer, the policies that are trained. On four ranks more gradients make an update.
+#: By number of ranks the optimizer, and the policies that are trained. On four ranks more gradients make an update.
 TRAINED = {
-    (3, "sgd"): tuple(POLICIES),
-    (4, "adamw"): (
-        *("sync", "k_sync", "k_batch_sync", "k_async", "n_softsync", "ssp", "two servers"),
-        *("dc_asgd, several", "distance, several", "predicted, by half"),
+    3: ("sgd", tuple(POLICIES)),
+    4: (
+        "adamw",
+        (
+            *("sync", "k_sync", "k_batch_sync", "k_async", "n_softsync", "ssp", "two servers"),
+            *("dc_asgd, several", "distance, several", "predicted, by half"),
+        ),
     ),
 }
+#: Number of ranks, optimizer and settings.
+DOWNPOUR: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "sgd", {"n_push": 1, "n_fetch": 1}),
+    (2, "adamw", {"n_push": 2, "n_fetch": 3, "servers": 1}),
+    (4, "adamw", {"n_push": 1, "n_fetch": 1}),
+    (4, "sgd", {"n_push": 3, "n_fetch": 1}),
+]
+#: And the elastic force.
+EASGD: list[tuple[int, str, dict[str, Any], float]] = [
+    (2, "sgd", {"period": 1}, 0.45),
+    (3, "adamw", {"period": 3, "servers": 1}, 0.3),
+    (4, "sgd", {"period": 2, "elastic_force": 0.5}, 0.5),
+]
 
 
 def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], dict[str, float]]:
@@ -89,16 +105,23 @@ def train(optimizer_name: str, settings: dict[str, Any]) -> tuple[list[Update], 
 
 
 @cache
-def trained(world_size: int, optimizer: str) -> Outcomes:
-    policies = TRAINED[world_size, optimizer]
-    return launch_cases({policy: partial(train, optimizer, POLICIES[policy]) for policy in policies}, world_size)
+def trained(world_size: int) -> Outcomes:
+    optimizer, policies = TRAINED.get(world_size, ("", ()))
+    cases: dict[Any, Any] = {policy: partial(train, optimizer, POLICIES[policy]) for policy in policies}
+    for number, name, given in DOWNPOUR:
+        if number == world_size:
+            cases["downpour", name] = partial(train, name, {"policy": "downpour", **given})
+    for number, name, given, _ in EASGD:
+        if number == world_size:
+            cases["easgd"] = partial(train, name, {"policy": "easgd", **given})
+    return launch_cases(cases, world_size)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "optimizer", "policy"), [(*key, policy) for key, policies in TRAINED.items() for policy in policies]
+    ("world_size", "policy"), [(number, policy) for number, (_, policies) in TRAINED.items() for policy in policies]
 )
-def test_the_log_explains_the_weights(world_size: int, optimizer: str, policy: str) -> None:
-    outcomes = trained(world_size, optimizer)[policy]
+def test_the_log_explains_the_weights(world_size: int, policy: str) -> None:
+    outcomes, optimizer = trained(world_size)[policy], TRAINED[world_size][0]
     log = outcomes[0][0]
     given = {name: POLICIES[policy].get(name, 0.0) for name in ("dc_lambda", "distance_bound")}
     versions = replay(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, **given)
@@ -110,15 +133,9 @@ def test_the_log_explains_the_weights(world_size: int, optimizer: str, policy: s
     check_log(policy, log, world_size)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "n_push", "n_fetch", "servers", "optimizer"),
-    [(2, 1, 1, None, "sgd"), (2, 2, 3, 1, "adamw"), (4, 1, 1, None, "adamw"), (4, 3, 1, None, "sgd")],
-)
-def test_the_log_explains_downpour(
-    world_size: int, n_push: int, n_fetch: int, servers: int | None, optimizer: str
-) -> None:
-    settings = {"policy": "downpour", "n_push": n_push, "n_fetch": n_fetch, "servers": servers}
-    outcomes = launch(train, world_size, optimizer, settings)
+@pytest.mark.parametrize(("world_size", "optimizer", "settings"), DOWNPOUR)
+def test_the_log_explains_downpour(world_size: int, optimizer: str, settings: dict[str, Any]) -> None:
+    outcomes, n_fetch = trained(world_size)["downpour", optimizer], settings["n_fetch"]
     log = outcomes[0][0]
     expected = state(replay_downpour(seeded_mlp(), OPTIMIZERS[optimizer], loss, log)[-1])
     assert_weights([weights for _, weights, _ in outcomes], expected)
@@ -131,18 +148,10 @@ def test_the_log_explains_downpour(
         assert {fetch.step % n_fetch for fetch in fetches} == {1 % n_fetch}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "given", "force", "optimizer"),
-    [
-        (2, {"period": 1}, 0.45, "sgd"),
-        (3, {"period": 3, "servers": 1}, 0.3, "adamw"),
-        (4, {"elastic_force": 0.5}, 0.5, "sgd"),
-    ],
-)
-def test_the_log_explains_easgd(world_size: int, given: dict[str, Any], force: float, optimizer: str) -> None:
+@pytest.mark.parametrize(("world_size", "optimizer", "settings", "force"), EASGD)
+def test_the_log_explains_easgd(world_size: int, optimizer: str, settings: dict[str, Any], force: float) -> None:
     """With momentum in the learners' optimizers it is EAMSGD."""
-    settings = {"policy": "easgd", "period": 2, **given}
-    outcomes = launch(train, world_size, optimizer, settings)
+    outcomes = trained(world_size)["easgd"]
     log = outcomes[0][0]
     expected = state(replay_easgd(seeded_mlp(), OPTIMIZERS[optimizer], loss, log, force)[-1])
     assert_weights([weights for _, weights, _ in outcomes], expected)
@@ -333,12 +342,12 @@ def train_from_a_work_queue(delay_s: float, num_workers: int) -> tuple[list[list
     return seen, updates
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_each_rank_takes_its_next_batch_from_the_queue(num_workers: int) -> None:
+def test_each_rank_takes_its_next_batch_from_the_queue() -> None:
     """Each sample once an epoch, more of them to the fast rank; in another order in the next epoch."""
-    (fast, updates), (slow, _) = launch(train_from_a_work_queue, 2, 0.1, num_workers)
-    everything = sorted(index for batch in (*fast, *slow) for index in batch)
-    assert everything == sorted([*range(50), *range(50)])
-    assert len(fast) > len(slow) > 0
-    assert updates == len(fast) + len(slow) == 2 * 13
-    assert len({tuple(batch) for batch in (*fast, *slow)}) == 2 * 13, "batches of the second epoch are other ones"
+    outcomes = launch_cases({workers: partial(train_from_a_work_queue, 0.1, workers) for workers in (0, 1)}, 2)
+    for (fast, updates), (slow, _) in (outcomes[0], outcomes[1]):
+        everything = sorted(index for batch in (*fast, *slow) for index in batch)
+        assert everything == sorted([*range(50), *range(50)])
+        assert len(fast) > len(slow) > 0
+        assert updates == len(fast) + len(slow) == 2 * 13
+        assert len({tuple(batch) for batch in (*fast, *slow)}) == 2 * 13, "batches of the second epoch are other ones"

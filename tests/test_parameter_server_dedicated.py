@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipesync import ParameterServer
 from lightning_pipesync.methods.servers.messages import Update
 from tests.case_table import Outcomes, launch_cases
-from tests.harness import DIED, launch, raised
+from tests.harness import DIED, assert_refused, launch, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp
 from tests.reference_parameter_server import replay, replay_downpour, replay_easgd
 from tests.server_runs import ServedRun, assert_weights
@@ -48,8 +48,7 @@ def train(settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], di
     sync = run.sync
     own: dict[str, Tensor] = {}
     for half in range(2):
-        for i in [] if sync.only_serves else range(half * STEPS // 2, (half + 1) * STEPS // 2):
-            run.step(i, [0.0, 0.01, 0.03])
+        run.train(range(half * STEPS // 2, (half + 1) * STEPS // 2), [0.0, 0.01, 0.03])
         own = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
         sync.flush()
         saved = sync.optimizer_state_dict(run.optimizer)
@@ -60,13 +59,8 @@ def train(settings: dict[str, Any]) -> tuple[list[Update], dict[str, Tensor], di
 
 @cache
 def trained(world_size: int, servers: int) -> Outcomes:
-    return launch_cases(
-        {
-            policy: partial(train, {**POLICIES[policy][0], "servers": servers})
-            for policy in TRAINED[world_size, servers]
-        },
-        world_size,
-    )
+    policies = TRAINED[world_size, servers]
+    return launch_cases({one: partial(train, {**POLICIES[one][0], "servers": servers}) for one in policies}, world_size)
 
 
 @pytest.mark.parametrize(
@@ -144,29 +138,22 @@ def test_a_dedicated_server_does_not_wait_for_ever_for_a_learner_that_has_ended(
 
 
 def step_and_refuse() -> list[tuple[str, str] | None]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    loader = DataLoader(TensorDataset(torch.arange(8)))
-    sync = ParameterServer(model, optimizer, servers=1, dedicated_servers=True, timeout_s=60)
-    loss(model, 0, 0).backward()
-    outcomes = [raised(sync.step) if sync.only_serves else None, raised(lambda: sync.prepare_train_loader(loader))]
-    sync.detach()
-    dist.barrier()
-    outcomes.append(raised(lambda: ParameterServer(model, optimizer, servers=2, dedicated_servers=True)))
-    dist.barrier()
-    outcomes.append(raised(lambda: ParameterServer(model, optimizer, servers=1, dedicated_servers=True, k=2)))
+    run, loader = ServedRun(**SERVES), DataLoader(TensorDataset(torch.arange(8)))
+    stepped = raised(lambda: run.step(0)) if run.sync.only_serves else None
+    outcomes = [stepped, raised(lambda: run.sync.prepare_train_loader(loader))]
+    run.sync.detach()
+    for settings in ({"servers": 2}, {"k": 2}):
+        dist.barrier()
+        outcomes.append(raised(lambda settings=settings: ServedRun(**{**SERVES, **settings})))
     dist.barrier()
     return outcomes
 
 
 def test_refusals() -> None:
+    texts = ["set partition='work_queue'", "leaves none of the 2 ranks to train", "more than the 1 learners"]
     for rank, (stepped, *refused) in enumerate(launch(step_and_refuse, 2)):
         assert rank == 1 or "Rank 0 only serves" in str(stepped)
-        texts = ["set partition='work_queue'", "leaves none of the 2 ranks to train", "more than the 1 learners"]
-        for outcome, words in zip(refused, texts, strict=True):
-            assert outcome is not None
-            assert outcome[0] == "ValueError"
-            assert words in outcome[1]
+        assert_refused(dict(zip(texts, refused, strict=True)))
 
 
 def test_somebody_has_to_train() -> None:
