@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import command
 from benchmarks.collectives import Collectives
 from benchmarks.push_pull import PushPull
 from lightning_pipesync.cli import main
@@ -28,6 +29,8 @@ from lightning_pipesync.lab.bench.bandwidth import measure_bandwidth
 from lightning_pipesync.lab.bench.collectives import tables_of
 from lightning_pipesync.lab.bench.round_robin import Timed, median_and_quartiles, time_round_robin
 from lightning_pipesync.lab.bench.step import predict_ddp
+from tests.bench_runs import assert_pictures, result_of
+from tests.case_table import launch_cases
 from tests.harness import launch
 
 ERRORS = ("alpha_error", "beta_error")
@@ -110,23 +113,21 @@ def test_what_the_all_reduce_predicts() -> None:
     assert "Predicted" not in tables_of({**result, "rows": [{**rows[0]}], "fits": []})
 
 
-def pushed_and_pulled(servers: int) -> tuple[list[float], int]:
+def numbers_sent(servers: int) -> int:
     transport = Transport()
     flat = torch.arange(6.0) * 10 ** dist.get_rank()
     exchange = PushPull(transport, flat.numel(), servers)
     exchange.push(flat)
     exchange.pull(flat)
-    sent = transport.traffic.bytes_sent["send"]
     transport.close()
-    return flat.tolist(), sent
+    assert flat.tolist() == [111.0 * i for i in range(6)]
+    return transport.traffic.bytes_sent["send"] // 4
 
 
-@pytest.mark.parametrize(("servers", "numbers_sent"), [(1, [12, 6, 6]), (2, [9, 9, 6]), (3, [8, 8, 8])])
-def test_a_push_and_a_pull_through_servers(servers: int, numbers_sent: list[int]) -> None:
+def test_a_push_and_a_pull_through_servers() -> None:
     """Three ranks get the sum; a server sends its shard to both others, and pushes what it does not serve itself."""
-    for (values, sent), number in zip(launch(pushed_and_pulled, 3, servers), numbers_sent, strict=True):
-        assert values == [111.0 * i for i in range(6)]
-        assert sent == 4 * number
+    sent = launch_cases({servers: partial(numbers_sent, servers) for servers in (1, 2, 3)}, 3)
+    assert [sent[servers] for servers in (1, 2, 3)] == [[12, 6, 6], [9, 9, 6], [8, 8, 8]]
 
 
 def test_ddp_is_predicted_bucket_by_bucket() -> None:
@@ -142,16 +143,9 @@ def test_ddp_is_predicted_bucket_by_bucket() -> None:
 def step_result() -> dict[str, Any]:
     cost = {"forward": 0.1, "backward": 0.2, "update": 0.0, "reduce_scatter": 0.15, "all_gather": 0.15}
     names = {"no communication": 0.304, "DDP, 1 MiB": 0.5, "DDP, 25 MiB": 0.4, "quick": 0.32}
+    shared = {"processor_seconds": [0.04, 0.05, 0.06], "limit": 0.3, "layer_limit": 0.348, "search": None}
     candidates = [
-        {
-            "name": name,
-            "seconds": [seconds] * 3,
-            "processor_seconds": [0.04, 0.05, 0.06],
-            "limit": 0.3,
-            "layer_limit": 0.348,
-            "predicted": 0.44 if "25" in name else None,
-            "search": None,
-        }
+        {"name": name, "seconds": [seconds] * 3, "predicted": 0.44 if "25" in name else None, **shared}
         for name, seconds in names.items()
     ]
     settings = {"model": "emulated-resnet50"}
@@ -181,58 +175,40 @@ def test_rows_of_the_step_table() -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_collectives(tmp_path: Path) -> None:
-    options = ["--hosts", "2", "--sizes_mib", "0.01", "0.1", "--codecs", "int8", "--rounds", "1"]
-    assert main(["bench", "collectives", *options, "--output", str(tmp_path)]) == 0
-    [result] = json.loads((tmp_path / "collectives.json").read_text())["results"]
+    options = "--hosts 2 --sizes_mib 0.01 0.1 --codecs int8 --rounds 1"
+    result = result_of("bench collectives", options, tmp_path)
     assert result["world_size"] == 2
     assert result["environment"]["versions"]["torch"]
     assert "ours: all_reduce, int8" in (tmp_path / "collectives.md").read_text()
-    assert (tmp_path / "collectives.png").read_bytes().startswith(b"\x89PNG")
+    assert_pictures(tmp_path, "collectives")
 
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("emulated-alexnet", ["--scale", "0.001", "--ratio", "0.5", "2"]), ("cnn", [])],
+    [("emulated-alexnet", "--scale 0.001 --ratio 0.5 2"), ("cnn", "")],
     ids=["emulated", "real"],
 )
 @pytest.mark.usefixtures("forked_ranks")
-def test_the_command_for_steps(model: str, options: list[str], tmp_path: Path) -> None:
+def test_the_command_for_steps(model: str, options: str, tmp_path: Path) -> None:
     """Each candidate is there, DDP is predicted, and there is a picture."""
-    settings = ["--hosts", "2", "--model", model, "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "25"]
-    assert main(["bench", "step", *settings, *options, "--output", str(tmp_path)]) == 0
-    [result] = json.loads((tmp_path / "step.json").read_text())["results"]
+    settings = f"--hosts 2 --model {model} --steps 1 --rounds 1 --bucket_mb 1 25"
+    result = result_of("bench step", f"{settings} {options}", tmp_path)
     assert len(result["runs"]) == (2 if options else 1)
     for run in result["runs"]:
         seconds = {one["name"]: one["seconds"] for one in run["candidates"]}
-        assert list(seconds) == [
-            "no communication",
-            "DDP, 1 MiB",
-            "DDP, 25 MiB",
-            "FSDP2",
-            "DDP + ZeRO-1",
-            "DeAR, 1 MiB",
-            "DeAR, 25 MiB",
-            "SelSync, synchronized step",
-            "SelSync, local step",
-        ]
+        ours = ["DeAR, 1 MiB", "DeAR, 25 MiB", "SelSync, synchronized step", "SelSync, local step"]
+        assert list(seconds) == ["no communication", "DDP, 1 MiB", "DDP, 25 MiB", "FSDP2", "DDP + ZeRO-1", *ours]
         assert all(len(values) == 1 and values[0] > 0 for values in seconds.values())
         assert {one["name"] for one in run["candidates"] if one["predicted"]} == {"DDP, 1 MiB", "DDP, 25 MiB"}
-    assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    assert_pictures(tmp_path, "speedup")
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
-    settings = ["--hosts", "2", "--scale", "0.02", "--steps", "1", "--rounds", "1", "--bucket_mb", "1"]
-    methods = ["--methods", "ddp", "dear:fusion=random", "mg-wfbp", "pipe_sgd:pipeline_level=2"]
-    methods += [
-        "pipe_sgd:compression=int8",
-        "selsync:overlap=forward",
-        "dear:edge_mb=0.1,overlap=forward",
-        "--ratio",
-        "4",
-    ]
-    assert command.main("benchmarks.step:Step", [*settings, *methods, "--output", str(tmp_path)]) == 0
-    [result] = json.loads((tmp_path / "step.json").read_text())["results"]
+    settings = "--hosts 2 --scale 0.02 --ratio 4 --steps 1 --rounds 1 --bucket_mb 1"
+    methods = "--methods ddp dear:fusion=random mg-wfbp pipe_sgd:pipeline_level=2 pipe_sgd:compression=int8"
+    methods += " selsync:overlap=forward dear:edge_mb=0.1,overlap=forward"
+    result = result_of("step", f"{settings} {methods}", tmp_path)
     ddp, dear, merged, level_2, int8, selsync, edged = result["runs"][0]["candidates"][1:]
     assert (level_2["name"], int8["name"]) == ("Pipe-SGD (pipeline_level=2)", "Pipe-SGD (compression=int8)")
     assert selsync["name"] == "SelSync (overlap=forward), synchronized step, 1 MiB"
@@ -243,8 +219,7 @@ def test_a_search_and_levels_of_pipelining(tmp_path: Path) -> None:
     assert (ddp["name"], ddp["search"], dear["name"]) == ("DDP, 1 MiB", None, "DeAR (fusion=random)")
     assert 1 < dear["search"]["trials"] <= 20
     assert "sizes tried in" in (tmp_path / "step.md").read_text()
-    for name in ("speedup", "scaling", "breakdown"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert_pictures(tmp_path, "speedup", "scaling", "breakdown")
 
 
 def test_time_that_is_hidden() -> None:
@@ -258,30 +233,18 @@ def test_time_that_is_hidden() -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_command_for_timelines(tmp_path: Path) -> None:
     """DDP communicates in backward only; DeAR's second half starts after it, under the next forward pass."""
-    options = [
-        "--scale",
-        "0.01",
-        "--bucket_mb",
-        "0.1",
-        "--methods",
-        "ddp",
-        "dear",
-        "pipe_sgd",
-        "--output",
-        str(tmp_path),
-    ]
-    assert main(["bench", "timeline", *options]) == 0
-    [result] = json.loads((tmp_path / "timeline.json").read_text())["results"]
+    options = "--scale 0.01 --bucket_mb 0.1 --methods ddp dear pipe_sgd"
+    result = result_of("bench timeline", options, tmp_path)
     ddp, dear, pipe_sgd = result["timelines"]
-    assert {span["kind"] for span in pipe_sgd["spans"]} == {"forward", "backward", "all-reduce"}
-    assert {span["kind"] for span in ddp["spans"]} == {"forward", "backward", "all-reduce"}
+    for one in (ddp, pipe_sgd):
+        assert {span["kind"] for span in one["spans"]} == {"forward", "backward", "all-reduce"}
     assert {span["kind"] for span in dear["spans"]} == {"forward", "backward", "reduce-scatter", "all-gather"}
     assert len(ddp["steps"]) == len(dear["steps"]) == 2
     operations = sorted((span["start"], span["kind"]) for span in dear["spans"] if "-" in span["kind"])
     in_turns = [kind for kind, _ in groupby(kind for _, kind in operations)]
     first = in_turns.index("reduce-scatter")  # before it may be what the step before has left in flight
     assert in_turns[first : first + 3] == ["reduce-scatter", "all-gather", "reduce-scatter"]
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert_pictures(tmp_path, "timeline")
 
 
 def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:
@@ -292,38 +255,16 @@ def test_the_port_of_the_ranks_is_taken_before_they_start() -> None:
     assert "Address already in use" in lines[-1]
 
 
+def said_by_rank(words: list[str]) -> str:
+    with redirect_stdout(StringIO()) as said:
+        assert main(words) == 0
+    return said.getvalue()
+
+
 def test_under_a_launcher(tmp_path: Path) -> None:
-    """The ranks of torchrun are what is measured; only the first one shows and writes anything."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lightning_pipesync"]
+    """The ranks in its environment are what is measured; only the first one shows and writes anything."""
     options = ["bench", "collectives", "--sizes_mib", "0.01", "0.1", "--rounds", "1", "--output", str(tmp_path)]
-    result = subprocess.run([*launcher, *options], text=True, capture_output=True, check=False, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Results and pictures") == 1
+    first, second = launch(said_by_rank, 2, options, init=False)
+    assert "Results and pictures" in first
+    assert second == ""
     assert json.loads((tmp_path / "collectives.json").read_text())["results"][0]["world_size"] == 2
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "words"),
-    [
-        ("step", ["--model", "nope"], ["model='nope'", "emulated-bert-large"]),
-        ("step", ["--model", "cnn", "--ratio", "1"], ["ratio=[1.0]", "cnn"]),
-        ("step", ["--ratio", "0"], ["ratio must be positive"]),
-        ("step", ["--methods", "dear"], ["ddp has to be among them"]),
-        ("timeline", ["--methods", "zero"], ["cannot be seen"]),
-        ("step", ["--methods", "ddp", "magic"], ["'magic'", "dear, ea_pipe, local_sgd", "pipesync --import MODULE"]),
-        ("step", ["--methods", "ddp", "dear:edges=1"], ["'edges=1'", "edge_mb"]),
-        ("step", ["--methods", "ddp", "dear:overlap=best"], ["overlap", "'best'"]),
-        ("step", ["--hosts", "2", "1"], ["hosts=[2, 1]"]),
-        ("step", ["--racks", "2"], ["racks=2", "rate"]),
-        ("timeline", ["--model", "cnn"], ["model='cnn'", "emulated"]),
-        ("collectives", ["--codecs", "zip"], ["zip"]),
-        ("collectives", ["--sizes_mib", "0"], ["sizes_mib"]),
-        ("collectives", ["--rounds", "0"], ["rounds"]),
-    ],
-)
-def test_bad_input_is_named(
-    command: str, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", command, *options]) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words), message

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import torch.distributed as dist
 
 import benchmarks.mnist1d
 import benchmarks.signals  # noqa: F401 - both add themselves to the tasks
-from lightning_pipesync.cli import main
 from lightning_pipesync.lab.bench import converge_report
 from lightning_pipesync.lab.bench.converge import Converge, evaluate, parse_method, spread_of, train
 from lightning_pipesync.lab.bench.tasks import TASKS, build_task
+from tests.bench_runs import assert_pictures, result_of
+from tests.case_table import launch_cases
 from tests.harness import launch
 
 
@@ -62,7 +62,7 @@ def test_score_of_topics_is_the_loss() -> None:
     assert task.quality(math.log(7)) == pytest.approx(7)
 
 
-def share_of_ones() -> float:
+def quality_of_the_largest() -> float:
     task = build_task("digits")
     module = torch.nn.Flatten()  # of 64 values the largest is the answer
     quality = evaluate(task, module)
@@ -72,22 +72,18 @@ def share_of_ones() -> float:
     return quality
 
 
-def test_all_ranks_evaluate_together() -> None:
-    first, second, third = launch(share_of_ones, 3)
-    assert first == second == third
-
-
 def spread() -> float:
     own = torch.tensor([3.0, 4.0]) + torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])[dist.get_rank()]
     return spread_of(own, torch.tensor([3.0, 4.0]))
 
 
-def test_spread_of_the_ranks() -> None:
-    assert launch(spread, 3) == pytest.approx([(2 / 3) ** 0.5 / 5] * 3), "distances of 1, 1 and 0 from a norm of 5"
+def test_all_ranks_evaluate_together() -> None:
+    outcomes = launch_cases({"quality": quality_of_the_largest, "spread": spread}, 3)
+    assert len(set(outcomes["quality"])) == 1
+    assert outcomes["spread"] == pytest.approx([(2 / 3) ** 0.5 / 5] * 3), "distances of 1, 1 and 0 from a norm of 5"
 
 
 def one_training(method: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     settings = Converge(methods=(method,), epochs=1, evaluations=2)
     progress: list[str] = []
     result = train(build_task("digits"), method, 0, settings, progress.append)
@@ -95,24 +91,15 @@ def one_training(method: str) -> dict[str, Any]:
     return result
 
 
-@cache
-def training_with_ddp() -> dict[str, Any]:
-    return launch(one_training, 2, "ddp")[0]
-
-
-def test_delta_zero_with_gradients_is_ddp() -> None:
-    ddp = training_with_ddp()
-    selsync = launch(one_training, 2, "selsync:delta=0,aggregation=gradients,partition=defdp")[0]
-    assert [point["steps"] for point in ddp["points"]] == [19, 38]
-    assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in selsync["points"]]
-    assert [point["spread"] for point in ddp["points"] + selsync["points"]] == [0] * 4
-    assert selsync["points"][0]["mib"] == pytest.approx(ddp["points"][0]["mib"], rel=0.01)
-
-
-def test_pipe_sgd_without_delay_is_ddp() -> None:
-    ddp = training_with_ddp()
-    pipe_sgd = launch(one_training, 2, "pipe_sgd:staleness=0")[0]
-    assert [point["quality"] for point in ddp["points"]] == [point["quality"] for point in pipe_sgd["points"]]
+def test_methods_without_delay_train_as_ddp_does() -> None:
+    methods = ["ddp", "selsync:delta=0,aggregation=gradients,partition=defdp", "pipe_sgd:staleness=0"]
+    outcomes = launch_cases({method: partial(one_training, method) for method in methods}, 2)
+    ddp, selsync, pipe_sgd = (outcomes[method][0]["points"] for method in methods)
+    assert [point["steps"] for point in ddp] == [19, 38]
+    for other in (selsync, pipe_sgd):
+        assert [point["quality"] for point in ddp] == [point["quality"] for point in other]
+    assert [point["spread"] for point in ddp + selsync] == [0] * 4
+    assert selsync[0]["mib"] == pytest.approx(ddp[0]["mib"], rel=0.01)
 
 
 SKEWED = [
@@ -125,7 +112,6 @@ SKEWED = [
 
 def label_skewed() -> dict[str, tuple[list[torch.Tensor], int]]:
     """Returns the labels of two batches, and the steps of a training of one epoch, by method."""
-    torch.set_num_threads(1)
     task = build_task("digits").with_label_skew(5)
     settings = Converge(methods=tuple(SKEWED), epochs=1, evaluations=1, labels_per_worker=5)
     outcomes = {}
@@ -169,10 +155,9 @@ def with_clipping(method: str) -> tuple[list[torch.Tensor], float]:
 
 
 def test_a_synchronous_parameter_server_trains_as_ddp_does() -> None:
-    outcomes, ddp = (
-        launch(with_clipping, 3, "parameter_server:policy=sync,servers=1"),
-        launch(with_clipping, 3, "ddp")[0][0],
-    )
+    methods = ["parameter_server:policy=sync,servers=1", "ddp"]
+    found = launch_cases({method: partial(with_clipping, method) for method in methods}, 3)
+    outcomes, ddp = found[methods[0]], found["ddp"][0][0]
     for weights, _ in outcomes:
         assert all(torch.equal(a, b) for a, b in zip(weights, outcomes[0][0], strict=True))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(outcomes[0][0], ddp, strict=True))
@@ -196,25 +181,16 @@ def test_methods_are_parsed() -> None:
     assert all(map(parse_method, methods))
 
 
-def result_of(points: dict[str, list[list[float]]], higher_is_better: bool, target: float) -> dict[str, Any]:
+def saved(points: dict[str, list[list[float]]], higher_is_better: bool, target: float) -> dict[str, Any]:
     """Two evaluations, after 10 and 20 steps; one training for each list of qualities."""
+
+    def point(method: str, i: int, quality: float) -> dict[str, float]:
+        seconds = (i + 1) * (2.0 if method == "ddp" else 1.0)
+        sent = {"mib": 5.0, "consolidation_mib": 0.5 * i}
+        return {"steps": 10 * (i + 1), "seconds": seconds, "quality": quality, "spread": 0.01 * (i + 1), **sent}
+
     runs = [
-        {
-            "method": method,
-            "seed": seed,
-            "lssr": 0.5,
-            "points": [
-                {
-                    "steps": 10 * (i + 1),
-                    "seconds": (i + 1) * (2.0 if method == "ddp" else 1.0),
-                    "mib": 5.0,
-                    "quality": q,
-                    "spread": 0.01 * (i + 1),
-                    "consolidation_mib": 0.5 * i,
-                }
-                for i, q in enumerate(qualities)
-            ],
-        }
+        {"method": method, "seed": seed, "lssr": 0.5, "points": [point(method, i, q) for i, q in enumerate(qualities)]}
         for method, seeds in points.items()
         for seed, qualities in enumerate(seeds)
     ]
@@ -230,7 +206,7 @@ def test_rows_of_the_table() -> None:
         "lucky": [[99, 1], [1, 2]],
         "alone": [[1, 2], [1, 2]],
     }
-    result = result_of(qualities, True, 98.5)
+    result = saved(qualities, True, 98.5)
     quick, ddp, lucky = converge_report.rows_of(result)
     assert (quick.steps, quick.seconds, quick.num_reached, quick.speedup) == (10, 1.0, 2, 4.0)
     assert (quick.best, quick.difference, quick.final, quick.spread) == (99.25, 0.75, 98.75, 0.015)
@@ -248,7 +224,7 @@ def test_rows_of_the_table() -> None:
 
 
 def test_a_lower_perplexity_is_better() -> None:
-    result = result_of({"ddp": [[7.0, 5.0], [7.0, 5.0]], "worse": [[6.0, 5.5], [6.0, 5.5]]}, False, 6.0)
+    result = saved({"ddp": [[7.0, 5.0], [7.0, 5.0]], "worse": [[6.0, 5.5], [6.0, 5.5]]}, False, 6.0)
     ddp, worse = converge_report.rows_of(result)
     assert (ddp.steps, ddp.best) == (20, 5.0)
     assert (worse.steps, worse.best, worse.difference) == (10, 5.5, -0.5)
@@ -257,12 +233,10 @@ def test_a_lower_perplexity_is_better() -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_command(tmp_path: Path) -> None:
-    methods = ["--methods", "ddp", "selsync:delta=0.3,smoothing=0.16"]
-    options = ["--seeds", "0", "1", "--epochs", "1", "--evaluations", "3", "--target", "50"]
-    options += ["--evaluate_on", "validation", "--steps", "20"]
-    assert main(["bench", "converge", *methods, *options, "--output", str(tmp_path)]) == 0
-    [result] = json.loads((tmp_path / "converge.json").read_text())["results"]
-    assert [(run["method"], run["seed"]) for run in result["runs"]] == [(m, s) for s in (0, 1) for m in methods[1:]]
+    methods = ["ddp", "selsync:delta=0.3,smoothing=0.16"]
+    options = "--seeds 0 1 --epochs 1 --evaluations 3 --target 50 --evaluate_on validation --steps 20"
+    result = result_of("bench converge", f"--methods {' '.join(methods)} {options}", tmp_path)
+    assert [(run["method"], run["seed"]) for run in result["runs"]] == [(m, s) for s in (0, 1) for m in methods]
     assert result["metric"] == "validation accuracy %"
     for run in result["runs"]:
         for what in ("steps", "seconds", "mib"):
@@ -273,32 +247,4 @@ def test_the_command(tmp_path: Path) -> None:
         of_all = sum(point["consolidation_mib"] for point in run["points"])
         assert (of_all == 0) == run["method"].startswith("ddp"), "replicas are averaged for a measurement"
     assert "selsync: delta=0.3, smoothing=0.16" in (tmp_path / "converge.md").read_text()
-    assert (tmp_path / "converge.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--task", "nope"], ["task='nope'", "digits, topics"]),
-        (["--evaluate_on", "nope"], ["evaluate_on", "test, validation", "'nope'"]),
-        (["--methods", "nope"], ["'nope'", "alone, ddp, dear, local_sgd, parameter_server, pipe_sgd, selsync"]),
-        (["--methods", "selsync:detla=1"], ["detla=1", "delta"]),
-        (["--methods", "selsync:delta=-1"], ["delta must be at least 0"]),
-        (["--methods", "selsync:delta=x"], ["delta must be a number", "'x'"]),
-        (["--methods", "local_sgd:participation=2"], ["participation must be in (0, 1]"]),
-        (["--methods", "parameter_server:policy=bsp"], ["policy must be one of"]),
-        (["--methods", "ddp:bucket_mb=0"], ["bucket_mb"]),
-        (["--methods", "ddp", "ddp"], ["different"]),
-        (["--labels_per_worker", "11"], ["labels_per_worker=11", "from 1 to 10"]),
-        (["--task", "topics", "--labels_per_worker", "5"], ["labels_per_worker=5", "'topics' have no labels"]),
-        (["--methods", "selsync:injection=0.5"], ["injection must be a pair (alpha, beta), got 0.5"]),
-        (["--methods", "selsync:injection=0.5:2"], ["injection's beta"]),
-        (["--evaluations", "0"], ["evaluations"]),
-        (["--epochs", "0"], ["epochs"]),
-        (["--steps", "0"], ["steps must be at least 1"]),
-    ],
-)
-def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "converge", *options]) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words), message
+    assert_pictures(tmp_path, "converge")

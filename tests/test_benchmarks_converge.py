@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import command, host_speed_report, passes
+from benchmarks import host_speed_report, passes
 from benchmarks.host_speed import HostSpeeds
 from benchmarks.passes import Passes
 from benchmarks.throughput import Throughput
 from lightning_pipesync.lab.bench.converge import config_of, parse_method
 from lightning_pipesync.lab.bench.tasks import build_task
 from lightning_pipesync.methods.servers import ParameterServerConfig
-from tests.harness import launch
+from tests.bench_runs import assert_pictures, result_of
+from tests.case_table import launch_cases
 
 SLOW = HostSpeeds.parse("100ms", ["3:50%"], None)
 STALLING = HostSpeeds.parse("100ms", [], "5%:10")
@@ -73,18 +74,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_pass_takes_its_time_with_the_backward_pass_at_its_end(clock: Clock) -> None:
     weight, begun = torch.ones(1, requires_grad=True), []
 
+    def backward(_: torch.Tensor) -> None:
+        begun.append(clock.now)
+        clock.now += 0.03
+
     def forward() -> torch.Tensor:
         clock.now += 0.02
         loss = (2 * weight).sum()
-        weight_hook(loss)
-        return loss
-
-    def weight_hook(loss: torch.Tensor) -> None:
-        def backward(_: torch.Tensor) -> None:
-            begun.append(clock.now)
-            clock.now += 0.03
-
         loss.register_hook(backward)
+        return loss
 
     emulated = Passes(iter([0.1, 0.1, 0.01]))
     assert emulated.run(forward) == 2
@@ -137,21 +135,14 @@ def test_throughput_with_stalls() -> None:
     assert together == pytest.approx(4 / fmean(max(one) for one in islice(times, 20_000)), rel=0.05)
 
 
-METHODS = [
-    "ddp",
-    "parameter_server:policy=sync",
-    "parameter_server:policy=async",
-    "parameter_server:policy=k_sync,k=1",
-    "selsync:delta=1",
-]
+SERVED = [f"parameter_server:policy={policy}" for policy in ("sync", "async", "k_sync,k=1")]
+METHODS = ["ddp", *SERVED, "selsync:delta=1"]
 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_command(tmp_path: Path) -> None:
-    options = ["--methods", *METHODS, "--compute", "20ms", "--slow", "1:50%", "--stalls", "10%:1"]
-    options += ["--steps", "16", "--evaluations", "4", "--target", "20", "--output", str(tmp_path)]
-    assert command.main("benchmarks.converge:Converge", [*options]) == 0
-    [result] = json.loads((tmp_path / "converge.json").read_text())["results"]
+    options = "--compute 20ms --slow 1:50% --stalls 10%:1 --steps 16 --evaluations 4 --target 20"
+    result = result_of("converge", f"--methods {' '.join(METHODS)} {options}", tmp_path)
     runs = {run["method"]: run for run in result["runs"]}
     for run in runs.values():
         assert [point["steps"] for point in run["points"]] == [4, 8, 12, 16]
@@ -166,13 +157,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert cancelling["staleness_counts"] == [sum(cancelling["staleness_counts"])], "none is stale"
     markdown = (tmp_path / "converge.md").read_text()
     assert "digits on 2 hosts, 20ms a step, host 1 at 50%, stalls 10%:1" in markdown
-    for picture in ("converge", "errors_2", "staleness_2"):
-        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    assert_pictures(tmp_path, "converge", "errors_2", "staleness_2")
 
 
 def an_epoch_at_own_pace(method: str) -> tuple[list[int], list[float], dict[str, float]]:
     """Returns the samples that this rank has trained on, by their order, and the learning rates of its steps."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     task = build_task("digits")
     training = parse_method(method)(task)
@@ -194,17 +183,29 @@ def an_epoch_at_own_pace(method: str) -> tuple[list[int], list[float], dict[str,
     return sizes, rates, {**metrics, "last": weights[-1], "first": weights[0]}
 
 
-@pytest.mark.parametrize("method", ["parameter_server:policy=async", "parameter_server:policy=k_batch_sync,k=2"])
-def test_an_epoch_is_the_whole_data_set_and_rates_follow_it(method: str) -> None:
-    (sizes, rates, metrics), (other_sizes, other_rates, others) = launch(an_epoch_at_own_pace, 2, method)
-    assert sum(sizes) + sum(other_sizes) == 1197
-    scale = 0.5 if "policy=async" in method else 1.0
-    for one in (rates, other_rates):
-        assert one[0] == pytest.approx(0.05 * scale)
-        assert one[-1] == pytest.approx(0.0005 * scale), "that of the end of the training, whoever trained more"
-        assert one == sorted(one, reverse=True)
-    assert (metrics["first"], metrics["last"]) == (others["first"], others["last"]), "all evaluate the same weights"
-    assert metrics["first"] != metrics["last"]
+def is_at_own_pace(method: str) -> list[bool]:
+    tasks = (build_task("digits"), build_task("digits").with_label_skew(5))
+    trainings = [parse_method(method)(task) for task in tasks]
+    for training in trainings:
+        training.close()
+    return [training.own_pace for training in trainings]
+
+
+def test_an_epoch_is_the_whole_data_set_and_rates_follow_it() -> None:
+    """Ranks with data of their own take as many steps each."""
+    scales = {"parameter_server:policy=async": 0.5, "parameter_server:policy=k_batch_sync,k=2": 1.0}
+    cases = {method: partial(an_epoch_at_own_pace, method) for method in scales}
+    outcomes = launch_cases({**cases, "own pace": partial(is_at_own_pace, "parameter_server:policy=async")}, 2)
+    assert outcomes["own pace"] == [[True, False]] * 2
+    for method, scale in scales.items():
+        (sizes, rates, metrics), (other_sizes, other_rates, others) = outcomes[method]
+        assert sum(sizes) + sum(other_sizes) == 1197
+        for one in (rates, other_rates):
+            assert one[0] == pytest.approx(0.05 * scale)
+            assert one[-1] == pytest.approx(0.0005 * scale), "that of the end of the training, whoever trained more"
+            assert one == sorted(one, reverse=True)
+        assert (metrics["first"], metrics["last"]) == (others["first"], others["last"]), "all evaluate the same weights"
+        assert metrics["first"] != metrics["last"]
 
 
 def test_limits_in_the_report() -> None:
@@ -214,39 +215,3 @@ def test_limits_in_the_report() -> None:
         for method in ("ddp", "dear:bucket_mb=4", "local_sgd:period=8", "parameter_server:policy=async")
     }
     assert list(limits.values()) == [1.0, 1.0, None, pytest.approx(1.75, rel=0.01)]
-
-
-def is_at_own_pace(method: str) -> list[bool]:
-    tasks = (build_task("digits"), build_task("digits").with_label_skew(5))
-    trainings = [parse_method(method)(task) for task in tasks]
-    for training in trainings:
-        training.close()
-    return [training.own_pace for training in trainings]
-
-
-def test_ranks_with_data_of_their_own_take_as_many_steps_each() -> None:
-    assert launch(is_at_own_pace, 2, "parameter_server:policy=async") == [[True, False]] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--slow", "1:50%"], ["slow", "1:50%", "compute"]),
-        (["--stalls", "5%:10"], ["stalls", "5%:10", "compute"]),
-        (["--compute", "fast"], ["compute", "'fast' is not a duration"]),
-        (["--compute", "0ms"], ["compute must be more than 0"]),
-        (["--compute", "1s", "--slow", "1"], ["slow", "'1' names no host"]),
-        (["--compute", "1s", "--slow", "1:150%"], ["150%"]),
-        (["--compute", "1s", "--slow", "1:10mbit"], ["slow", "share of the speed"]),
-        (["--compute", "1s", "--slow", "2:50%"], ["slow: there is no host 2"]),
-        (["--compute", "1s", "--slow", "1:50%", "--slow", "1:20%"], ["slow: host 1 is named twice"]),
-        (["--compute", "1s", "--stalls", "5%"], ["stalls='5%'", "SHARE%:FACTOR"]),
-        (["--compute", "1s", "--stalls", "5:10"], ["stalls='5:10'", "not a share"]),
-        (["--compute", "1s", "--stalls", "5%:-1"], ["stalls='5%:-1'", "positive"]),
-        (["--methods", "parameter_server:lr_scale=0"], ["lr_scale must be a positive number"]),
-    ],
-)
-def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main("benchmarks.converge:Converge", [*options]) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words), message

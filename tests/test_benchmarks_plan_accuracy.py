@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command
 from benchmarks.plan_accuracy import Accuracy
 from benchmarks.plan_accuracy_report import as_markdown, draw, extrapolated, outcomes, read
 from lightning_pipesync.lab.plan.predictions import considered
+from tests.bench_runs import run_command
 from tests.test_plan import WORK, cluster
 
 
@@ -94,37 +94,14 @@ def test_tensors_have_the_size_that_has_the_ratio() -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_plans_are_added_to_those_of_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--models", "emulated-alexnet", "--compute_ms", "20", "--ratio", "0.002", "--steps", "1"]
-    words += ["--rounds", "1", "--output", str(tmp_path)]
+    options = "--models emulated-alexnet --compute_ms 20 --ratio 0.002 --steps 1 --rounds 1"
     (tmp_path / "accuracy.json").write_text(json.dumps({"results": [result()]}))
-    assert command.main("benchmarks.plan_accuracy:Accuracy", words) == 0
+    assert run_command("plan_accuracy", f"{options} --output {tmp_path}") == 0
     assert "off by" in capsys.readouterr().out
     assert "| alexnet | 2 |" in (tmp_path / "accuracy.md").read_text()
     before, now = read(tmp_path / "accuracy.json")
     assert before == result()
     found = outcomes(now)
-    assert {one.method for one in found.values()} >= {
-        "ddp",
-        "dear",
-        "pipe_sgd",
-        "selsync",
-        "local_sgd",
-        "parameter_server",
-    }
+    ours = {"dear", "pipe_sgd", "selsync", "local_sgd", "parameter_server"}
+    assert {one.method for one in found.values()} >= {"ddp", *ours}
     assert found[now["recommended"]].exact
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--models", "transformer"], "has no size that can be chosen; there are emulated-alexnet"),
-        (["--ratio", "0"], "ratio must be positive"),
-        (["--rates", "fast"], "'fast' is not a rate"),
-        (["--hosts", "1"], "needs at least 2"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main("benchmarks.plan_accuracy:Accuracy", [*words, "--output", str(tmp_path)]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())

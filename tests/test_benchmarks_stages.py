@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command
 from benchmarks.stages import Stages, parse_candidate
+from tests.bench_runs import assert_pictures
 from tests.harness import launch
 
 METHODS = ("ea_pipe", "ea_pipe:replicas=4", "naive", "gpipe")
@@ -26,6 +26,12 @@ def result() -> dict[str, Any]:
     return launch(measure, 2)[0]
 
 
+def trace_of(method: str) -> list[list[tuple[str, float, float]]]:
+    [run] = result()["runs"]
+    [trace] = [candidate["trace"] for candidate in run["candidates"] if candidate["name"] == method]
+    return list(trace)
+
+
 @pytest.mark.parametrize(
     ("method", "order"),
     [
@@ -36,16 +42,12 @@ def result() -> dict[str, Any]:
     ],
 )
 def test_stages_work_in_the_order_of_the_method(method: str, order: list[str]) -> None:
-    [run] = result()["runs"]
-    [trace] = [candidate["trace"] for candidate in run["candidates"] if candidate["name"] == method]
-    assert ["".join(kind[0].upper() for kind, _, _ in spans) for spans in trace] == order
+    assert ["".join(kind[0].upper() for kind, _, _ in spans) for spans in trace_of(method)] == order
 
 
 @pytest.mark.parametrize("method", ["ea_pipe", "naive"])
 def test_stages_work_at_the_same_time(method: str) -> None:
-    [run] = result()["runs"]
-    [trace] = [candidate["trace"] for candidate in run["candidates"] if candidate["name"] == method]
-    pairs = product(*([(begin, end) for _, begin, end in spans] for spans in trace))
+    pairs = product(*([(begin, end) for _, begin, end in spans] for spans in trace_of(method)))
     assert any(first[0] < second[1] and second[0] < first[1] for first, second in pairs)
 
 
@@ -57,24 +59,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     [run] = result()["runs"]
     assert run["stage_seconds"] == pytest.approx(0.03)
     stages.draw([result()])
-    assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--methods", "pipe"], ["'pipe' is not known", "ea_pipe"]),
-        (["--methods", "ea_pipe:replica=3"], ["replica=3", "replicas"]),
-        (["--methods", "ea_pipe:elastic_force=2"], ["elastic_force"]),
-        (["--stage_ms", "0"], ["stage_ms"]),
-        (["--activation_mib", "-1"], ["activation_mib"]),
-        (["--hosts", "1"], ["hosts"]),
-    ],
-)
-def test_bad_input_is_named(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main("benchmarks.stages:Stages", [*options]) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words), message
+    assert_pictures(tmp_path, "stages")
 
 
 def test_a_method_has_its_settings() -> None:

@@ -24,6 +24,7 @@ from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
+from tests.bench_runs import result_of
 from tests.conformance import methods
 from tests.harness import launch
 
@@ -34,10 +35,8 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_step_of_a_registered_method_is_timed(tmp_path: Path) -> None:
-    chosen = ["--methods", "ddp", "averaging", "averaging:bucket_mb=0.5"]
-    options = ["--scale", "0.001", "--steps", "1", "--rounds", "1", "--bucket_mb", "1", *chosen]
-    assert main(["bench", "step", *options, "--output", str(tmp_path)]) == 0
-    [result] = json.loads((tmp_path / "step.json").read_text())["results"]
+    options = "--scale 0.001 --steps 1 --rounds 1 --bucket_mb 1 --methods ddp averaging averaging:bucket_mb=0.5"
+    result = result_of("bench step", options, tmp_path)
     candidates = {one["name"]: one for one in result["runs"][0]["candidates"]}
     assert list(candidates)[1:] == ["DDP, 1 MiB", "Averaging", "Averaging (bucket_mb=0.5)"]
     assert all(one["seconds"][0] > 0 for one in candidates.values())
@@ -46,10 +45,7 @@ def test_the_step_of_a_registered_method_is_timed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_registered_method_trains_a_task_as_ddp_does(tmp_path: Path) -> None:
-    chosen = ["--methods", "ddp", "averaging"]
-    options = ["--epochs", "1", "--evaluations", "2", "--steps", "8", *chosen]
-    assert main(["bench", "converge", *options, "--output", str(tmp_path)]) == 0
-    [result] = json.loads((tmp_path / "converge.json").read_text())["results"]
+    result = result_of("bench converge", "--epochs 1 --evaluations 2 --steps 8 --methods ddp averaging", tmp_path)
     ddp, averaging = ([point["quality"] for point in run["points"]] for run in result["runs"])
     assert averaging == ddp
 
@@ -129,9 +125,8 @@ def test_the_step_of_a_method_in_a_module_of_the_user_is_timed(user_folder: Path
     options = ["--scale", "0.001", "--steps", "1", "--rounds", "1", "--bucket_mb", "1", "--output", "."]
     command = [Path(sys.executable).with_name("pipesync"), "--import", "user_methods", "bench", "step", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [*command, "--methods", "ddp", "of_user"], env=environment, capture_output=True, text=True, timeout=300
-    )
+    words = [*command, "--methods", "ddp", "of_user"]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     [result] = json.loads((user_folder / "step.json").read_text())["results"]
     assert [one["name"] for one in result["runs"][0]["candidates"]][1:] == ["DDP, 1 MiB", "OfUser"]

@@ -385,23 +385,3 @@ def test_plans_and_reads_the_plan_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert "(extrapolated; nothing was run)" in said[:120]
     assert "on 64 hosts with 25 Gbit/s each" in said
     assert "Extrapolated from 2 hosts" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--from", "nowhere.json"], "nowhere.json is not the plan.json of an earlier plan"),
-        (["--from", "README.md"], "README.md is not the plan.json"),
-        (["--model", "resnet51"], "neither MODULE:FUNCTION nor one of"),
-        (["--model", "tests.test_plan:nothing"], "has no attribute 'nothing'"),
-        (["--hosts", "1"], "needs at least 2"),
-        (["--rate", "fast"], "'fast' is not a rate"),
-        (["--compute_ms", "0"], "compute_ms must be positive"),
-        (["--rounds", "-1"], "rounds must not be negative"),
-        (["--device", "tpu"], "device must be 'cpu' or 'cuda'"),
-        *[(["--device", "cuda"], "torch finds no GPU here")] * (not torch.cuda.is_available()),
-    ],
-)
-def test_what_cannot_be_planned_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
