@@ -81,8 +81,8 @@ def run_job(measure: Measure, settings: Any, hosts: Hosts, progress: Callable[[s
 def _run_here(command: list[str], num_ranks: int, on_line: Callable[[int, str], object]) -> int:
     """Runs ``command`` as ``num_ranks`` ranks on this machine; returns the first exit status that is not 0, else 0.
 
-    When one has ended, the others are killed after :data:`GRACE_S`. The store is in this process, as under torchrun: the
-    port of a store that rank 0 is yet to open could be taken, by a rank that connects to it from the same port at that.
+    When one has ended, the others are killed after :data:`GRACE_S`. The store is in this process, as under torchrun: a
+    port that is only reserved for rank 0's store may be taken before, even by a rank that connects to itself there.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_ranks)}
