@@ -34,6 +34,40 @@ def trained(fabric: Fabric, model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+class EqualSequential(nn.Sequential):
+    """Equal to every other one, and as hashable as torch asks."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EqualSequential)
+
+    __hash__ = nn.Sequential.__hash__
+
+
+class EqualSGD(SGD):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EqualSGD)
+
+    __hash__ = SGD.__hash__
+
+
+def equal_models_and_optimizers_are_different_ones() -> bool:
+    fabric = fabric_of(DeARFabricStrategy())
+    prepared = []
+    for _ in range(2):
+        net = EqualSequential(nn.Linear(4, 2))
+        prepared.append((net, *fabric.setup(net, EqualSGD(net.parameters(), lr=0.1))))
+    methods = [fabric.strategy.method_of(optimizer) for _, _, optimizer in prepared]
+    assert all(method._module is net for method, (net, *_) in zip(methods, prepared, strict=True))
+    assert methods[0] is not methods[1]
+    for _, model, optimizer in prepared:
+        trained(fabric, model, optimizer)
+    net, *_ = prepared.pop(0)
+    trained(fabric, *fabric.setup(net, EqualSGD(net.parameters(), lr=0.1)))  # ends the first method, not the second
+    assert fabric.strategy.method_of(prepared[0][2]) is methods[1]
+    fabric.strategy.teardown()
+    return True
+
+
 def a_refused_optimizer_is_forgotten() -> bool:
     fabric, net = fabric_of(SelSyncFabricStrategy()), layers()
     assert "LBFGS" in (raised(lambda: fabric.setup(net, LBFGS(net.parameters()))) or ("", ""))[1]
@@ -112,6 +146,7 @@ CASES: dict[str, Callable[[], Any]] = {
         a_wrapper_is_held_on_one_rank,
         a_failed_load_leaves_the_training_alone,
         closures_of_two_optimizers,
+        equal_models_and_optimizers_are_different_ones,
         buffers_are_consolidated_each_time,
     )
 }

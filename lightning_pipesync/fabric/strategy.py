@@ -33,7 +33,7 @@ from lightning_pipesync.methods.sync_method import SyncMethod
 from lightning_pipesync.training.clipping import OptimizerStep, clip_norm, clip_value
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS, make_config
-from lightning_pipesync.training.session import MethodPlan, Sessions
+from lightning_pipesync.training.session import MethodPlan, Sessions, contains
 from lightning_pipesync.training.strategies import settings_in
 
 
@@ -225,8 +225,8 @@ class PipeSyncFabricStrategyMixin(FabricCheckpointMixin):
         dist.all_reduce(held_somewhere, dist.ReduceOp.MAX)
         kept = [known for known, keep in zip(sessions.modules, held_somewhere.tolist(), strict=True) if keep]
         for session in sessions.sessions.copy():
-            again = module in session.modules
-            if again or not any(trained in kept for trained in session.modules):
+            again = contains(session.modules, module)
+            if again or not any(contains(kept, trained) for trained in session.modules):
                 sessions.remove(session, write_back=again)  # the training of ``module`` continues
         sessions.modules = kept
 

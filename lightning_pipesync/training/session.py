@@ -1,9 +1,12 @@
-"""Sessions: which method trains which models and optimizers."""
+"""Sessions: which method trains which models and optimizers.
+
+Models and optimizers are told apart by identity: a user's class may define an equality of its own.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +26,8 @@ from lightning_pipesync.training.registry import METHODS
 class MethodPlan:
     """How a framework attaches a method.
 
-    Attributes:
-        name: the method's name.
-        config: the method's settings.
-        ranks_per_host: number of ranks on this host.
-        backend: backend of the method's communication, see :class:`Transport`.
-        loads_data: whether the framework follows the settings of the training data itself.
-        steps_per_epoch: returns the number of steps of an epoch, if it is known; None: see :class:`TrainingData`.
+    ``backend`` is that of :class:`Transport`, and ``steps_per_epoch`` that of :class:`TrainingData`. ``loads_data`` is
+    whether the framework follows the settings of the training data itself.
     """
 
     name: str
@@ -55,15 +53,11 @@ class MethodPlan:
         return method
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Session:
-    """A method, the optimizers whose steps it takes, and the models that they train.
+    """A method, the user's optimizers whose steps it takes, and the user's models that they train.
 
-    Attributes:
-        modules: the user's models, connected by shared optimizers, without those that are part of another.
-        optimizers: the user's optimizers of these models.
-        method: the method attached to them.
-        wrappers: weak references to the wrappers of the models.
+    Models that are part of another one are not among ``modules``.
     """
 
     modules: list[nn.Module]
@@ -74,7 +68,7 @@ class Session:
     def trains(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> bool:
         """Returns whether the session has these optimizers, and of these models all parameters that they train."""
         known = {id(parameter) for module in self.modules for parameter in module.parameters()}
-        return self.optimizers == optimizers and all(
+        return [*map(id, self.optimizers)] == [*map(id, optimizers)] and all(
             id(parameter) in known for module in modules for parameter in trained_parameters(module, optimizers)
         )
 
@@ -124,17 +118,17 @@ class Sessions:
         """Returns the wrapper of a model, which can be trained once its optimizer has been added."""
         wrapper = SyncedModule(module, automatic)
         self._wrappers = [weakref.ref(held) for held in (*self._held_wrappers, wrapper)]
-        if module not in self.modules:
+        if not contains(self.modules, module):
             self.modules.append(module)
         return wrapper
 
     def wrapper_of(self, module: nn.Module) -> SyncedModule | None:
         """Returns the wrapper of a model, or the wrapper that is given; None if there is none."""
-        return next((held for held in self._held_wrappers if module in (held, held.module)), None)
+        return next((held for held in self._held_wrappers if module is held or module is held.module), None)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Adds an optimizer, unless it was added before."""
-        if optimizer not in self.optimizers:
+        if not contains(self.optimizers, optimizer):
             self.optimizers.append(optimizer)
 
     def is_held(self, module: nn.Module) -> bool:
@@ -144,7 +138,7 @@ class Sessions:
     def session_of(self, trained: Optimizer | SyncedModule) -> Session | None:
         """Returns the session of an optimizer or a wrapper; None if there is none."""
         for session in self.sessions:
-            if trained in (*session.optimizers, *(wrapper() for wrapper in session.wrappers)):
+            if contains((*session.optimizers, *(wrapper() for wrapper in session.wrappers)), trained):
                 return session
         return None
 
@@ -161,22 +155,21 @@ class Sessions:
         try:
             self._attach(plan)
         except ValueError:  # on all ranks
-            self.optimizers = [optimizer for optimizer in self.optimizers if optimizer in before]
+            self.optimizers = [optimizer for optimizer in self.optimizers if contains(before, optimizer)]
             self._attach(plan)
             raise
 
     def _attach(self, plan: MethodPlan) -> None:
         modules = self.modules.copy()  # and those of before the end that are still in use, with Accelerate
         for wrapper in self._held_wrappers:
-            if wrapper.automatic and wrapper.module not in modules:
+            if wrapper.automatic and not contains(modules, wrapper.module):
                 modules.append(wrapper.module)
         groups = connected(modules, self.optimizers)
         for session in list(self.sessions):
-            kept = next((group for group in groups if session.trains(*group)), None)
-            if kept is not None:
-                groups.remove(kept)
-            else:
+            others = [group for group in groups if not session.trains(*group)]
+            if len(others) == len(groups):
                 self.suspend(session)
+            groups = others
         self.sessions += [self._attached(modules, optimizers, plan) for modules, optimizers in groups]
 
     def suspend(self, session: Session) -> None:
@@ -193,7 +186,7 @@ class Sessions:
         else:
             session.detach()
             self.sessions.remove(session)
-        self.optimizers = [optimizer for optimizer in self.optimizers if optimizer not in session.optimizers]
+        self.optimizers = [one for one in self.optimizers if not contains(session.optimizers, one)]
 
     def detach(self, timeout_s: float = 10.0) -> None:
         """Ends the methods of models and optimizers; their weights stay as they are."""
@@ -248,6 +241,11 @@ class Sessions:
         return Session(modules, optimizers, method, [weakref.ref(wrapper) for wrapper in wrappers])
 
 
+def contains(members: Iterable[object], wanted: object) -> bool:
+    """Returns whether this very object is among ``members``."""
+    return any(member is wanted for member in members)
+
+
 def trained_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Returns the parameters of a model that the optimizers train."""
     trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
@@ -262,22 +260,23 @@ def connected(
     Models without an optimizer, and optimizers without a model, are in no group; nor are models all of whose trained
     parameters are in another one of the group: its submodules.
     """
-    groups: list[tuple[list[nn.Module], list[Optimizer]]] = []
+    groups: list[tuple[set[int], list[Optimizer]]] = []  # of indices of models
     for optimizer in optimizers:
-        trained = [module for module in modules if trained_parameters(module, [optimizer])]
-        if not trained:
-            continue
-        sharing = [group for group in groups if any(module in trained for module in group[0])]
-        merged = [module for module in modules if module in trained or any(module in group[0] for group in sharing)]
-        others = [other for group in sharing for other in group[1]]
-        groups = [group for group in groups if group not in sharing] + [(merged, [*others, optimizer])]
-    return [(_without_submodules(modules, optimizers), optimizers) for modules, optimizers in groups]
+        trained = {index for index, module in enumerate(modules) if trained_parameters(module, [optimizer])}
+        if trained:
+            sharing = [group for group in groups if group[0] & trained]
+            groups = [group for group in groups if not group[0] & trained]
+            together = [other for _, others in sharing for other in others]
+            groups.append((trained.union(*(indices for indices, _ in sharing)), [*together, optimizer]))
+    found = [([modules[index] for index in sorted(indices)], of_group) for indices, of_group in groups]
+    return [(_without_submodules(of_models, of_group), of_group) for of_models, of_group in found]
 
 
 def _without_submodules(modules: list[nn.Module], optimizers: list[Optimizer]) -> list[nn.Module]:
-    needed = modules.copy()
+    needed = modules
     for module in sorted(modules, key=lambda module: len(list(module.modules()))):
-        others = {id(parameter) for other in needed if other is not module for parameter in other.parameters()}
-        if all(id(parameter) in others for parameter in trained_parameters(module, optimizers)):
-            needed.remove(module)
+        others = [other for other in needed if other is not module]
+        known = {id(parameter) for other in others for parameter in other.parameters()}
+        if all(id(parameter) in known for parameter in trained_parameters(module, optimizers)):
+            needed = others
     return needed
