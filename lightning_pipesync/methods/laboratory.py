@@ -20,13 +20,10 @@ if TYPE_CHECKING:
 class Prediction:
     """What a step is expected to take.
 
-    Attributes:
-        method: the strategy's name.
-        settings: those that differ from the method's defaults.
-        seconds: of a step, on average.
-        error: half the difference that the standard errors of the measured costs make, in seconds.
-        exact: whether the training is that of DDP, bit for bit but for the order of sums.
-        why: what the time consists of, or what is known of its quality.
+    ``settings`` are those that differ from the method's defaults; ``seconds`` are those of a step, on average;
+    ``error`` is half the difference that the standard errors of the measured costs make, in seconds; ``exact``: the
+    training is that of DDP, bit for bit but for the order of sums; ``why`` says what the time consists of, or what is
+    known of its quality.
     """
 
     method: str
@@ -83,12 +80,7 @@ class BenchCandidate:
     lr_scale: float = 1.0
 
     def prepare(self, sync: Any, step: Callable[[], None]) -> dict[str, Any] | None:
-        """Runs ``step`` before all measurements, as often as needed; returns the result of a search, if there is one.
-
-        Args:
-            sync: the method.
-            step: takes a step.
-        """
+        """Runs ``step`` before all measurements, as often as needed; returns the result of a search if there is one."""
         return None
 
     def before_step(self, sync: Any) -> None:
@@ -100,10 +92,7 @@ class BenchCandidate:
         sync.resume()
 
     def check_of_pass(self, sync: Any) -> Callable[[], object] | None:
-        """Returns what raises if a pass under way is cancelled; None: none ever is.
-
-        Passes that may be cancelled run in a closure.
-        """
+        """Returns what raises if a pass under way is cancelled, which then runs in a closure; None: none ever is."""
         return None
 
     def staleness(self, sync: Any) -> list[int] | None:
@@ -115,10 +104,8 @@ class BenchCandidate:
 class StandIn:
     """The settings in which a method's hooks and copies are measured, on a stand-in of the model that computes nothing.
 
-    Attributes:
-        settings: those that matter for what the method does besides communication.
-        waits: seconds of a step in which it communicates gradients of one value each. None: most of its steps exchange
-            little, so that larger stand-ins are measured, too, for what depends on the size.
+    ``waits`` are the seconds of a step in which it communicates gradients of one value each. None: most of its steps
+    exchange little, so that larger stand-ins are measured, too, for what depends on the size.
     """
 
     settings: Mapping[str, Any]
@@ -129,10 +116,8 @@ class StandIn:
 class Exchange:
     """An exchange whose cost is measured: steps of the method, without the optimizer's own.
 
-    Attributes:
-        name: in :attr:`Cluster.exchanges`, shared by the methods that use it.
-        settings: by codec, those of the method.
-        at_once: whether all messages of a half are under way at once, so that alpha counts once.
+    ``name`` is that in :attr:`Cluster.exchanges`, shared by the methods that use it. ``settings`` are the method's, by
+    codec. ``at_once``: all messages of a half are under way at once, so that alpha counts once.
     """
 
     name: str
@@ -144,9 +129,6 @@ class LabEntry:
     """What the laboratory knows of a method. A method overrides what it has to say, in its folder.
 
     Nothing here communicates: predictions are functions of what was measured.
-
-    Args:
-        method: the method.
 
     Attributes:
         compared_by_step: whether ``pipesync bench step`` compares it if the user names no methods.
@@ -176,67 +158,45 @@ class LabEntry:
     def bench_candidates(
         self, label: str, settings: Mapping[str, Any], bucket_mb: Sequence[float]
     ) -> list[BenchCandidate]:
-        """Returns what ``pipesync bench step`` compares.
+        """Returns what ``pipesync bench step`` compares; raises a ValueError if a setting is out of its range.
 
-        Args:
-            label: the method's name in tables, with the settings that the user has chosen.
-            settings: these.
-            bucket_mb: sizes in MiB of buckets to compare, if the method has buckets and the user chooses no size.
-
-        Raises:
-            ValueError: a setting is out of its range.
+        ``label`` is the method's name in tables, with the ``settings`` that the user has chosen. ``bucket_mb`` are
+        sizes of buckets in MiB to compare, if the method has buckets and the user chooses no size.
         """
         return [BenchCandidate(label, self.method.config_type(**settings))]
 
     def training(self, config: Any, world_size: int, divided_data: bool) -> BenchCandidate:
         """Returns what ``pipesync bench converge`` trains with.
 
-        Args:
-            config: of :attr:`training_config_type`.
-            world_size: the number of ranks.
-            divided_data: whether each rank holds data of its own, so that they cannot be in a queue.
+        ``divided_data``: each rank holds data of its own, which cannot be in a queue.
         """
         return BenchCandidate(self.label, config)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
     def predict(self, work: Work, cluster: Cluster) -> Iterator[list[Prediction]]:
-        """Yields predictions in groups; of each group a plan has one.
+        """Yields predictions in groups, from a step without communication and its costs; of each group a plan has one.
 
         Of exact settings it has the fastest; of others the first that hardly waits, so that those that train best come
         first.
-
-        Args:
-            work: a step without communication.
-            cluster: the costs of communication.
         """
         yield from ()
 
     def trial(self, settings: Mapping[str, Any]) -> BenchCandidate:
-        """Returns what a plan runs of a prediction with these settings.
-
-        Raises:
-            ValueError: a setting is out of its range.
-        """
+        """Returns what a plan runs of a prediction; raises a ValueError if a setting is out of its range."""
         return self.bench_candidates(self.label, settings, ())[0]
 
     def stand_in(self, work: Work, cluster: Cluster, num_bytes: int) -> StandIn | None:
         """Returns how to measure what the method adds to a step's computation; None: it is taken to add nothing.
 
-        Args:
-            work: a step without communication.
-            cluster: the costs of communication.
-            num_bytes: of the gradients of a stand-in with tensors of one value.
+        ``num_bytes`` are those of the gradients of a stand-in with tensors of one value.
         """
         return None
 
     def measure(self, module: nn.Module, optimizer: Optimizer, inputs: Callable[[], Any] | None) -> MethodWork:
         """Measures what the method does with the model's own tensors, on this rank; its gradients are there.
 
-        Args:
-            module: the model.
-            optimizer: of its parameters.
-            inputs: returns what the module is called with; None: that is not known.
+        ``inputs`` returns what the module is called with; None: that is not known.
         """
         return MethodWork()
 

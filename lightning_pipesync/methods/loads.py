@@ -15,9 +15,7 @@ from lightning_pipesync.methods.module_hook import ModuleHook
 class Loads:
     """Notes whether a state was loaded into a model, or a part that is trained, or into one of its optimizers.
 
-    Args:
-        module: the model. A part that no optimizer trains is not watched: weights may be loaded into a teacher often.
-        optimizers: its optimizers.
+    A part that no optimizer trains is not watched: weights may be loaded into a teacher often.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -42,14 +40,9 @@ class Loads:
 def hook_loading(
     method: Callable[..., None], modules: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()
 ) -> list[RemovableHandle]:
-    """Has a bound method called after a state was loaded into one of ``modules`` or ``optimizers``.
-
-    Returns:
-        The hooks, to be removed.
-    """
+    """Registers hooks that call a bound method after a state was loaded into one of ``modules`` or ``optimizers``."""
     hook = ModuleHook(method)
-    hooks = [module.register_load_state_dict_post_hook(hook) for module in modules]
-    return hooks + [optimizer.register_load_state_dict_post_hook(hook) for optimizer in optimizers]
+    return [owner.register_load_state_dict_post_hook(hook) for owner in (*modules, *optimizers)]
 
 
 def modules_with(module: nn.Module, parameters: Iterable[Tensor]) -> list[nn.Module]:

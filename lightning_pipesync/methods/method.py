@@ -67,8 +67,8 @@ class Method(ABC):
         """Ends the method's threads and process groups. The weights stay as they are.
 
         Args:
-            timeout_s: the most seconds that each thread is waited for; while an exception is being handled, when what
-                is in flight may never arrive, one at most.
+            timeout_s: the most seconds to wait for each thread; one at most while an exception is handled, when what is
+                in flight may never arrive.
         """
         error = sys.exc_info()[1]
         if self.transport is not None:

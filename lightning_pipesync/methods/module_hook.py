@@ -10,12 +10,9 @@ import torch
 
 
 class ModuleHook:
-    """Calls a bound method as long as its object exists. A deep or pickled copy does nothing.
+    """Calls a bound method, which it references weakly; with None, as in a copy of the hook, it does nothing.
 
     In a compiled model it breaks the graph.
-
-    Args:
-        method: a bound method, referenced weakly; None: do nothing.
     """
 
     def __init__(self, method: Callable[..., None] | None) -> None:

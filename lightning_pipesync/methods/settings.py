@@ -49,17 +49,12 @@ class Settings:
     checkpoint_replicas: bool = True
 
     def __post_init__(self) -> None:
-        """Checks that each setting is of its type, and those that all methods have.
-
-        Raises:
-            ValueError: one is not; the message names it, its type and its value.
-        """
+        """Raises a ValueError unless each setting is of its type, and those of all methods are in their range."""
         annotations = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
             value = checked(field.name, annotations[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}.")
+        self._check("timeout_s", 0 < self.timeout_s < math.inf, "a positive number of seconds")
         get_codec(self.compression)
 
     def _check(self, name: str, fits: bool, words: str) -> None:
@@ -74,7 +69,7 @@ class Settings:
             self._check(name, value is None or value >= bound, f"an integer of at least {bound}")
 
     def _check_data(self) -> None:
-        """Checks the settings of the training data, and raises a ValueError that names one."""
+        """Checks the settings of the training data."""
         if self.full_pass and self.partition != "seldp":
             raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
         if self.injection is not None:
@@ -84,11 +79,7 @@ class Settings:
 
     @classmethod
     def with_present_names(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Replaces former names and values of settings by the present ones, with a FutureWarning for each.
-
-        Raises:
-            ValueError: a setting is given under both names.
-        """
+        """Replaces former names and values of settings by the present ones, with a FutureWarning for each."""
         present: dict[str, Any] = {}
         for name, value in settings.items():
             new = cls.former_names.get(name, name)
@@ -121,11 +112,7 @@ class Settings:
         return {}
 
     def for_framework(self: Config) -> Config:
-        """Returns the settings for a Trainer, Fabric or Accelerate, which adds communication of its own.
-
-        Raises:
-            ValueError: one of them is for plain loops only.
-        """
+        """Returns the settings for a framework; raises a ValueError if one of them is for plain loops only."""
         return self
 
     def on_hosts_of(self: Config, num_processes: int, world_size: int) -> Config:
@@ -138,9 +125,7 @@ def renamed(
 ) -> Callable[[type[Config]], type[Config]]:
     """Class decorator of a dataclass of settings that accepts former names and values for one release.
 
-    Args:
-        names: by each former name the present one.
-        values: by the present name of a setting, by each former value the present one.
+    ``names`` are the present ones by the former ones; ``values``, too, by the present name of their setting.
     """
 
     def decorate(config_type: type[Config]) -> type[Config]:
@@ -158,11 +143,7 @@ def renamed(
 
 
 def config_from(config_type: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
-    """Returns a method's settings, given as a dataclass or as keywords.
-
-    Raises:
-        ValueError: both are given, ``config`` is of another class, or a setting is out of its range.
-    """
+    """Returns a method's settings, given as a dataclass or as keywords, not both."""
     if config is None:
         return config_type(**settings)
     if not isinstance(config, config_type):
@@ -173,11 +154,7 @@ def config_from(config_type: type[Config], config: Config | None, settings: Mapp
 
 
 def check_for_loop(config_type: type[Settings], settings: Mapping[str, Any]) -> None:
-    """Checks the settings of a method in a plain loop.
-
-    Raises:
-        ValueError: one of them is for the Trainer only.
-    """
+    """Raises a ValueError if a setting of a plain loop is for the Trainer only."""
     for name, instead in config_type.for_trainer.items():
         if name in settings:
             raise ValueError(f"{name}={settings[name]!r} is for the Trainer only; in a plain loop, {instead}.")
@@ -193,15 +170,9 @@ def warn_of_ignored(settings: Settings, rank: int) -> None:
 
 
 def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise: str) -> None:
-    """Checks that a state was saved with the settings that determine its structure in this run.
+    """Raises a ValueError unless a state was saved with the settings that determine its structure in this run.
 
-    Args:
-        saved: their values in the state.
-        present: those of this run.
-        otherwise: what a run does without the state, such as "to begin with an empty pipeline".
-
-    Raises:
-        ValueError: they differ.
+    ``otherwise`` is what a run does without the state, such as "to begin with an empty pipeline".
     """
     if saved != present:
         raise ValueError(

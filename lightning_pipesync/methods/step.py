@@ -33,11 +33,7 @@ class StepRecord:
     """Tracks the stage of each optimizer of a method, the same for all loops and frameworks.
 
     A backward pass that adds to a reduced gradient makes that outdated: the user has skipped the step, or continues
-    to accumulate.
-
-    Args:
-        num_optimizers: number of the method's optimizers.
-        together: whether the gradients of all optimizers are reduced at the same time.
+    to accumulate. ``together`` is whether the gradients of all optimizers are reduced at the same time.
     """
 
     def __init__(self, num_optimizers: int, together: bool = False) -> None:
@@ -60,8 +56,7 @@ class StepRecord:
     def is_outdated(self, index: int) -> bool:
         """Returns whether a backward pass has added to the gradient since the method reduced it.
 
-        Raises:
-            RuntimeError: it has done both during the step of this optimizer.
+        Raises a RuntimeError if both happened during the step of this optimizer.
         """
         outdated = self._stages[index] > Stage.ACCUMULATING and bool(self._added_by(index))
         if outdated and index == self._stepping and self._reduced_in_step:
@@ -88,11 +83,7 @@ class StepRecord:
         self._overflowed[index], self._scaled[index] = overflow and scaled, scaled
 
     def check_unscaled(self, index: int) -> None:
-        """Checks that the gradient that is about to be applied is reduced and unscaled.
-
-        Raises:
-            RuntimeError: it is not.
-        """
+        """Raises a RuntimeError unless the gradient that is about to be applied is reduced and unscaled."""
         if self._stages[index] < Stage.UNSCALED or self.is_outdated(index):
             raise RuntimeError(
                 "The gradient was not reduced before the optimizer stepped: call reduce() when it is complete, "
@@ -100,22 +91,14 @@ class StepRecord:
             )
 
     def check_scaled(self, index: int) -> None:
-        """Checks that the method knew of the loss scaler that makes an optimizer step.
-
-        Raises:
-            RuntimeError: the gradient was reduced as if it were not scaled.
-        """
+        """Raises a RuntimeError if the gradient was reduced as if no loss scaler made the optimizer step."""
         if not self._scaled[index]:
             raise RuntimeError(
                 f"The method was not told of the loss scaler, and would apply the scaled gradient. {SCALER_RECIPE}"
             )
 
     def check_skipped(self, index: int) -> None:
-        """Checks that an optimizer, which is about to step, need not skip the step.
-
-        Raises:
-            RuntimeError: the gradient of some rank is not finite.
-        """
+        """Raises a RuntimeError if the gradient of some rank is not finite, so that the step must be skipped."""
         if self._overflowed[index]:
             raise RuntimeError(
                 f"The gradient of some rank is not finite, and this rank did not skip the step. {SCALER_RECIPE}"
@@ -136,15 +119,9 @@ class StepRecord:
 
 
 def check_unscaling(optimizer: Optimizer, precision: str, method: str) -> None:
-    """Checks that a loss scaler unscales ``p.grad`` before the step of ``optimizer``.
+    """Raises a ValueError if the user's optimizer unscales gradients in its step.
 
-    Args:
-        optimizer: the user's own optimizer.
-        precision: the setting that selects the scaler, for the message.
-        method: what reads the gradients, for the message.
-
-    Raises:
-        ValueError: the optimizer unscales gradients in its step.
+    The message names ``precision``, the setting that selects the loss scaler, and ``method``, which reads gradients.
     """
     if handles_unscaling(optimizer):
         raise ValueError(

@@ -63,6 +63,7 @@ class SyncMethod(FrameworkHooks, Method):
         optimizers: the user's own optimizers.
         syncing: whether gradients are synchronized: False within :meth:`no_sync`.
         data: applies the settings of the training data.
+        record: the stage of each optimizer in its step.
         user_steps: runs the steps of the user's optimizers, for :meth:`_step`.
 
     Raises:
@@ -90,20 +91,13 @@ class SyncMethod(FrameworkHooks, Method):
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.flushed = False
         self._module = module
-        self._protocol = StepRecord(len(self.optimizers), self.reduces_together)
+        self.record = StepRecord(len(self.optimizers), self.reduces_together)
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         self._loads: Loads | None = None
         self._began = False
         self._followed: list[Callable[[], list[Tensor]]] = []
         self.transport = self._make_transport(device_of(module), backend)
-        self.user_steps = UserSteps(
-            self.optimizers,
-            type(self).__name__,
-            self._protocol,
-            self.reduce,
-            self._check_gradient,
-            unscales=not self.applies_grad,
-        )
+        self.user_steps = UserSteps(self)
         try:
             parameters = self._agreed_parameters()
             raise_on_all_ranks(self.transport, self._problem())
@@ -147,7 +141,7 @@ class SyncMethod(FrameworkHooks, Method):
             scaler = None
         loss_scale = None if scaler is None else scaler.get_scale()
         self._skip_if_outdated(index)
-        if self._protocol.stage(index) < Stage.REDUCED:
+        if self.record.stage(index) < Stage.REDUCED:
             if scaler is not None and has_unscaled(scaler, trained):
                 raise RuntimeError(f"The loss scaler has unscaled the gradient before it was reduced. {SCALER_RECIPE}")
             self.data.check_followed()
@@ -155,13 +149,13 @@ class SyncMethod(FrameworkHooks, Method):
                 self._began = True
                 self._compare_loaded()
             self._reduce(index, loss_scale)
-            self._protocol.reduced(index)
-        if not unscale or self._protocol.stage(index) == Stage.UNSCALED:
+            self.record.reduced(index)
+        if not unscale or self.record.stage(index) == Stage.UNSCALED:
             return
         if scaler is not None and not has_unscaled(scaler, trained):
             scaler.unscale_(trained)
         overflow = self._complete(index, loss_scale)
-        self._protocol.unscaled(index, overflow, scaled=scaler is not None)
+        self.record.unscaled(index, overflow, scaled=scaler is not None)
         if overflow and scaler is not None:
             mark_overflow(scaler, trained)
 
@@ -196,7 +190,7 @@ class SyncMethod(FrameworkHooks, Method):
         self._skip_if_outdated(index)
         if update == self.optimizers[index].step:  # bound, before it can be replaced
             update = None
-        with self._protocol.stepping(index):
+        with self.record.stepping(index):
             return self._step(index, update)
 
     @deprecated("Call reduce(optimizer) in place of after_backward(optimizer).", category=FutureWarning)
@@ -283,7 +277,6 @@ class SyncMethod(FrameworkHooks, Method):
         return optimizer.state_dict()
 
     def _detach(self, timeout_s: float) -> None:
-        """Ends the method's threads and process groups. The weights stay as they are."""
         for hook in self._gradient_hooks.values():
             hook.remove()
         self.user_steps.release()
@@ -304,18 +297,13 @@ class SyncMethod(FrameworkHooks, Method):
     def _complete(self, index: int, loss_scale: float | None) -> bool:
         """Completes :meth:`_reduce` once ``p.grad`` is unscaled.
 
-        Returns:
-            Whether the gradient of some rank is not finite, so that the loss scaler, which has checked only that of
-            this rank, must skip the update; the same on all ranks.
+        Returns whether the gradient of some rank is not finite, so that the loss scaler, which has checked only that of
+        this rank, must skip the update; the same on all ranks.
         """
         return False
 
-    def _check_gradient(self, index: int) -> None:
-        """Checks the gradient of an optimizer that is about to step.
-
-        Raises:
-            RuntimeError: it is not what the method applies.
-        """
+    def check_gradient(self, index: int) -> None:
+        """Raises a RuntimeError if the gradient of an optimizer that is about to step is not what was reduced."""
 
     def _skip(self, index: int) -> None:
         """Undoes :meth:`_reduce`: the step was skipped."""
@@ -336,7 +324,7 @@ class SyncMethod(FrameworkHooks, Method):
         parameters = collect_consistent_parameters(self.transport, self.config, self._module, self.optimizers)
         for parameter in parameters:
             if parameter.group and id(parameter.tensor) not in self._gradient_hooks:
-                hook = self._protocol.gradient_hook(parameter.group[0])
+                hook = self.record.gradient_hook(parameter.group[0])
                 self._gradient_hooks[id(parameter.tensor)] = hook_gradient(parameter.tensor, hook)
         self._agreed_members = group_members(self.optimizers)
         return parameters
@@ -347,11 +335,7 @@ class SyncMethod(FrameworkHooks, Method):
         return self._agreed_members != group_members(self.optimizers)
 
     def _compare_loaded(self) -> None:
-        """Compares weights and optimizer states if some rank has loaded any since the last call; a collective call.
-
-        Raises:
-            ValueError: on every rank: they differ; the message names the first difference.
-        """
+        """Raises on all ranks if some rank has loaded a state and ranks now differ; a collective call."""
         if self._loads is None or not any(self.transport.exchange_flags(self._loads.take()).wait()):
             return
         with self.true_weights():
@@ -366,19 +350,15 @@ class SyncMethod(FrameworkHooks, Method):
         return [*self._read_buffers(), *(tensor for read in self._followed for tensor in read())]
 
     def _skip_if_outdated(self, index: int) -> None:
-        if self._protocol.is_outdated(index):
+        if self.record.is_outdated(index):
             self._skip(index)
-            self._protocol.restart(index)
+            self.record.restart(index)
 
     def _trained(self, optimizer: Optimizer | None) -> list[Tensor]:
         return parameters_of(self.optimizers[self._index(optimizer)])
 
     def _index(self, optimizer: Optimizer | None) -> int:
-        """Returns the index of an optimizer; None means the only one.
-
-        Raises:
-            ValueError: there are several optimizers and none is named, or this one is not among them.
-        """
+        """Returns the index of an optimizer; None means the only one."""
         if optimizer is None and len(self.optimizers) > 1:
             raise ValueError(f"There are {len(self.optimizers)} optimizers: choose one with optimizer=.")
         for index, known in enumerate(self.optimizers):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_pipesync.methods.step import StepRecord
+if TYPE_CHECKING:
+    from lightning_pipesync.methods.sync_method import SyncMethod
 
 T = TypeVar("T")
 
@@ -19,9 +20,7 @@ T = TypeVar("T")
 class StepGuard:
     """Refuses direct calls of ``optimizer.step()``, after which this rank's weights would differ from the other ranks'.
 
-    Args:
-        optimizer: the user's own optimizer.
-        method: name of the method's class.
+    ``method`` is the name of the method's class.
     """
 
     def __init__(self, optimizer: Optimizer, method: str) -> None:
@@ -84,30 +83,12 @@ def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[No
 class UserSteps:
     """Runs what a user or a framework passes to :meth:`SyncMethod.step`, with each call in its order.
 
-    Args:
-        optimizers: the user's own.
-        method: name of the method's class.
-        protocol: tells at which stage a step is.
-        reduce: reduces the gradient of an optimizer.
-        check: checks the gradient of an optimizer, by its index, that is about to step.
-        unscales: whether the method unscales what it applies by itself, which is not in ``p.grad``.
-
-    Attributes:
-        guards: of each optimizer.
+    ``guards`` are those of the optimizers.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        method: str,
-        protocol: StepRecord,
-        reduce: Callable[[Optimizer], object],
-        check: Callable[[int], object],
-        unscales: bool,
-    ) -> None:
-        self._optimizers, self._protocol, self._reduce = optimizers, protocol, reduce
-        self._check, self._unscales = check, unscales
-        self.guards = [StepGuard(optimizer, method) for optimizer in optimizers]
+    def __init__(self, sync: SyncMethod) -> None:
+        self._sync = sync
+        self.guards = [StepGuard(optimizer, type(sync).__name__) for optimizer in sync.optimizers]
 
     def release(self) -> None:
         """Removes the guards."""
@@ -115,33 +96,24 @@ class UserSteps:
             guard.release()
 
     def complete_gradient(self, index: int, by_closure: bool) -> None:
-        """Called before an optimizer updates the weights: the gradient must be complete.
+        """Called before an optimizer updates the weights: raises unless the gradient is reduced and unscaled.
 
-        Args:
-            index: of the optimizer.
-            by_closure: whether a closure has computed the gradient, which is then reduced unless the closure did.
-
-        Raises:
-            RuntimeError: the gradient is not reduced, or not unscaled.
+        ``by_closure``: whether a closure has computed the gradient, which is then reduced unless the closure did.
         """
         if by_closure:
-            self._reduce(self._optimizers[index])
-        self._protocol.check_unscaled(index)
-        if self._unscales and not by_closure and is_scaler_stepping():
-            self._protocol.check_scaled(index)
-        self._check(index)
+            self._sync.reduce(self._sync.optimizers[index])
+        self._sync.record.check_unscaled(index)
+        if not self._sync.applies_grad and not by_closure and is_scaler_stepping():
+            self._sync.record.check_scaled(index)
+        self._sync.check_gradient(index)
 
     def update_own(self, index: int, update: Callable[[], T] | None) -> T | None:
-        """Updates this rank's weights by its own optimizer.
-
-        Args:
-            index: of the optimizer.
-            update: as in :meth:`SyncMethod.step`.
+        """Updates this rank's weights by its own optimizer, with ``update`` as in :meth:`SyncMethod.step`.
 
         Raises:
             RuntimeError: a call is out of order.
         """
-        optimizer = self._optimizers[index]
+        optimizer = self._sync.optimizers[index]
         optimizer_step = optimizer.step
 
         def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -149,7 +121,7 @@ class UserSteps:
                 result = None if closure is None else closure()
                 self.complete_gradient(index, by_closure=update is None or closure is not None)
                 if not is_skipped(optimizer):
-                    self._protocol.check_skipped(index)
+                    self._sync.record.check_skipped(index)
                 return result
 
             if closure is None:
@@ -160,7 +132,7 @@ class UserSteps:
 
         with self.guards[index].stepping(), replaced_step(optimizer, step):
             result = step() if update is None else update()
-        self._protocol.check_unscaled(index)
+        self._sync.record.check_unscaled(index)
         return result
 
     def update_by_method(
@@ -173,7 +145,7 @@ class UserSteps:
         """Runs ``update`` for a method that updates the weights itself: the optimizer's step in it updates nothing.
 
         Args:
-            index: of the optimizer.
+            index: that of the optimizer.
             update: as in :meth:`SyncMethod.step`.
             apply: called in place of the optimizer's step, which it is given, unless a loss scaler skips the step.
             evaluate: evaluates a closure, after which the gradient is complete.
@@ -184,7 +156,7 @@ class UserSteps:
         Raises:
             RuntimeError: a call is out of order.
         """
-        optimizer = self._optimizers[index]
+        optimizer = self._sync.optimizers[index]
         optimizer_step = optimizer.step
         stepped = False
 
@@ -199,7 +171,7 @@ class UserSteps:
 
         with replaced_step(optimizer, step):
             result = step() if update is None else update()
-        self._protocol.check_unscaled(index)
+        self._sync.record.check_unscaled(index)
         if stepped:
-            self._protocol.check_skipped(index)
+            self._sync.record.check_skipped(index)
         return stepped, result

@@ -14,15 +14,9 @@ _PLAIN = (bool, int, float, str, NoneType)
 
 
 def check_class_paths(name: str, annotation: Any, value: Any) -> None:
-    """Checks that no module is imported for a setting: to name one would be to run its code.
+    """Raises a ValueError if a setting names a class of a module that is not imported: to import it is to run its code.
 
-    Args:
-        name: of the setting.
-        annotation: its type.
-        value: its value, or the YAML text of that.
-
-    Raises:
-        ValueError: the value names a class of a module that is not imported.
+    ``annotation`` is the setting's type, and ``value`` its value, or the YAML text of that.
     """
     if isinstance(value, str):
         try:

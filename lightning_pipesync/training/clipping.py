@@ -15,12 +15,7 @@ from lightning_pipesync.methods.sync_method import SyncMethod
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The step of one optimizer, whose gradient its method has reduced.
-
-    Attributes:
-        method: the method that steps the optimizer.
-        optimizer: the user's optimizer.
-    """
+    """The step of one of the user's optimizers, whose gradient ``method`` has reduced."""
 
     method: SyncMethod
     optimizer: Optimizer
@@ -45,14 +40,7 @@ def clip_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients of ``parameters`` by their norm; returns the norm before clipping (0-dim).
-
-    Args:
-        steps: the steps of all optimizers that have some of the parameters.
-        parameters: the parameters whose gradients are clipped.
-        max_norm: largest norm.
-        norm_type: as in :func:`torch.nn.utils.clip_grad_norm_`.
-        error_if_nonfinite: whether a norm that is not finite is an error.
+    """Clips as :func:`torch.nn.utils.clip_grad_norm_`; ``steps`` are those of all optimizers with some ``parameters``.
 
     Raises:
         ValueError: each rank has only a part of the gradients, and ``parameters`` are not all of one optimizer's or

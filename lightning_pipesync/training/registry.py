@@ -38,9 +38,7 @@ def make_config(method: object, settings: Mapping[str, Any]) -> Settings:
 def parse_config(method: object, settings: Mapping[str, Any]) -> Settings:
     """Returns the settings of the method of that name, from a YAML file or from environment variables.
 
-    Args:
-        method: its name.
-        settings: by name; a text is read as YAML of the setting's type, so that ``"0.3"`` is a number.
+    A text is read as YAML of the setting's type, so that ``"0.3"`` is a number.
 
     Raises:
         ValueError: there is no such method or setting, one is not of its type or out of its range, or names a class of

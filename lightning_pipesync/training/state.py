@@ -47,15 +47,9 @@ def state_of_rank(
 ) -> dict[str, Any] | None:
     """Returns the state of this rank from the section under :data:`CHECKPOINT_KEY`; a collective call.
 
-    None, if the checkpoint does not hold one or the rank cannot use it: rank 0 warns if the checkpoint is of another
-    strategy, or if something is lost with this number of ranks.
-
-    Args:
-        saved: the section; None if the checkpoint has none.
-        strategy: name of the strategy that resumes, with ``config``.
-        transport: communicates with the ranks that resume; None: there is one.
-        config: its settings.
-        removable: what a user may remove from the checkpoint to resume without the states of the ranks.
+    None, if the checkpoint does not hold one (``saved`` is None, or has no states) or the rank cannot use it: rank 0
+    warns if the checkpoint is of another strategy, or if something is lost with this number of ranks. ``removable`` is
+    what a user may remove from the checkpoint to resume without the states of the ranks.
 
     Raises:
         ValueError: on every rank: the state of some rank is damaged; or the checkpoint was written with another number

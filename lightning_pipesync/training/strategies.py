@@ -26,14 +26,11 @@ OF_DDP = (
 
 
 class Strategies:
-    """Registers the strategies of all methods with one distribution of a framework.
+    """Registers the strategies of all methods with the ``registry`` of one distribution of a framework.
 
-    Args:
-        registry: the framework's registry of strategies.
-        classes: the names of a module with the strategy classes; those of a user's methods are added.
-        suffix: what a class's name has after that of the method.
-        base: the distribution's DDPStrategy.
-        mixin_of: returns the mixin of a method's strategy, and the settings that are not arguments.
+    ``classes`` are the globals of a module with the strategy classes; those of a user's methods are added. ``suffix``
+    follows the method's name in that of a class. ``base`` is the distribution's DDPStrategy. ``mixin_of`` returns the
+    mixin of a method's strategy, and the settings that are not arguments.
     """
 
     def __init__(

@@ -92,14 +92,11 @@ class DeARConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.bucket_mb < math.inf:
-            raise ValueError(f"bucket_mb must be a positive number of MiB, got {self.bucket_mb!r}.")
-        if self.edge_mb is not None and not 0 < self.edge_mb <= self.bucket_mb:
-            raise ValueError(
-                f"edge_mb must be a positive number of MiB, bucket_mb={self.bucket_mb!r} at most, got {self.edge_mb!r}."
-            )
-        if not 0 < self.search_mb[0] < self.search_mb[1] < math.inf:
-            raise ValueError(f"search_mb must be a smaller and a larger number of MiB, got {self.search_mb!r}.")
+        self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "a positive number of MiB")
+        fits = self.edge_mb is None or 0 < self.edge_mb <= self.bucket_mb
+        self._check("edge_mb", fits, f"a positive number of MiB, bucket_mb={self.bucket_mb!r} at most")
+        smallest, largest = self.search_mb
+        self._check("search_mb", 0 < smallest < largest < math.inf, "a smaller and a larger number of MiB")
         self._check_least(trial_steps=4, max_trials=1, num_layers=1)
         if self.torus_columns is not None and (self.topology == "flat" or self.torus_columns < 1):
             raise ValueError(

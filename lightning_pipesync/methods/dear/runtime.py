@@ -190,7 +190,7 @@ class DeAR(SyncMethod):
             self.synchronize()
         return result
 
-    def _check_gradient(self, index: int) -> None:
+    def check_gradient(self, index: int) -> None:
         for bucket in self._fused.of_optimizer(index):
             if (written := bucket.written(through_views=False)) is not None:
                 raise RuntimeError(
@@ -275,7 +275,6 @@ class DeAR(SyncMethod):
             self._return_states(index)
 
     def _detach(self, timeout_s: float) -> None:
-        """Ends the thread and the process groups. The weights stay as they are."""
         for hook in self._hooks:
             hook.remove()
         self._backpipe.remove_hooks()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
 from lightning_pipesync.methods.settings import Settings
 
@@ -79,10 +78,8 @@ class PipeSGDConfig(Settings):
                 f"pipeline_level=2 divides the gradient into segments={self.segments}: set bucket_mb=None, not "
                 f"{self.bucket_mb!r}."
             )
-        if not 0 < self.distance_constant < math.inf:
-            raise ValueError(f"distance_constant must be a positive number, got {self.distance_constant!r}.")
-        if self.bucket_mb is not None:
-            Fusion(bucket_mb=self.bucket_mb)
+        self._check("distance_constant", 0 < self.distance_constant < math.inf, "a positive number")
+        self._check("bucket_mb", self.bucket_mb is None or self.bucket_mb > 0, "a positive number of MiB")
 
     @property
     def reduces_learning_rate(self) -> bool:

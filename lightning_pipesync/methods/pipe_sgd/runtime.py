@@ -143,9 +143,9 @@ class PipeSGD(SyncMethod):
             before_update: called when ``p.grad`` is about to be applied, for example to clip it.
         """
         for index, pipe in enumerate(self._pipes):
-            self._protocol.reduced(index)  # what is applied is no new gradient
+            self.record.reduced(index)  # what is applied is no new gradient
             pipe.drain(before_update)
-            self._protocol.restart(index)
+            self.record.restart(index)
         self.flushed = False
 
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
@@ -196,7 +196,6 @@ class PipeSGD(SyncMethod):
             pipe.load_state_dict(saved)
 
     def _detach(self, timeout_s: float) -> None:
-        """Ends the threads and the process groups. The weights stay as they are; gradients in flight are dropped."""
         self._prediction.remove()
         for pipe in self._pipes:
             pipe.close()
