@@ -127,13 +127,8 @@ class DataInjection:
         """Sends the shared rows if this rank shares, and receives those of the other sharing ranks.
 
         Two rounds: a header of three int64 numbers (rows, bytes in the payload, bytes of those that are the layout),
-        then the payload, which is the layout in UTF-8 followed by each leaf's rows.
-
-        Returns:
-            For each other sharing rank, in order: the rows of each leaf.
-
-        Raises:
-            ValueError: If another sharing rank has another layout.
+        then the payload, which is the layout in UTF-8 followed by each leaf's rows. Returns the rows of each leaf, for
+        each other sharing rank in order.
         """
         rank = self._transport.rank
         sources = [source for source in sharing if source != rank]
@@ -201,7 +196,7 @@ def _check_fraction(name: str, value: float) -> None:
 
 
 def _num_rows(leaves: list[Any]) -> int:
-    """Returns the number of rows that all leaves of a batch have."""
+    """Returns the number of rows of a batch, after checking its leaves."""
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(

@@ -13,11 +13,7 @@ from lightning_pipesync.data.injection import adjusted_batch_size
 
 
 class LoaderWrapper:
-    """A wrapper of a loader, with the same length and attributes.
-
-    Attributes:
-        loader: the wrapped loader.
-    """
+    """A wrapper of a loader, with the same length and attributes."""
 
     loader: Any
 
@@ -41,11 +37,7 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 def batch_size_before_injection(
     loader: DataLoader[Any], injection: tuple[float, float] | None, world_size: int
 ) -> int | None:
-    """Returns the batch size of the loader before data injection adds rows (SelSync Eq. 3); None without injection.
-
-    Raises:
-        ValueError: the loader does not make batches, or its batch sampler has no ``batch_size`` or ``sampler``.
-    """
+    """Returns the batch size of the loader before data injection adds rows (SelSync Eq. 3); None without injection."""
     if injection is None:
         return None
     if loader.batch_sampler is None:
@@ -62,16 +54,7 @@ def batch_size_before_injection(
 
 
 def with_order(loader: DataLoader[Any], sampler: Any, num_samples: int | None = None) -> DataLoader[Any]:
-    """Returns a shallow copy of ``loader`` in the order of ``sampler``; ``loader`` itself stays as it is.
-
-    Args:
-        loader: a DataLoader of any class; its batch sampler is copied, too.
-        sampler: the new order.
-        num_samples: a new batch size.
-
-    Raises:
-        ValueError: the batch sampler has no attribute ``sampler``.
-    """
+    """Returns a shallow copy of ``loader`` in the order of ``sampler``, with ``num_samples`` in a batch if given."""
     batch_sampler: Any = copy(loader.batch_sampler)
     if batch_sampler is not None:
         if not hasattr(batch_sampler, "sampler"):
@@ -104,11 +87,7 @@ def num_batches(loader: Any) -> int | None:
 
 
 def batch_size(loader: DataLoader[Any]) -> int:
-    """Returns the batch size; 1 if the loader does not batch.
-
-    Raises:
-        ValueError: the batch sampler has no ``batch_size``.
-    """
+    """Returns the batch size; 1 if the loader does not batch."""
     if loader.batch_sampler is None:
         return 1
     num_samples = getattr(loader.batch_sampler, "batch_size", None)

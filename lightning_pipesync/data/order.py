@@ -22,23 +22,19 @@ from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 
 
 class DataSettings(Protocol):
-    """Settings of the training data.
-
-    Attributes:
-        partition: ``"seldp"`` rotates the chunks of the data set by rank; ``"defdp"`` keeps the loader's order;
-            ``"work_queue"``: each rank takes its next batch of an epoch from a queue of all ranks.
-        full_pass: with SelDP, an epoch is a rank's whole queue of chunks instead of one chunk.
-        injection: (alpha, beta) of data injection; None: there is none.
-    """
+    """Settings of the training data."""
 
     @property
-    def partition(self) -> str: ...
+    def partition(self) -> str:
+        """``"seldp"``, ``"defdp"`` for the loader's order, or ``"work_queue"``: ranks take batches from a queue."""
 
     @property
-    def full_pass(self) -> bool: ...
+    def full_pass(self) -> bool:
+        """Whether an epoch of SelDP is a rank's whole queue of chunks instead of one chunk."""
 
     @property
-    def injection(self) -> tuple[float, float] | None: ...
+    def injection(self) -> tuple[float, float] | None:
+        """``(alpha, beta)`` of data injection; None: there is none."""
 
 
 def replaceable_order(
@@ -53,14 +49,6 @@ def replaceable_order(
 
     That is a ``DistributedSampler`` itself, or with ``seed`` torch's order of a map-style data set, shuffled or not.
     Any other order is the user's, and stays: rank 0 warns if ``settings.partition`` has no effect on it.
-
-    Args:
-        loader: the loader of the training data.
-        settings: of the training data.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: of the shuffle, the same on all ranks; None: an order that is not divided among the ranks stays.
-        drop_last: whether samples are dropped, not repeated, if they cannot be divided evenly.
     """
     order, iterable = sampler_of(loader), isinstance(loader.dataset, IterableDataset)
     if type(order) is DistributedSampler and not iterable:
@@ -90,40 +78,15 @@ def in_order(
     num_samples: int | None,
     limit: int | float = 1.0,
 ) -> DataLoader[Any]:
-    """Returns ``loader`` in the order of SelDP if that is set, and with another batch size if that is given.
+    """Returns ``loader`` in the order of SelDP if that is set, and with ``num_samples`` in a batch if that is given.
 
-    Args:
-        loader: the loader of the training data.
-        settings: of the training data.
-        order: as :func:`replaceable_order` returned it.
-        num_samples: the batch size; None: that of the loader.
-        limit: the part of the loader that an epoch uses: a number of batches, or a fraction.
-
-    Raises:
-        ValueError: the data set has fewer samples than there are ranks.
+    ``order`` is what :func:`replaceable_order` returned. ``limit`` is the part of the loader that an epoch uses: a
+    number of batches, or a fraction.
     """
-    if settings.partition == "seldp" and order is not None:
-        return _with_seldp(loader, order, settings.full_pass, num_samples, limit)
-    return loader if num_samples is None else with_order(loader, sampler_of(loader), num_samples)
-
-
-def _with_seldp(
-    loader: DataLoader[Any],
-    order: DistributedSampler[Any],
-    full_pass: bool,
-    num_samples: int | None,
-    limit: int | float,
-) -> DataLoader[Any]:
-    """Returns a loader of the same data in the order of SelDP (SelSync III-D), with ranks and seed of ``order``."""
-    sampler = SelDPSampler(
-        order.dataset,
-        num_replicas=order.num_replicas,
-        rank=order.rank,
-        shuffle=order.shuffle,
-        seed=order.seed,
-        drop_last=order.drop_last,
-        full_pass=full_pass,
-    )
+    if settings.partition != "seldp" or order is None:
+        return loader if num_samples is None else with_order(loader, sampler_of(loader), num_samples)
+    of_ranks = order.num_replicas, order.rank, order.shuffle, order.seed, order.drop_last
+    sampler = SelDPSampler(order.dataset, *of_ranks, full_pass=settings.full_pass)
     loader = with_seed_of_its_own(with_order(loader, sampler, num_samples))
     num_batches = len(loader)
     used = min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
@@ -135,17 +98,10 @@ def _with_seldp(
 def with_work_queue(
     loader: DataLoader[Any], order: DistributedSampler[Any], ask: Ask, number: int, *, to_each_of: int | None = None
 ) -> DataLoader[Any]:
-    """Returns a loader of the same data that takes its batches from a work queue of all ranks.
+    """Returns a loader of the same map-style data set that takes its batches from a work queue of all ranks.
 
-    Args:
-        loader: a loader of a map-style data set.
-        order: the sampler to replace, whose shuffle and seed stay.
-        ask: asks for a batch.
-        number: of the loader, the same on all ranks, another one for each.
-        to_each_of: the number of ranks, if each is to get one batch of an epoch at least; None: they need not.
-
-    Raises:
-        ValueError: the loader does not make batches, or an epoch has fewer of them than there are ranks.
+    ``order`` is replaced, and its shuffle and seed stay. ``number`` is that of the loader, the same on all ranks.
+    ``to_each_of`` is the number of ranks if each is to get one batch of an epoch at least.
     """
     if loader.batch_sampler is None:
         raise ValueError(
@@ -169,16 +125,10 @@ def resumable(order: DistributedSampler[Any]) -> ResumableSampler:
 def begin_at(
     loader: DataLoader[Any], epoch: int, num_batches: int, on_skip: Callable[[], object] = lambda: None
 ) -> bool:
-    """Sets where ``loader`` starts in a resumed run, if its sampler is a :class:`ResumableSampler`.
+    """Sets where ``loader`` starts in a resumed run; returns whether it can and does start within an epoch.
 
-    Args:
-        loader: the training loader.
-        epoch: the epoch in which the run resumes.
-        num_batches: the number of batches of that epoch that are done; more than ``loader`` has if it was cycled.
-        on_skip: called before the first sample is fetched, if the loader starts within an epoch.
-
-    Returns:
-        Whether the loader starts within an epoch.
+    ``num_batches`` of the epoch are done, more than ``loader`` has if it was cycled. ``on_skip`` is called before the
+    first sample is fetched, if a :class:`ResumableSampler` starts within an epoch.
     """
     sampler = sampler_of(loader)
     if isinstance(sampler, WorkQueueBatches):

@@ -33,14 +33,10 @@ from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 class TrainingData:
     """Follows a method's settings of the training data, or knows that nobody does.
 
-    Args:
-        settings: of the method.
-        transport: communicates with the other ranks.
-
     Attributes:
         injection: appends other ranks' rows to a batch; None unless ``injection`` is set.
-        followed: whether somebody follows the settings: true from the first batch of a prepared loader on. An adapter
-            to a framework that sees to the data itself sets it.
+        followed: whether somebody follows the settings: true from the first batch of a prepared loader on, or set by an
+            adapter to a framework that follows them itself.
         steps_per_epoch: returns the number of steps of an epoch; None if it is not known. Set by an adapter to a
             framework, or by :meth:`prepare`, for which each batch is a step.
         transport: communicates with the other ranks; to be replaced when there are others.
@@ -78,11 +74,7 @@ class TrainingData:
         return batch if self.injection is None else self.injection(batch)
 
     def check_followed(self) -> None:
-        """Checks that no setting asks for what nobody does; called when a gradient is complete.
-
-        Raises:
-            ValueError: one does, on every rank.
-        """
+        """Raises a ValueError, on every rank, if nobody follows a setting; called when a gradient is complete."""
         if self.followed:
             return
         ways_out = {

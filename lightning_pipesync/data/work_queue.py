@@ -19,19 +19,10 @@ class WorkQueueBatches(Sampler[list[int]]):
     """A batch sampler whose epoch is the whole data set, whoever trains on which part of it.
 
     It has no length: how many batches a rank gets depends on its speed. Worker processes of a loader ask ahead.
-
-    Args:
-        dataset: the data set.
-        batch_size: the number of samples in a batch.
-        shuffle: whether the samples are shuffled anew in each epoch.
-        seed: of the order, the same on all ranks.
-        drop_last: whether the last batch is left out if it is smaller.
-        ask: asks for a batch.
-        loader: the number of the loader, the same on all ranks.
-        to_each: whether each rank is to get one batch of an epoch at least.
+    ``seed`` and ``loader``, its number, are the same on all ranks. ``to_each``: each rank is to get at least one batch
+    of an epoch.
 
     Attributes:
-        ask: asks for a batch.
         num_taken: number of batches that have been handed out to all ranks, in all epochs, when this rank asked last.
         max_batches: the most batches that are handed out to all ranks, in all epochs; None: any number.
     """
@@ -83,11 +74,7 @@ class WorkQueueBatches(Sampler[list[int]]):
 
 
 class WorkQueue:
-    """Which mini-batches have been handed out, on the rank that does so.
-
-    Args:
-        ranks: those that train.
-    """
+    """Which mini-batches have been handed out, on the rank that does so, to the ``ranks`` that train."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = set(ranks)
