@@ -158,7 +158,6 @@ class DataInjection:
         return received
 
     def _round(self, sources: list[int], buffers: list[Tensor], targets: list[int], message: Tensor) -> None:
-        """Receives a buffer from each source and sends the message to each target."""
         handles = [self._transport.recv(buffer, source) for source, buffer in zip(sources, buffers, strict=True)]
         handles += [self._transport.send(message, target) for target in targets]
         for handle in handles:

@@ -18,7 +18,6 @@ class LoaderWrapper:
     loader: Any
 
     def __len__(self) -> int:
-        """Returns the number of batches in an epoch."""
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:

@@ -66,7 +66,6 @@ def replaceable_order(
 
 
 def order_in_words(loader: DataLoader[Any]) -> str:
-    """Returns what a message calls the order of ``loader``."""
     iterable = isinstance(loader.dataset, IterableDataset)
     return "an iterable data set" if iterable else f"a {type(sampler_of(loader)).__name__}"
 

@@ -57,7 +57,6 @@ class WorkQueueBatches(Sampler[list[int]]):
         return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -102,6 +101,5 @@ class WorkQueue:
         return {key: (number, sorted(self._had[key])) for key, number in self._next.items() if key[1] >= last - 1}
 
     def load_state_dict(self, state: Mapping[LoaderEpoch, tuple[int, list[int]]]) -> None:
-        """Resumes from what :meth:`state_dict` returned."""
         self._next = {key: number for key, (number, _) in state.items()}
         self._had = {key: set(had) for key, (_, had) in state.items()}

@@ -49,7 +49,6 @@ class Prediction:
 
 
 def waiting_share(compute: float, seconds: float) -> str:
-    """Returns, in words, how much of a step waits for the network."""
     return f"{1 - compute / seconds:.0%} of a step waits for the network"
 
 

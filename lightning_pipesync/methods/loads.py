@@ -29,7 +29,6 @@ class Loads:
         return noted
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 

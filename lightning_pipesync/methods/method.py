@@ -81,7 +81,6 @@ class Method(ABC):
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

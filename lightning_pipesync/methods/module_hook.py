@@ -23,7 +23,6 @@ class ModuleHook:
         self.call(*args)
 
     def call(self, *args: Any) -> None:
-        """Calls the method, if its object still exists."""
         method = self._method and self._method()
         if method is not None:
             method(*args)

@@ -69,7 +69,6 @@ class Settings:
             self._check(name, value is None or value >= bound, f"an integer of at least {bound}")
 
     def _check_data(self) -> None:
-        """Checks the settings of the training data."""
         if self.full_pass and self.partition != "seldp":
             raise ValueError(f"full_pass=True is for partition='seldp', and is set with partition={self.partition!r}.")
         if self.injection is not None:
@@ -182,7 +181,6 @@ def check_saved(saved: Mapping[str, Any], present: Mapping[str, Any], otherwise:
 
 
 def warn_of_one_rank(method: str, world_size: int) -> None:
-    """Warns if a method is attached in one process alone."""
     if world_size == 1:
         warnings.warn(
             f"{method} is attached in one process alone: nothing is synchronized. Start a process for each rank, with "

@@ -50,7 +50,6 @@ class StepRecord:
         return self._added_by(index).append
 
     def stage(self, index: int) -> Stage:
-        """Returns the stage of an optimizer."""
         return self._stages[index]
 
     def is_outdated(self, index: int) -> bool:
@@ -67,11 +66,9 @@ class StepRecord:
         return outdated
 
     def restart(self, index: int) -> None:
-        """Restarts a step whose gradient is outdated."""
         self._stages[index] = Stage.ACCUMULATING
 
     def reduced(self, index: int) -> None:
-        """Records that the method has reduced the gradient."""
         for one in range(len(self._stages)) if self._together else (index,):
             self._stages[one] = Stage.REDUCED
         self._added_by(index).clear()

@@ -342,7 +342,6 @@ class SyncMethod(FrameworkHooks, Method):
             check_same_values(self.transport, list(self._module.named_parameters()), self.optimizers, weights=True)
 
     def _broadcast_buffers(self) -> None:
-        """Broadcasts rank 0's buffers; a collective call."""
         exchange_fused(self._shared_tensors(), PIECE_MB, self.transport.broadcast)
 
     def _shared_tensors(self) -> list[Tensor]:

@@ -30,7 +30,6 @@ class StepGuard:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Context manager in which the optimizer may step."""
         self._is_stepping = True
         try:
             yield
@@ -38,7 +37,6 @@ class StepGuard:
             self._is_stepping = False
 
     def release(self) -> None:
-        """Removes the guard: the optimizer may step without the method again."""
         self._hook.remove()
 
     def _refuse_step_of_others(self, *_: object) -> None:
@@ -91,7 +89,6 @@ class UserSteps:
         self.guards = [StepGuard(optimizer, type(sync).__name__) for optimizer in sync.optimizers]
 
     def release(self) -> None:
-        """Removes the guards."""
         for guard in self.guards:
             guard.release()
 

@@ -21,11 +21,9 @@ class OptimizerStep:
     optimizer: Optimizer
 
     def has_some_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Returns whether the optimizer has at least one of the parameters."""
         return not self._ids.isdisjoint(id(parameter) for parameter in parameters)
 
     def has_only(self, parameters: Sequence[Tensor]) -> bool:
-        """Returns whether all of the optimizer's parameters are among ``parameters``."""
         return self._ids <= {id(parameter) for parameter in parameters}
 
     @property

@@ -83,7 +83,6 @@ class LinearScalingLR(LRScheduler):
 
     @override
     def step(self) -> None:  # type: ignore[override]
-        """Steps the schedule and the warm-up."""
         if self.last_epoch >= 0:  # else the base class has called this to set the first learning rates
             self._step_unscaled()
         super().step()

@@ -73,7 +73,6 @@ class Session:
         )
 
     def detach(self, timeout_s: float = 10.0) -> None:
-        """Ends the method's threads and process groups; the weights stay as they are."""
         for reference in self.wrappers:
             if (wrapper := reference()) is not None:
                 wrapper.method = None
@@ -99,7 +98,6 @@ class Sessions:
 
     @property
     def methods(self) -> list[Method]:
-        """All attached methods."""
         return [*(session.method for session in self.sessions), *self.pipelines]
 
     def check_resumable(self, num_processes: int) -> None:
@@ -242,12 +240,10 @@ class Sessions:
 
 
 def contains(members: Iterable[object], wanted: object) -> bool:
-    """Returns whether this very object is among ``members``."""
     return any(member is wanted for member in members)
 
 
 def trained_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Returns the parameters of a model that the optimizers train."""
     trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     return [parameter for parameter in module.parameters() if id(parameter) in trained]
 

@@ -42,7 +42,6 @@ class Strategies:
             self.register(method)
 
     def register(self, method: type[Method]) -> None:
-        """Registers the strategy of a method under the method's name."""
         name = method.__name__ + self._suffix
         strategy = self._classes.get(name)
         if getattr(strategy, "name", None) != method.name:

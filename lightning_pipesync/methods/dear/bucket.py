@@ -89,7 +89,6 @@ class FusedBucket(GradientBucket):
         self._num_early = 0
 
     def start(self, piece: int = 0) -> Handle[Tensor]:
-        """Starts the reduce-scatter of what :meth:`pack` has copied."""
         return self._collectives.reduce_scatter(
             self.gradients.flat, codec=self._codec, mean=True, feedback=self._feedback
         )
@@ -108,7 +107,6 @@ class FusedBucket(GradientBucket):
         self._gathered = queue.submit("all_gather", start, lambda _: self._finish_all_gather())
 
     def wait(self) -> None:
-        """Blocks until the weights are up to date."""
         if self._gathered is not None:
             self._gathered.wait()
 
@@ -122,7 +120,6 @@ class FusedBucket(GradientBucket):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
         if self._dropped is not None:
             self._dropped.copy_(state["dropped"])
         if self._feedback is not None:
@@ -161,12 +158,10 @@ class FusedBucket(GradientBucket):
         return self.shard_slices(rank) if self.sharded else self.whole_slices()
 
     def shard_slices(self, rank: int) -> dict[str, slice]:
-        """Returns the slices of the parameters, by name, in a rank's shard."""
         shard = self._collectives.shard_slice(self.values.flat.numel(), rank)
         return slices_in_shard(shard, self._places)
 
     def whole_slices(self) -> dict[str, slice]:
-        """Returns the slices of the whole parameters, by name."""
         return {member.name: slice(0, member.tensor.numel()) for member in self.members}
 
     def _in_shard(self, shard: Tensor) -> dict[str, Tensor]:
@@ -179,7 +174,6 @@ class FusedBucket(GradientBucket):
         return views
 
     def _pieces(self) -> list[Piece]:
-        """Returns what this rank updates."""
         if not self.sharded:
             rows = zip(self._places, self.parameters, self.values.views, self.gradients.views, strict=True)
             return [Piece(i, *row, None) for i, row in enumerate(rows)]
@@ -219,7 +213,6 @@ class FusedBucket(GradientBucket):
 
     @torch.no_grad()
     def _finish_all_gather(self) -> None:
-        """Brings the weights up to date after the all-gather."""
         if not self.sharded:
             self.update.apply(self.present)
         elif self._difference is not None:

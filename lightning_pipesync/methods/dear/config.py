@@ -124,7 +124,6 @@ class DeARConfig(Settings):
         return self.uses_error_feedback
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect, by name, and why."""
         ignored, chosen = {}, f"with fusion={self.fusion!r}"
         if self.fusion != "layers":
             ignored["num_layers"] = f"{chosen}: set fusion='layers'"

@@ -66,7 +66,6 @@ def _num_pieces(bucket: BucketTimes, longest: float) -> int:
 
 
 def _simulated_seconds(buckets: Sequence[BucketTimes], early: EarlyGathers) -> list[float]:
-    """Returns the seconds of a simulated step on each of ``NETWORKS``."""
     backward, forward = max(b.ready for b in buckets), max(b.needed for b in buckets)
     return [simulate_step([b.on(network) for b in buckets], forward, backward, early).seconds for network in NETWORKS]
 

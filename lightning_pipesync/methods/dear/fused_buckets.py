@@ -69,11 +69,9 @@ class FusedBuckets:
         return plan_buckets(self._ready, fusion)
 
     def names(self, fusion: Fusion) -> tuple[tuple[str, ...], ...]:
-        """Returns the names of the parameters of each bucket with another fusion."""
         return _names(self.divide(fusion))
 
     def differs_from(self, fusion: Fusion) -> bool:
-        """Returns whether the buckets would differ from the present ones."""
         return self.names(fusion) != _names(bucket.members for bucket in self.buckets)
 
     def fuse_anew(self, fusion: Fusion) -> None:
@@ -128,7 +126,6 @@ class FusedBuckets:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
         self.release()
         by_name = {parameter.name: parameter for parameter in self._parameters}
         self._ready, self._needed = ([by_name[name] for name in state[order]] for order in ("ready", "needed"))

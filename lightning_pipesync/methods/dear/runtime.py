@@ -168,7 +168,6 @@ class DeAR(SyncMethod):
         return norm
 
     def clip_value(self, max_value: float, optimizer: Optimizer | None = None) -> None:
-        """Clips every value of the averaged gradient to ``[-max_value, max_value]``."""
         self.reduce(optimizer, unscale=False)
         for flat in self._averaged_gradients(self._index(optimizer)):
             flat.clamp_(-max_value, max_value)
@@ -220,7 +219,6 @@ class DeAR(SyncMethod):
         self.flushed = True
 
     def resume(self) -> None:
-        """Continues from the flushed weights."""
         self.flushed = False
 
     def metrics(self) -> dict[str, float]:

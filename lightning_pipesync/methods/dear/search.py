@@ -41,7 +41,6 @@ class Trial:
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """Returns the trial with the shortest step."""
     return min(trials, key=lambda trial: trial.seconds)
 
 
@@ -55,7 +54,6 @@ class FusionSearch(ABC):
 
     @property
     def converged(self) -> bool:
-        """Whether the search has ended."""
         return len(self.trials) >= self._max_trials
 
     def register(self, trial: Trial) -> None:

@@ -52,7 +52,6 @@ class TuningFile:
         return self._searches.get(job)
 
     def write(self, job: str, state: dict[str, Any]) -> None:
-        """Writes the measurements of a job, and keeps those of other jobs."""
         self._searches[job] = state
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._path) as temporary:
@@ -159,7 +158,6 @@ class FusionTuner:
         self.change_due = bool(self._fused.buckets) and self._fused.differs_from(self.fusion)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, if there is one."""
         if self._worker is not None:
             self._worker.close(timeout_s)
             self._worker = None
@@ -195,7 +193,6 @@ class FusionTuner:
         return median(self._clock.seconds_between(*pair) for pair in pairwise(self._ends[1:]))
 
     def _job(self) -> str:
-        """Returns the key of this job in the file."""
         config = self._config
         kind = f"{config.usual_update}, {config.compression}, {config.topology}" + ", eager" * config.gathers_early
         return f"{self._transport.world_size} ranks, {sum(self._sizes)} bytes, {kind}"

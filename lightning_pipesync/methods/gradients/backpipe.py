@@ -101,7 +101,6 @@ class BackPipe:
 
     @property
     def in_step(self) -> bool:
-        """Whether collectives of this step have started."""
         return self._schedule is not None
 
     def hook_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -111,7 +110,6 @@ class BackPipe:
                 self._hooks[id(parameter)] = hook_gradient(parameter, self._gradient_is_ready)
 
     def remove_hooks(self) -> None:
-        """Removes all gradient hooks."""
         for hook in self._hooks.values():
             hook.remove()
 

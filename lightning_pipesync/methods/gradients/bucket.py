@@ -50,7 +50,6 @@ class GradientBucket:
 
     @property
     def num_gradients(self) -> int:
-        """Number of gradients that a backward pass computes."""
         return sum(parameter.requires_grad for parameter in self.parameters)
 
     def use_error_feedback(self) -> None:
@@ -165,11 +164,9 @@ class GradientBuckets:
                 parameter.grad = torch.zeros_like(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the residuals of the codec."""
         return {"feedback": [feedback.state_dict() for feedback in self._feedback()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
         for feedback, residuals in zip(self._feedback(), state["feedback"], strict=True):
             feedback.load_state_dict(residuals)
 

@@ -87,13 +87,11 @@ class BucketUpdate:
         self.set_hyperparameters(self._optimizer.param_groups[self._group])
 
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Copies hyper-parameters, by name."""
         for name, value in values.items():
             if name != "params":
                 self._copy.param_groups[0][name] = value.clone() if isinstance(value, Tensor) else value
 
     def read_states(self) -> None:
-        """Copies the current state of the user's optimizer."""
         self._set_states(
             {
                 piece.values: {name: piece.cut(value) for name, value in self._optimizer.state[piece.parameter].items()}
@@ -232,7 +230,6 @@ class BucketUpdate:
         }
 
     def _of_piece(self, value: Any, piece: Piece) -> Any:
-        """Returns what a value of the buffer's state is for a piece."""
         if not isinstance(value, Tensor):
             return value
         return shaped(self._part(value, piece), piece.values) if value.dim() else value.clone()

@@ -36,7 +36,6 @@ class StepTimes:
         self._forward: list[list[tuple[Moment, Moment, list[int]]]] = []  # begin and end of a wait, ids of parameters
 
     def begin(self) -> None:
-        """Starts measuring."""
         self.measuring = True
         self._ready, self._forward = [{}], [[]]
 
@@ -117,7 +116,6 @@ class ExecutionOrder:
         return [*self._used_elsewhere.values(), *self._not_run.values()]
 
     def begin_step(self) -> None:
-        """Begins the observation of a step."""
         self._running.clear()
         self.times.end_step()
 
@@ -132,7 +130,6 @@ class ExecutionOrder:
         return True
 
     def gradient_is_ready(self, parameter: Tensor) -> None:
-        """Observes that a parameter's gradient is ready."""
         self.ready[id(parameter)] = None
         self.times.gradient_is_ready(parameter)
         if self._running.isdisjoint(self._owners.get(id(parameter), ())):

@@ -100,12 +100,10 @@ class FeedPipe(Generic[B]):
                 bucket.wait()
 
     def wait(self) -> None:
-        """Blocks until all weights are up to date."""
         for bucket in self.buckets:
             bucket.wait()
 
     def remove_hooks(self) -> None:
-        """Removes all hooks on modules."""
         for hook in self._hooks:
             hook.remove()
 

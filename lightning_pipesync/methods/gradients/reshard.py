@@ -132,5 +132,4 @@ class _Undivided:
     on_device: bool
 
     def on(self, device: torch.device) -> Tensor:
-        """Returns the tensor, on this rank's ``device`` if it was on one."""
         return self.tensor.to(device) if self.on_device else self.tensor

@@ -83,7 +83,6 @@ class PipeSGDConfig(Settings):
 
     @property
     def reduces_learning_rate(self) -> bool:
-        """Whether the delay is compensated by a smaller learning rate."""
         return self.delay_compensation in ("staleness", "distance")
 
     @property
@@ -103,13 +102,11 @@ class PipeSGDConfig(Settings):
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        """What a run that resumes with another number of ranks loses; None: nothing."""
         if self.staleness == 0:
             return None
         return "gradients that were on their way are dropped, and the pipeline fills anew"
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect, by name, and why."""
         ignored, chosen = {}, f"with staleness={self.staleness!r}"
         if self.pipeline_level == 1:
             ignored["segments"] = "with pipeline_level=1: set pipeline_level=2"

@@ -157,7 +157,6 @@ class GradientInFlight:
         return any(gradient is not None and gradient.data_ptr() == view.data_ptr() for gradient, view in pairs)
 
     def is_finite(self) -> bool:
-        """Returns whether all values are finite."""
         return all(bool(torch.isfinite(bucket.gradients.flat).all()) for bucket in self.buckets)
 
     @torch.no_grad()

@@ -60,7 +60,6 @@ class GradientLayout:
         return buckets
 
     def release_buckets(self, buckets: list[GradientBucket]) -> None:
-        """Makes the buckets of :meth:`acquire_buckets` available again."""
         self._free.append(buckets)
 
     def _new_buckets(self) -> list[GradientBucket]:

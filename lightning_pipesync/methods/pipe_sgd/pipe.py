@@ -62,7 +62,6 @@ class GradientPipe(BackPipePolicy):
         return self._sync.syncing
 
     def before_first(self) -> None:
-        """Begins the gradient of this step."""
         # A zero_grad() that sets gradients to zero keeps the views, and this step's gradient is added to them.
         if self._in_grad is not None and not self._in_grad.is_in_grad():
             self._in_grad.release()
@@ -95,7 +94,6 @@ class GradientPipe(BackPipePolicy):
 
     @property
     def has_started(self) -> bool:
-        """Whether the all-reduce of some segments of this step's gradient has started."""
         return self._started is not None
 
     def send_all(self) -> None:
@@ -156,7 +154,6 @@ class GradientPipe(BackPipePolicy):
         self._due = None
 
     def end_step(self) -> None:
-        """Ends a step, taken or skipped."""
         self._due = None
         self.pipeline.end_step()
 
@@ -173,7 +170,6 @@ class GradientPipe(BackPipePolicy):
             self._due = None
 
     def close(self) -> None:
-        """Removes the gradient hooks."""
         self._backpipe.remove_hooks()
 
     def state_dict(self) -> dict[str, Any]:

@@ -191,7 +191,6 @@ class PredictedWeights:
         first: Hyperparameters,
         steps: Sequence[tuple[TrialStep, Hyperparameters]],
     ) -> None:
-        """Takes the trial steps of a block."""
         parameters = [parameter for of_group in block.values() for parameter in of_group]
         views = {id(parameter): self._views[id(parameter)][1] for parameter in parameters}
         foreach_copy_(list(views.values()), parameters)

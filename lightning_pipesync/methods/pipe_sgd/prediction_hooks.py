@@ -32,7 +32,6 @@ class PredictionHooks:
             self._register_hooks(module)
 
     def use_predicted_weights(self) -> None:
-        """Swaps the predicted weights in, if there are any."""
         self._saved = None
         for pipe in self._pipes:
             pipe.use_predicted_weights()
