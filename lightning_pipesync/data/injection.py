@@ -44,9 +44,8 @@ class PointToPoint(Protocol):
 class DataInjection:
     """Appends rows from a few randomly chosen ranks to each rank's batch (SelSync III-E).
 
-    The Trainer, ``SelSync.prepare_train_loader`` and ``prepare_train_loader`` of Accelerate and Fabric make one if
-    ``injection=(alpha, beta)`` is set. Use it directly in a loop whose batches do not come from a DataLoader, with any
-    method of this package or without one::
+    With ``injection=(alpha, beta)`` the Trainer and ``prepare_train_loader`` make one. Use it directly in a loop whose
+    batches do not come from a DataLoader, with any method of this package or without one::
 
         inject = DataInjection(0.5, 0.5, sync.transport)
         for batch in batches(adjusted_batch_size(32, 0.5, 0.5, world_size)):
@@ -57,12 +56,12 @@ class DataInjection:
     sent through the host as bytes, without a gradient. ``received`` is the number of rows from the other sharing ranks.
 
     In each call ceil(alpha*N) of the N ranks are drawn at random, the same on all ranks, and each of them sends the
-    first round(beta*rows) rows of its batch, but at least one, to all other ranks. Batches are expected in random
-    order, as a shuffling sampler leaves them, so that the first rows are a random choice. Numbers of rows may differ
-    between ranks and steps; apart from that, the batches of all ranks must have the same leaves.
+    first round(beta*rows) rows of its batch, but at least one, to all other ranks. Shuffle the data, so that the first
+    rows are a random choice. Numbers of rows may differ between ranks and steps; apart from that, the batches of all
+    ranks must have the same leaves.
 
     A call is collective: every rank must make the same number of calls. If a rank raises, the others raise after the
-    transport's timeout. Choose the loader's batch size with ``adjusted_batch_size``.
+    transport's timeout.
 
     Args:
         alpha: Fraction of the ranks that share in a step, from 0 to 1.

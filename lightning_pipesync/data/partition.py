@@ -76,13 +76,12 @@ class LabelSkewedSampler(ResumableSampler):
     All ranks have the length of the largest part, so that all take the same number of steps; ranks with a shorter part
     begin it anew and see some samples more than once in an epoch.
 
+    Further arguments are those of :class:`ResumableSampler`; ``seed`` is also that of the partition.
+
     Args:
         labels: The label of each sample, of shape ``(num_samples,)``; also fixes the size of the data set.
         labels_per_worker: Number of labels that each rank holds.
-        num_replicas: Number of ranks; taken from the default process group if None.
-        rank: This rank, from 0 to ``num_replicas - 1``; taken from the default process group if None.
         shuffle: Whether to shuffle the part in every epoch; otherwise it is iterated in the data set's order.
-        seed: Seed of the partition and of the shuffles; must be equal on all ranks.
 
     Raises:
         ValueError: If ``rank`` is out of range, or as ``label_skewed_partition`` does.

@@ -24,19 +24,16 @@ class SelDPSampler(ResumableSampler):
     has new samples only because the queue has advanced. Without ``drop_last`` the last chunk is padded with the first
     samples of the shuffled data set if the lengths do not divide.
 
+    Further arguments are those of :class:`ResumableSampler`.
+
     Args:
-        dataset: Map-style data set with a length, which must not change.
-        num_replicas: Number of ranks N; taken from the default process group if None.
-        rank: This rank, from 0 to ``num_replicas - 1``; taken from the default process group if None.
         shuffle: Whether to shuffle the data set, once; otherwise the chunks are in the data set's order.
-        seed: Seed of that shuffle; must be equal on all ranks.
         drop_last: Whether chunks have floor(len/N) samples, dropping the rest, instead of ceil(len/N).
         full_pass: Whether an epoch is the whole queue (N chunks) instead of one chunk. Every epoch then has the same
             order.
         samples_per_epoch: The number of samples of an epoch that are used, if the loader stops before its end
             (``drop_last``, a limit on the number of batches). The next epoch continues there, so that all samples are
             used.
-        start: ``(epoch, samples)`` where a resumed run starts, see :class:`ResumableSampler`.
 
     Raises:
         ValueError: If ``dataset`` holds fewer samples than there are ranks, or ``rank``, ``samples_per_epoch`` or

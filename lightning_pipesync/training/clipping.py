@@ -21,13 +21,11 @@ class OptimizerStep:
     optimizer: Optimizer
 
     def has_some_of(self, parameters: Sequence[Tensor]) -> bool:
-        return not self._ids.isdisjoint(id(parameter) for parameter in parameters)
-
-    def has_only(self, parameters: Sequence[Tensor]) -> bool:
-        return self._ids <= {id(parameter) for parameter in parameters}
+        return not self.ids.isdisjoint(id(parameter) for parameter in parameters)
 
     @property
-    def _ids(self) -> set[int]:
+    def ids(self) -> set[int]:
+        """Those of the optimizer's parameters."""
         return {id(parameter) for parameter in parameters_of(self.optimizer)}
 
 
@@ -83,7 +81,7 @@ def _clipped_along(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor])
 
 def _whole(steps: Sequence[OptimizerStep], parameters: Sequence[Tensor]) -> OptimizerStep:
     """Returns the step of the optimizer that has exactly these parameters."""
-    if len(steps) > 1 or not steps[0].has_only(parameters):
+    if len(steps) > 1 or not steps[0].ids <= {id(parameter) for parameter in parameters}:
         raise ValueError(
             f"With {steps[0].method.name!r} each rank has a part of the averaged gradient only: clip all parameters of "
             f"one optimizer in one call. This call has {len(parameters)} tensors, and the optimizers that have some of "

@@ -16,15 +16,11 @@ from lightning_pipesync.methods.sync_method import SyncMethod
 class SyncedModule(nn.Module):
     """A model whose gradients and weights a method synchronizes.
 
-    Args:
+    Attributes:
         module: the user's model, or its compiled form.
         automatic: whether :meth:`eval` consolidates the weights, which makes it a collective call, and the next forward
             pass of the training restores them; and whether a forward pass of a training without a method raises. If
             False, the loop calls :meth:`SyncMethod.flush` and :meth:`SyncMethod.resume` itself.
-
-    Attributes:
-        module: the wrapped model.
-        automatic: as given.
         method: the method that synchronizes it; None until the model's optimizer is prepared.
     """
 
@@ -36,11 +32,7 @@ class SyncedModule(nn.Module):
         self.automatic = automatic
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model.
-
-        Raises:
-            RuntimeError: a training begins, and no method synchronizes the gradients.
-        """
+        """Runs the model; raises a RuntimeError if a training begins and no method synchronizes the gradients."""
         if self.automatic and self.training and torch.is_grad_enabled():
             self._begin_to_train()
         return self.module(*args, **kwargs)

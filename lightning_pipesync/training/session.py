@@ -38,11 +38,7 @@ class MethodPlan:
     steps_per_epoch: Callable[[], int | None] | None = None
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
-        """Attaches the method; a collective call.
-
-        Raises:
-            ValueError: as :class:`SyncMethod`; or a setting is for plain loops only.
-        """
+        """Attaches the method; a collective call, with the errors of :class:`SyncMethod`."""
         make: Any = METHODS[self.name]
         config = self.config.for_framework()
         config = config.on_hosts_of(self.ranks_per_host, torch.distributed.get_world_size())
@@ -101,11 +97,7 @@ class Sessions:
         return [*(session.method for session in self.sessions), *self.pipelines]
 
     def check_resumable(self, num_processes: int) -> None:
-        """Checks that all methods can resume from a checkpoint.
-
-        Raises:
-            RuntimeError: each of several processes has a pipeline with all stages.
-        """
+        """Raises a RuntimeError if each of several processes has a pipeline with all stages."""
         if num_processes > 1 and any(method.transport is None for method in self.methods):
             raise RuntimeError(
                 f"There are {num_processes} processes, each with all stages of a pipeline, which cannot resume from a "
@@ -145,9 +137,6 @@ class Sessions:
 
         A session is replaced if its models have another optimizer now, or its optimizers another model. Optimizers that
         are refused are forgotten.
-
-        Raises:
-            ValueError: the ranks differ in settings or model, or the method does not support a model or optimizer.
         """
         before = [optimizer for session in self.sessions for optimizer in session.optimizers]
         try:

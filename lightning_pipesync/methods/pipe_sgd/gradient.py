@@ -58,10 +58,6 @@ class LocalGradient:
             holder.grad = gradient
         return holders
 
-    def clear(self) -> None:
-        """Drops the values."""
-        self.values = {}
-
     def state_dict(self) -> dict[str, Tensor | None]:
         """Returns the values by name, on the CPU; None for zeros, and with ``checkpoint_own_gradients=False``."""
         state: dict[str, Tensor | None] = {}

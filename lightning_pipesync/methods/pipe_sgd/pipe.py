@@ -92,10 +92,6 @@ class GradientPipe(BackPipePolicy):
             self._start_all().wait()
         self._set_layout(parameters)
 
-    @property
-    def has_started(self) -> bool:
-        return self._started is not None
-
     def send_all(self) -> None:
         """Starts the all-reduce of all segments of this step's gradient, since some rank has started some."""
         self._backpipe.start_rest()
@@ -213,7 +209,7 @@ class GradientPipe(BackPipePolicy):
         """Waits for the oldest gradient in flight, and sets ``p.grad`` to it (Algorithm 1, lines 3 and 4)."""
         due.wait()
         self._due = self.pipeline.retire()
-        due.local.clear()
+        due.local.values = {}
         due.set_gradients(self.optimizer, loss_scale)
         if self._in_grad is not None:
             self._in_grad.release()

@@ -116,7 +116,7 @@ class PipeSGD(SyncMethod):
     def _compare_loaded(self) -> None:
         if self.config.pipeline_level == 2:  # ranks may have started different segments, or none
             [pipe] = self._pipes
-            if any(self.transport.exchange_flags(pipe.has_started).wait()):
+            if any(self.transport.exchange_flags(bool(pipe.buckets)).wait()):
                 pipe.send_all()
         self._queue.wait_all()
         super()._compare_loaded()
