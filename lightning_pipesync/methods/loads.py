@@ -41,7 +41,8 @@ def hook_loading(
 ) -> list[RemovableHandle]:
     """Registers hooks that call a bound method after a state was loaded into one of ``modules`` or ``optimizers``."""
     hook = ModuleHook(method)
-    return [owner.register_load_state_dict_post_hook(hook) for owner in (*modules, *optimizers)]
+    hooks = [module.register_load_state_dict_post_hook(hook) for module in modules]
+    return hooks + [optimizer.register_load_state_dict_post_hook(hook) for optimizer in optimizers]
 
 
 def modules_with(module: nn.Module, parameters: Iterable[Tensor]) -> list[nn.Module]:
