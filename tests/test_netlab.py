@@ -116,7 +116,7 @@ def python(script: str) -> list[str]:
 def wait_until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"it is not so within {timeout_s} s"
         time.sleep(0.02)
 
 

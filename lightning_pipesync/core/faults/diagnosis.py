@@ -17,7 +17,7 @@ from lightning_pipesync.core.faults.heartbeat import Beat, Fault
 SENTENCES = {
     "raised": "it raised {detail}, {ago:.0f} s ago",
     "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
-    "missing": "it has raised or died before it came, hangs, or is too slow: look at what it has printed",
+    "missing": "it never attached a method: it has raised or died, hangs, or is too slow; look at its output",
     "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
     "ahead": "{detail}, and others have not, {ago:.0f} s ago at the latest",
     "absent": "it is alive, and has not joined, after {detail}: it computes, hangs or is too slow",

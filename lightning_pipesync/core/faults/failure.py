@@ -194,7 +194,7 @@ class PeerWatch:
             if self._diagnosis is None:
                 self._diagnosis = self._diagnose()
             fault, through = self._diagnosis
-        return f"{fault}; rank {self._rank} waited in vain for {what}{through} ({seconds}; {cause})."
+        return f"{fault}; rank {self._rank} timed out waiting for {what}{through} ({seconds}; {cause})."
 
     def _diagnose(self) -> tuple[str, str]:
         """Returns which rank is at fault, and through which ranks this one has waited for it; publishes the fault."""

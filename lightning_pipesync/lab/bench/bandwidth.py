@@ -33,8 +33,8 @@ def measure_bandwidth(num_bytes: int | None = None, rounds: int = 5, connections
         seconds = _time_transfers(following, num_bytes, rounds, connections)
     except TimeoutError as error:
         raise RuntimeError(
-            f"Rank {rank} has waited {job_sockets.TIMEOUT_S:g} s in vain for rank {previous} or {following}, while the "
-            "bandwidth was measured."
+            f"Rank {rank} timed out waiting for rank {previous} or {following} ({job_sockets.TIMEOUT_S:g} s), while it "
+            "measured the bandwidth."
         ) from error
     fastest: list[float] = [0.0] * world_size
     dist.all_gather_object(fastest, min(seconds[1:]))
