@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.faults import admission, failure, heartbeat, membership
+from lightning_pipesync.core.faults import admission, heartbeat, membership
 from lightning_pipesync.core.faults.heartbeat import Beat
 
 #: What is to happen happens long before: on a busy machine a process may not run for some seconds.
@@ -44,8 +44,7 @@ def watch_processes(**changes: float) -> None:
     heartbeat.INTERVAL = INTERVAL
     admission.Silence = membership.Silence = SilentProcesses  # type: ignore[assignment,misc,attr-defined]
     admission.LISTENED, membership.PATIENCE = constants["LISTENED"], constants["PATIENCE"]  # type: ignore[assignment]
-    for module in (admission, failure, membership):
-        module.STORE_S = constants["STORE_S"]  # type: ignore[attr-defined]
+    heartbeat.STORE_S = constants["STORE_S"]
 
 
 def wait_for(condition: Callable[[], object]) -> None:

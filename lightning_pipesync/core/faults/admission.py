@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.faults.heartbeat import GOODBYE_S, STORE_S, Beat, Heartbeat, interval_of
+from lightning_pipesync.core.faults.heartbeat import Beat, Heartbeat, interval_of
 from lightning_pipesync.core.faults.membership import LEADER, PATIENCE, Agreement, Silence
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 
@@ -85,8 +85,8 @@ class Application:
         """
         silence = Silence(PATIENCE * self._interval)
         try:
-            while (text := self._heartbeat.call(self._read, STORE_S)) is None:
-                leader = self._heartbeat.call(lambda: Heartbeat.last_beat(self._job.store, LEADER), STORE_S)
+            while (text := self._heartbeat.call(self._read)) is None:
+                leader = self._heartbeat.call(lambda: Heartbeat.last_beat(self._job.store, LEADER))
                 if silence.of([leader]):
                     raise RuntimeError(f"rank {LEADER} has ended, or is not heard of")
                 time.sleep(self._interval / 4)
@@ -104,7 +104,7 @@ class Application:
         return self._job.store.get(key).decode() if self._job.store.check([key]) else None
 
     def _close(self) -> None:
-        self._heartbeat.close(GOODBYE_S)
+        self._heartbeat.close()
         self._at_end.cancel()
 
 

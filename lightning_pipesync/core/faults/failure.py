@@ -20,16 +20,7 @@ import torch.distributed as dist
 
 from lightning_pipesync.core.faults.diagnosis import SENTENCES, chain, describe_suspects, find_fault, has_raised
 from lightning_pipesync.core.faults.errors import cause_of, in_short, is_connection_error, is_lost_peer, is_normal_end
-from lightning_pipesync.core.faults.heartbeat import (
-    GOODBYE_S,
-    STORE_S,
-    Beat,
-    Fault,
-    Heartbeat,
-    Wait,
-    call_in_time,
-    interval_of,
-)
+from lightning_pipesync.core.faults.heartbeat import Beat, Fault, Heartbeat, Wait, call_in_time, interval_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdown
 from lightning_pipesync.core.torch_private import address_of, store_of
 
@@ -53,7 +44,7 @@ class PeerWatch:
     Before :meth:`start` it names no rank.
 
     Attributes:
-        timeout: the time after which a peer that does not answer counts as lost.
+        timeout: after which a peer that does not answer counts as lost.
         ahead: what this rank has done that others may not have, in words, such as that it has ended its epoch.
 
     Args:
@@ -64,12 +55,12 @@ class PeerWatch:
     def __init__(
         self, timeout: timedelta, exchanges: Callable[[], int] = int, end_waits: Callable[[], object] = lambda: None
     ) -> None:
-        self.timeout = timeout
+        self.timeout, self._timeout_s = timeout, timeout.total_seconds()
         self._end_waits, self._has_ended_waits = end_waits, False
         self.ahead: str | None = None
         self._rank, self._exchanges = dist.get_rank(), exchanges
         self._begin = time.monotonic()
-        self._waits: dict[int, Waited] = {}  # by thread
+        self.waits: dict[int, Waited] = {}  # by thread
         self._error: BaseException | None = None
         self._left = False
         self._diagnosing = threading.Lock()
@@ -89,15 +80,20 @@ class PeerWatch:
         if dist.get_world_size() > 1:
             store = store_of(group)
             self._address = address_of(store)
-            world_size = dist.get_world_size()
-            # A later watch of the same process, also in a later group if an agent keeps the store, has other keys.
+            # A later watch of the same process, also in a later group if an agent keeps the store, has other keys. The
+            # store is slow when many ranks ask at the same time.
             try:
-                number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._patience_s)
+                number = call_in_time(lambda: store.add(f"pipesync/watches/{self._rank}", 1), self._timeout_s)
             except RuntimeError as error:
                 raise RuntimeError(f"{self._accuse_store()}; rank {self._rank} has not joined it yet.") from error
-            store = dist.PrefixStore(f"pipesync/{number}", store)
-            interval = interval_of(self.timeout.total_seconds())
-            self._heartbeat = Heartbeat(store, self._rank, world_size, interval, self._describe, self._act_on_fault)
+            self._heartbeat = Heartbeat(
+                dist.PrefixStore(f"pipesync/{number}", store),
+                self._rank,
+                dist.get_world_size(),
+                interval_of(self._timeout_s),
+                self._describe,
+                self._act_on_fault,
+            )
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
 
     def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Waiting:
@@ -106,31 +102,16 @@ class PeerWatch:
         Args:
             what: what it waits for, in words.
             peer: the rank that it waits for; None: any other.
-            ahead: whether a thread waits before this rank needs the result.
+            ahead: whether a thread waits before this rank needs the result, which is not published.
 
         Raises:
             RuntimeError: a peer is lost.
         """
         return Waiting(self, what, peer, ahead)
 
-    def begin_wait(self, what: str, peer: int | None, ahead: bool) -> Waited | None:
-        """Publishes that the calling thread waits, unless ``ahead``; returns what it has waited for so far."""
-        thread = threading.get_ident()
-        outer = self._waits.get(thread)
-        if not ahead:
-            self._waits[thread] = (what, peer, self._now())
-        return outer
-
-    def end_wait(self, outer: Waited | None) -> None:
-        """Publishes that the calling thread waits for ``outer`` again; None: for nothing."""
-        thread = threading.get_ident()
-        self._waits.pop(thread, None)
-        if outer is not None:
-            self._waits[thread] = outer
-
     def accuse(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
         """Returns the error that names the rank at fault for the failed wait of the calling thread."""
-        self._waits.setdefault(threading.get_ident(), (what, peer, self._now()))
+        self.waits.setdefault(threading.get_ident(), (what, peer, self.now()))
         return RuntimeError(self._accusation(what, error))
 
     def ask_store(self, function: Callable[[], T]) -> T:
@@ -141,7 +122,7 @@ class PeerWatch:
         """
         assert self._heartbeat is not None
         try:
-            return self._heartbeat.call(function, self._patience_s)
+            return self._heartbeat.call(function, self._timeout_s)
         except RuntimeError as error:
             raise dist.DistStoreError(str(error)) from error
 
@@ -159,7 +140,7 @@ class PeerWatch:
         """
         if self._heartbeat is not None and is_connection_error(error):
             what = "an operation of the default process group"
-            self._waits[threading.get_ident()] = (what, None, self._now())
+            self.waits[threading.get_ident()] = (what, None, self.now())
             error.args = (f"{error}\n{self._accusation(what, error)}",)
         self.close(error)
 
@@ -167,7 +148,7 @@ class PeerWatch:
         """Publishes that this rank has ended, and ends the thread.
 
         Args:
-            error: the exception that it ends with; None: the one that is being handled, if any.
+            error: that it ends with; None: the one that is being handled, if any.
         """
         if self._heartbeat is None or self._left:
             return
@@ -178,7 +159,7 @@ class PeerWatch:
             self._heartbeat.tell(Fault("raised", self._rank, last.host, last.pid, last.left or "", last.at))
             if self._rank == 0:
                 self._wait_until_known({0})
-        self._heartbeat.close(GOODBYE_S)
+        self._heartbeat.close()
         self._at_end.cancel()
 
     def _act_on_fault(self) -> None:
@@ -188,13 +169,12 @@ class PeerWatch:
 
     def _accusation(self, what: str, error: BaseException) -> str:
         """Returns one line that names the rank at fault for the failed wait for ``what``."""
-        seconds = f"timeout_s={self.timeout.total_seconds():g}"
-        cause = KNOWN if self._has_ended_waits else cause_of(error)
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
             if self._diagnosis is None:
                 self._diagnosis = self._diagnose()
             fault, through = self._diagnosis
-        return f"{fault}; rank {self._rank} timed out waiting for {what}{through} ({seconds}; {cause})."
+        why = f"timeout_s={self._timeout_s:g}; {KNOWN if self._has_ended_waits else cause_of(error)}"
+        return f"{fault}; rank {self._rank} timed out waiting for {what}{through} ({why})."
 
     def _diagnose(self) -> tuple[str, str]:
         """Returns which rank is at fault, and through which ranks this one has waited for it; publishes the fault."""
@@ -203,7 +183,7 @@ class PeerWatch:
         heartbeat = self._heartbeat
         silent: set[int] = set()
         try:
-            beats = heartbeat.read(STORE_S)
+            beats = heartbeat.read()
             if heartbeat.fault is None:
                 beats, silent = self._listen(beats)
         except RuntimeError:
@@ -249,12 +229,12 @@ class PeerWatch:
         deadline = time.monotonic() + PATIENCE * self._heartbeat.interval
         while True:
             time.sleep(self._heartbeat.interval / 10)
-            yield self._heartbeat.read(STORE_S)
+            yield self._heartbeat.read()
             if time.monotonic() > deadline:
                 return
 
     def _accuse(self, fault: Fault) -> str:
-        sentence = SENTENCES[fault.kind].format(detail=fault.detail, ago=max(0.0, self._now() - fault.at))
+        sentence = SENTENCES[fault.kind].format(detail=fault.detail, ago=max(0.0, self.now() - fault.at))
         where = f" (host {fault.host}, pid {fault.pid})" if fault.pid else ""
         return f"Rank {fault.rank}{where} is at fault: {sentence}"
 
@@ -270,19 +250,14 @@ class PeerWatch:
         left = None if not self._left else "" if error is None else in_short(error)
         return Beat.of_this_process(
             number,
-            self._now(),
+            self.now(),
             exchanges=self._exchanges(),
-            waits=[Wait(*waited) for waited in list(self._waits.values())],
+            waits=[Wait(*waited) for waited in list(self.waits.values())],
             blames=None if self.fault is None else self.fault.rank,
             left=left,
             ahead=self.ahead,
             lost_peer=error is not None and is_lost_peer(error),
         )
-
-    @property
-    def _patience_s(self) -> float:
-        """Seconds to wait for the store before training starts: it is slow when many ranks ask at the same time."""
-        return self.timeout.total_seconds()
 
     @property
     def is_open(self) -> bool:
@@ -294,7 +269,8 @@ class PeerWatch:
         """The fault that some rank has found."""
         return None if self._heartbeat is None else self._heartbeat.fault
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Returns the seconds since the start of the job's clock."""
         return time.monotonic() - self._begin
 
 
@@ -308,14 +284,20 @@ class Waiting:
         self._outer: Waited | None = None
 
     def __enter__(self) -> None:
-        self._outer = self._watch.begin_wait(self._what, self._peer, self._ahead)
+        waits, thread = self._watch.waits, threading.get_ident()
+        self._outer = waits.get(thread)
+        if not self._ahead:
+            waits[thread] = (self._what, self._peer, self._watch.now())
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             if isinstance(error, RuntimeError) and is_connection_error(error):
                 raise self._watch.accuse(self._what, self._peer, error) from error
         finally:
-            self._watch.end_wait(self._outer)
+            waits, thread = self._watch.waits, threading.get_ident()
+            waits.pop(thread, None)
+            if self._outer is not None:
+                waits[thread] = self._outer
 
 
 def _because(beat: Beat) -> str:

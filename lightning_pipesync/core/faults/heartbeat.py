@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ INTERVAL, FRACTION_OF_TIMEOUT = 1.0, 1 / 8
 #: The timeout of the store, in seconds.
 STORE_S = 5.0
 
-#: The most seconds that a process waits to publish that it ends.
+#: The most seconds that :meth:`Heartbeat.close` waits.
 GOODBYE_S = 1.0
 
 T = TypeVar("T")
@@ -58,15 +58,13 @@ class Beat:
     """The state of a rank, as it publishes it.
 
     Attributes:
-        number: the number of the beat; while it grows, the rank is alive. 0: the rank has not published any.
+        number: grows while the rank is alive. 0: it has not published any.
         at: seconds since the start of the job's clock.
-        host: the name of its machine.
-        pid: its process id there.
         exchanges: the number of operations that it has started.
         waits: what it waits for now.
         blames: the rank that it has found at fault.
         left: None while it takes part; then the exception that it ended with, empty if there was none.
-        ahead: what it has done that others may not have, in words; None: nothing.
+        ahead: see :class:`PeerWatch`.
         lost_peer: whether another rank has caused that exception.
     """
 
@@ -93,9 +91,6 @@ class Fault:
 
     Attributes:
         kind: a key of :data:`lightning_pipesync.core.faults.diagnosis.SENTENCES`.
-        rank: the rank.
-        host: the name of its machine.
-        pid: its process id there.
         detail: the exception, or the number of operations.
         at: when it happened, in seconds since the start of the job's clock.
     """
@@ -113,13 +108,8 @@ class Heartbeat:
 
     A beat is one write to the store and one query; the other ranks' beats are read on request only.
 
-    Attributes:
-        interval: seconds between two beats.
-
     Args:
         store: nothing else uses its keys.
-        rank: the rank of this process.
-        world_size: the number of ranks.
         describe: returns this rank's beat, given its number.
         on_fault: called once a fault has been known for the time of a beat.
     """
@@ -143,6 +133,7 @@ class Heartbeat:
         self._forgotten: set[int] = set()
         self._number = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock, self._ended = Lock(), False
         self._thread = Thread(target=self._run, name="pipesync-heartbeat", daemon=True)
         self._thread.start()
 
@@ -162,7 +153,7 @@ class Heartbeat:
         """Marks ``rank`` as lost; later waits never blame it."""
         self._forgotten.add(rank)
 
-    def read(self, timeout_s: float) -> list[Beat]:
+    def read(self) -> list[Beat]:
         """Publishes a beat, and returns the last beat of each rank, by rank; updates :attr:`fault`.
 
         The beat of a forgotten rank is that of one that another rank has ended.
@@ -175,17 +166,16 @@ class Heartbeat:
             self._beat()
             return self._read()
 
-        return self.call(read, timeout_s)
+        return self.call(read)
 
-    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+    def call(self, function: Callable[[], T], timeout_s: float | None = None) -> T:
         """Returns the result of ``function``, which calls the store, see [Note: only the heartbeat's thread ...].
 
         Raises:
-            RuntimeError: the store does not answer within ``timeout_s`` seconds, or has failed before.
+            RuntimeError: the store does not answer within ``timeout_s`` seconds (None: :data:`STORE_S`), or has failed
+                before.
         """
-        if not self._thread.is_alive():
-            raise RuntimeError("The store does not answer any more.")
-        return _in_time(function, timeout_s, self._jobs.put)
+        return _in_time(function, STORE_S if timeout_s is None else timeout_s, self._submit)
 
     def tell(self, fault: Fault) -> None:
         """Publishes the rank at fault, and a beat of this rank; does not wait."""
@@ -196,12 +186,19 @@ class Heartbeat:
                 self._store.set(_FAULT_KEY, json.dumps(asdict(fault)))
                 self._beat()
 
-        self._jobs.put(tell)
+        with suppress(RuntimeError):
+            self._submit(tell)
 
-    def close(self, timeout_s: float) -> None:
-        """Publishes a last beat and ends the thread; waits at most ``timeout_s`` seconds."""
+    def close(self) -> None:
+        """Publishes a last beat and ends the thread; waits at most :data:`GOODBYE_S` seconds."""
         self._jobs.put(None)
-        join_thread(self._thread, timeout_s)
+        join_thread(self._thread, GOODBYE_S)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._ended:
+                raise RuntimeError("The store does not answer any more.")
+            self._jobs.put(job)
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone for good
@@ -214,6 +211,12 @@ class Heartbeat:
                         break
                     job()
             self._beat()
+        with self._lock:
+            self._ended = True
+        with suppress(queue.Empty):
+            while True:  # who has queued a call waits for it
+                if (job := self._jobs.get_nowait()) is not None:
+                    job()
 
     def _beat(self) -> None:
         self._number += 1

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.faults.heartbeat import GOODBYE_S, STORE_S, Beat, Heartbeat, interval_of
+from lightning_pipesync.core.faults.heartbeat import Beat, Heartbeat, interval_of
 from lightning_pipesync.core.faults.shutdown import at_shutdown
 
 #: The rank that decides.
@@ -132,7 +132,7 @@ class Membership:
         """Publishes that this rank has left, and ends the thread."""
         if self._left is None:
             self._left = ""
-            self._heartbeat.close(GOODBYE_S)
+            self._heartbeat.close()
             self._at_end.cancel()
 
     def _decide(self, joined: Mapping[int, str]) -> Agreement | None:
@@ -144,7 +144,7 @@ class Membership:
         deadline = time.monotonic() + self._timeout_s
         silence = Silence(PATIENCE * self._interval)
         while True:
-            silent = silence.of(beats := self._heartbeat.read(STORE_S))
+            silent = silence.of(beats := self._heartbeat.read())
             reports = {rank: report for rank in self.ranks if (report := self._read(self._report_key(rank)))}
             live = [rank for rank in self.ranks if rank not in silent]
             if all(rank in reports for rank in live) or time.monotonic() > deadline:
@@ -166,7 +166,7 @@ class Membership:
         deadline = time.monotonic() + 2 * (self._timeout_s + PATIENCE * self._interval)
         silence = Silence(PATIENCE * self._interval)
         while not (found := self._read(self._agreement_key)):
-            if LEADER in silence.of(self._heartbeat.read(STORE_S)) or time.monotonic() > deadline:
+            if LEADER in silence.of(self._heartbeat.read()) or time.monotonic() > deadline:
                 return None
             time.sleep(self._interval / 4)
         return Agreement.from_json(found)
@@ -184,7 +184,7 @@ class Membership:
 
     def call(self, function: Callable[[], T]) -> T:
         """Returns the result of ``function``, which calls the store, see :meth:`Heartbeat.call`."""
-        return self._heartbeat.call(function, STORE_S)
+        return self._heartbeat.call(function)
 
     def _describe(self, number: int) -> Beat:
         now = time.monotonic()
