@@ -32,8 +32,8 @@ class AllToAllExchange:
 
     Args:
         messages: sends and receives.
-        outgoing: the tensor for each peer, by rank in the group; a peer without one gets no message.
-        incoming: the tensor to receive into from each peer, by rank in the group; none is expected from other peers.
+        outgoing: the tensors to send, by rank in the group.
+        incoming: the tensors to receive into, by rank in the group.
         window: the most steps in flight; None: as many as suit the size of the messages.
     """
 
@@ -84,7 +84,6 @@ class AllToAllExchange:
         self._sending.clear()
 
     def _advance(self) -> None:
-        """Advances the window by one step."""
         if self._receiving:
             oldest = next(iter(self._receiving))
             self._messages.wait_received(self._receiving.pop(oldest), oldest)

@@ -28,10 +28,7 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, tree: Any) -> None:
-        """Starts sending tensors in nested containers, with small picklable objects among them; does not wait.
-
-        The tensors must not be changed afterwards.
-        """
+        """Starts sending nested containers of tensors and small picklable objects; the tensors must not change."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -86,14 +83,9 @@ class LocalChannel(Sender, Receiver):
 
 
 class MessageSender(Sender):
-    """Sends to another rank.
+    """Sends to another rank, see :meth:`Transport.channel_to`.
 
-    Args:
-        messages: with a tag that no other messages in flight have.
-        peer: rank of the receiver.
-        traffic: counts the bytes sent, and the seconds that training waits for deliveries.
-        wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
-        window: the most messages in flight; the next one waits for the delivery of the oldest.
+    A message beyond the most in flight waits for the delivery of the oldest.
     """
 
     def __init__(
@@ -121,15 +113,7 @@ class MessageSender(Sender):
 
 
 class MessageReceiver(Receiver):
-    """Receives from another rank.
-
-    Args:
-        messages: with a tag that no other messages in flight have.
-        peer: rank of the sender.
-        device: the device of the received tensors.
-        name: the thread's name.
-        traffic: counts the seconds that training waits for messages.
-    """
+    """Receives from another rank, on a thread named ``name``, tensors on ``device``."""
 
     def __init__(self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic) -> None:
         self._messages, self._peer, self._device = messages, peer, device

@@ -45,11 +45,8 @@ class Collectives:
 
     Args:
         rank: this process' rank in the default process group.
-        ranks: all of these ranks.
         gloo: exchanges flags, and tensors on the host.
         nccl: exchanges tensors on CUDA devices; None: Gloo does.
-        traffic: what is sent is added to it.
-        watch: names the rank at fault when a wait times out.
         kind: what the kinds of operations begin with in ``traffic``.
     """
 
@@ -221,7 +218,6 @@ class Collectives:
         return codec
 
     def _issue(self, kind: str, num_bytes: int) -> None:
-        """Counts an operation that is about to start."""
         if self._closed:
             raise RuntimeError("The transport is closed.")
         self.traffic.count(self._kind + kind, num_bytes)

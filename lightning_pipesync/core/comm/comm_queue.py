@@ -33,13 +33,7 @@ IN_FLIGHT = 2
 
 
 class Queued(Promise[T]):
-    """A handle of an operation of a queue, which the queue's thread completes.
-
-    Args:
-        kind: the kind of operation that waiting is counted under.
-        traffic: counts how long training waits for it.
-        device: the device of the tensors.
-    """
+    """A handle of an operation of a queue; waiting for it is counted in ``traffic`` under ``kind``."""
 
     def __init__(self, kind: str, traffic: Traffic, device: torch.device) -> None:
         super().__init__()
@@ -68,7 +62,7 @@ class CommQueue:
     Args:
         name: the thread's name.
         device: the device of the tensors.
-        traffic: counts how long training waits for operations of this queue.
+        traffic: counts how long training waits.
     """
 
     def __init__(self, name: str, device: torch.device, traffic: Traffic) -> None:
@@ -174,7 +168,6 @@ class CommQueue:
             self._finish_oldest()
 
     def _run(self, promise: Promise[Any], function: Callable[[], Any]) -> None:
-        """Fulfils ``promise`` with the result of ``function``, or with the queue's first error."""
 
         def checked() -> Any:
             if self._error is not None:

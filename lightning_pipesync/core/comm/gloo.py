@@ -93,7 +93,7 @@ class GlooExchange:
         self._pool.clear()
 
     def _in_order(self, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Returns a function that finishes the operations so far, in the order of the calls, and returns the result."""
+        """Returns a function that finishes the operations so far, in the order of the calls."""
         promise: Promise[Tensor] = Promise()
         self._unfinished.append((promise, finish))
 

@@ -76,9 +76,7 @@ class Promise(Handle[T]):
 class Worker:
     """A thread that runs jobs one after the other. It is a daemon: it never keeps a dying process alive.
 
-    Args:
-        name: the thread's name.
-        idle: called when no job is queued; whether it has done something, after which it may be called again.
+    ``idle`` is called when no job is queued, and again as long as it returns True: it has done something.
     """
 
     def __init__(self, name: str, idle: Callable[[], bool] = lambda: False) -> None:

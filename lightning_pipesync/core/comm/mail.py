@@ -40,12 +40,8 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdo
 #: The most seconds between two messages, and the most as a fraction of the timeout.
 INTERVAL_S, FRACTION_OF_TIMEOUT = 10.0, 1 / 4
 
-#: Takes a message from a rank.
-Deliver = Callable[[int, Any], object]
-#: Takes a rank that is lost, and the error that names the rank at fault.
-Lose = Callable[[int, Exception], object]
-#: Takes a rank that has ended without an error.
-End = Callable[[int], object]
+#: Take a message from a rank; a rank that is lost, and the error that names the rank at fault; a rank that has ended.
+Deliver, Lose, End = Callable[[int, Any], object], Callable[[int, Exception], object], Callable[[int], object]
 
 
 class _Sign(Enum):
@@ -160,11 +156,7 @@ class Mail:
 
 
 class _Outbox:
-    """The messages to one rank, and the thread that sends them.
-
-    Attributes:
-        error: what has ended the messages; None: nothing.
-    """
+    """The messages to one rank, and the thread that sends them, until ``error``."""
 
     def __init__(self, messages: Messages, peer: int, traffic: Traffic, interval_s: float) -> None:
         self._messages, self._peer, self._traffic = messages, peer, traffic
@@ -197,13 +189,9 @@ class _Outbox:
 
 
 class _Inbox:
-    """The thread that receives the messages from one rank.
+    """The thread that receives the messages from one rank, until ``error``.
 
-    Attributes:
-        peer: the rank.
-        heard: when the last message arrived, by the monotonic clock.
-        has_ended: set once the rank has said goodbye, or is lost.
-        error: what has ended the messages; None: nothing.
+    ``heard``: when the last message arrived. ``has_ended``: set once the rank has said goodbye, or is lost.
     """
 
     def __init__(self, messages: Messages, peer: int, deliver: Deliver, end: End) -> None:

@@ -21,10 +21,6 @@ class Messages:
 
     Every method raises RuntimeError, which names the rank at fault, if a process has died or does not answer in time.
 
-    Attributes:
-        rank: the rank of this process in the group.
-        world_size: the number of ranks in the group.
-
     Args:
         group: the process group.
         tag: distinguishes these messages from others in flight.

@@ -17,7 +17,7 @@ from lightning_pipesync.core.torch_private import foreach_copy_
 
 
 class NcclExchange:
-    """Reduce-scatter and all-gather of flat CUDA tensors over an NCCL process group.
+    """:class:`GlooExchange` for flat CUDA tensors over an NCCL process group.
 
     All operations are enqueued on one side stream, in the order of the calls. An operation starts after the work that
     is on the caller's stream at the call; waiting for it makes the caller's stream wait, never the host.
@@ -35,17 +35,11 @@ class NcclExchange:
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
         return self._enqueue(flat, lambda: self._reduce_scatter(flat, codec, mean, feedback), feedback)
 
     def all_gather(
         self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
     ) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others.
-
-        Args:
-            part: the part of each slice that is sent, without a codec; None: all.
-        """
         if part is not None:
             return self._enqueue(flat, lambda: self._gather_parts(flat, part))
         return self._enqueue(flat, lambda: self._all_gather(flat, codec, feedback), feedback)
@@ -53,8 +47,6 @@ class NcclExchange:
     def all_reduce(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
     ) -> Callable[[], Tensor]:
-        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
-
         def both() -> Tensor:
             own = self._reduce_scatter(flat, codec, mean, feedback)
             if between is not None:

@@ -17,10 +17,6 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 class Torus:
     """The grid of ranks, row by row: ranks 0, 1, ... are the first row.
 
-    Attributes:
-        columns: number of ranks in a row.
-        rows: number of rows.
-
     Args:
         world_size: number of ranks.
         columns: ranks in a row, as many as a host has accelerators or a rack hosts; None: as square as possible.
@@ -70,18 +66,12 @@ class Torus:
 
 
 class TorusExchange:
-    """The 2-D torus of the lecture: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
+    """:class:`GlooExchange` on a 2-D torus: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
 
     The all-reduce along columns has two halves, too, so that each rank owns a shard of the sum in between. Only
     1 / columns of a buffer travels between rows, and a ring has columns + rows - 2 steps instead of the number of ranks
     less 1. An operation runs along its first direction in the background; the second direction starts when the
     operation is waited for: wait in the order of the calls, on all ranks.
-
-    Args:
-        torus: the ranks in rows.
-        rank: of this process.
-        row: exchanges among the ranks of this row.
-        column: exchanges among the ranks of this column.
     """
 
     def __init__(
@@ -92,18 +82,13 @@ class TorusExchange:
     def reduce_scatter(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None
     ) -> Callable[[], Tensor]:
-        """Sums ``flat`` over the ranks into the slice that this rank owns; returns a function that waits for it."""
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
         return lambda: self._column.reduce_scatter(summed_in_row(), codec, mean, feedback)()
 
     def all_gather(
         self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
     ) -> Callable[[], Tensor]:
-        """Sends the slice of ``flat`` that this rank owns to all; returns a function that waits for the others.
-
-        A slice has no parts here: its ranks' rows and columns differ.
-        """
-        assert part is None
+        assert part is None  # the ranks' rows and columns differ
         gathered_in_column = self._column.all_gather(self._row_slice(flat), codec, feedback)
 
         def gather_in_row() -> Tensor:
@@ -115,7 +100,6 @@ class TorusExchange:
     def all_reduce(
         self, flat: Tensor, codec: Codec, mean: bool, feedback: ErrorFeedback | None, between: Between | None = None
     ) -> Callable[[], Tensor]:
-        """Runs both halves, with ``between`` on this rank's slice in between; returns a function that waits."""
         summed_in_row = self._row.reduce_scatter(flat, codec, mean, feedback)
 
         def reduce_in_column() -> Tensor:
@@ -125,7 +109,6 @@ class TorusExchange:
         return reduce_in_column
 
     def release_memory(self) -> None:
-        """Frees the buffers that are kept for reuse."""
         self._row.release_memory()
         self._column.release_memory()
 

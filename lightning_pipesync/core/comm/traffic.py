@@ -28,7 +28,7 @@ class Traffic:
         self._this_thread = threading.local()
 
     def count(self, kind: str, num_bytes: int) -> None:
-        """Counts one operation of ``kind`` that sends ``num_bytes`` bytes from this rank."""
+        """Counts one operation of ``kind`` that sends ``num_bytes`` bytes."""
         self.operations[kind] += 1
         self.bytes_sent[kind] += num_bytes
 
@@ -62,11 +62,7 @@ class Traffic:
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Returns the counters as plain dictionaries."""
-        return {
-            "bytes_sent": dict(self.bytes_sent),
-            "seconds_waited": dict(self.seconds_waited),
-            "operations": dict(self.operations),
-        }
+        return {name: dict(getattr(self, name)) for name in ("bytes_sent", "seconds_waited", "operations")}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Continues from the counters that :meth:`state_dict` returned."""

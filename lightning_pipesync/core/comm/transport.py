@@ -30,7 +30,6 @@ from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_sh
 #: A timeout that never comes; Gloo counts in nanoseconds.
 FOREVER = timedelta(days=365)
 
-
 #: What a number of NumPy, such as a learning rate, consists of in a state.
 NUMPY_NUMBERS: list[Any] = [
     np.float64(0).__reduce__()[0],
@@ -94,7 +93,7 @@ class Transport(Collectives):
         traffic = Traffic()
         watch = PeerWatch(self._timeout, lambda: traffic.num_operations, self._end_waits)
         nccl = NcclExchange(self._new_group("nccl"), self.device) if backend == "nccl" else None
-        gloo = GlooExchange(self._control, watch)
+        gloo, self._messages = GlooExchange(self._control, watch), Messages(self._control, 0, watch)
         super().__init__(dist.get_rank(), range(dist.get_world_size()), gloo, nccl, traffic, watch)
         self.row: Collectives | None = None
         self.column: Collectives | None = None
@@ -114,14 +113,14 @@ class Transport(Collectives):
     def send(self, tensor: Tensor, dst: int) -> Handle[None]:
         """Sends a contiguous CPU tensor to rank ``dst``, which calls :meth:`recv`; messages keep their order."""
         self._issue("send", tensor.numel() * tensor.element_size())
-        work = dist.isend(tensor, dst, self._control)
-        return self._handle("send", lambda: self._finish(work, f"rank {dst} to receive a message", dst))
+        work = self._messages.start_sending(tensor, dst)
+        return self._handle("send", lambda: self._messages.wait_sent(work, dst))
 
     def recv(self, tensor: Tensor, src: int) -> Handle[None]:
         """Receives a message of :meth:`send` from rank ``src`` into a contiguous CPU tensor."""
         self._issue("recv", 0)
-        work = dist.irecv(tensor, src, self._control)
-        return self._handle("recv", lambda: self._finish(work, f"a message from rank {src}", src))
+        work = self._messages.start_receiving(tensor, src)
+        return self._handle("recv", lambda: self._messages.wait_received(work, src))
 
     def channel_to(
         self, dst: int, series: int, *, wire_dtype: torch.dtype | None = None, window: int = 1
@@ -129,7 +128,6 @@ class Transport(Collectives):
         """Returns the sending end of a channel to rank ``dst``, which calls :meth:`channel_from` with the same series.
 
         Args:
-            dst: the rank of the receiver.
             series: the number of the channel, unique among the open channels between the two ranks.
             wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
             window: the most messages in flight.
@@ -161,7 +159,8 @@ class Transport(Collectives):
         work = dist.broadcast(host.view(torch.uint8), src, self._control, async_op=True)
 
         def wait() -> Tensor:
-            self._finish(work, f"the broadcast of rank {src}", None if self.rank == src else src)
+            with self.watch.waiting(f"the broadcast of rank {src}", None if self.rank == src else src):
+                work.wait(self._timeout)
             return flat if host is flat else flat.copy_(host)
 
         return self._handle("broadcast", wait)
@@ -242,7 +241,6 @@ class Transport(Collectives):
         return group
 
     def _arrange(self, topology: str, columns: int | None) -> None:
-        """Creates what exchanges within rows and columns."""
         wanted = self.gather_objects((topology, columns))
         if len(set(wanted)) > 1:
             raise ValueError(f"The ranks differ in (topology, torus_columns): {wanted}.")
@@ -272,21 +270,14 @@ class Transport(Collectives):
         groups = {ranks: self._new_group(backend, list(ranks)) for ranks in divided}  # all ranks create all groups
         return groups[tuple(ranks_of(self.rank))]
 
-    def _finish(self, work: dist.Work | None, what: str, peer: int | None = None) -> None:
-        assert work is not None
-        with self.watch.waiting(what, peer):
-            work.wait(self._timeout)
-
 
 def _written(state: dict[str, Any]) -> Tensor:
-    """Returns a state as bytes."""
     buffer = io.BytesIO()
     serialization.save(state, buffer)  # not torch.save, which users may replace to count or redirect files
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
 def _read(wire: Tensor, rank: int) -> dict[str, Any]:
-    """Returns the state of a rank in these bytes. No code in them runs."""
     try:
         with serialization.safe_globals(NUMPY_NUMBERS):
             state: dict[str, Any] = serialization.load(

@@ -77,8 +77,6 @@ def start_unpacking(messages: Messages, peer: int, device: torch.device, *, obje
 
     Args:
         messages: those of :func:`packed`.
-        peer: rank of the sender.
-        device: the device of the tensors.
         objects: whether other objects than plain values are accepted, which may run code of the sender's.
 
     Returns:
