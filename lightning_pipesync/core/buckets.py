@@ -68,7 +68,7 @@ class Fusion:
         return buckets
 
     def _capacity(self, passed: int, left: int) -> float:
-        """Returns the most bytes of a bucket that starts after ``passed`` bytes, with ``left`` bytes to go."""
+        """Returns the most bytes of a bucket that starts after ``passed`` bytes, before ``left`` bytes."""
         if self.bucket_mb is None:
             return 0
         edge = (self.edge_mb or self.bucket_mb) * MIB
@@ -86,7 +86,6 @@ def plan_buckets(parameters: Sequence[NamedParameter], fusion: Fusion) -> list[l
     Args:
         parameters: in the order in which their gradients become ready: an observed order, or else the reverse of
             :func:`collect_parameters` as an estimate.
-        fusion: the limits of a bucket.
 
     Returns:
         The buckets in the order in which they become ready, which is the order of their last members.
@@ -137,9 +136,6 @@ class Bucket:
     Each tensor starts at a multiple of :data:`ALIGNMENT` bytes. Packing zeroes the gaps between tensors: a value that
     is not finite may have spread to them in an earlier step, through a factor or a codec's scale.
 
-    Args:
-        tensors: the tensors that the buffer holds.
-
     Attributes:
         flat: the buffer, 1-D.
         places: the slice of ``flat`` of each tensor.
@@ -147,7 +143,12 @@ class Bucket:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.places, end = _places(tensors)
+        self.places: list[slice] = []
+        end = 0
+        step = ALIGNMENT // tensors[0].element_size()
+        for tensor in tensors:
+            self.places.append(slice(end, end + tensor.numel()))
+            end += -(-tensor.numel() // step) * step
         with torch.inference_mode(False):  # a validation may be the first to need the buffer
             self.flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
         self.views = [shaped(self.flat[place], like=t) for place, t in zip(self.places, tensors, strict=True)]
@@ -176,16 +177,6 @@ class Bucket:
     def unpack(self, tensors: Sequence[Tensor]) -> None:
         """Copies the buffer into ``tensors``."""
         foreach_copy_(list(tensors), self.views)
-
-
-def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
-    """Returns the slice of each tensor in a flat buffer, and the number of values of the buffer."""
-    places, end = [], 0
-    step = ALIGNMENT // tensors[0].element_size()
-    for tensor in tensors:
-        places.append(slice(end, end + tensor.numel()))
-        end += -(-tensor.numel() // step) * step
-    return places, end
 
 
 def shard_numel(numel: int, world_size: int) -> int:

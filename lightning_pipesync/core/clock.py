@@ -12,11 +12,7 @@ Moment: TypeAlias = "float | torch.cuda.Event"
 
 
 class Clock:
-    """Tells when the work that a device has been given so far is done; without blocking.
-
-    Args:
-        device: the device. For the CPU it is the host's clock.
-    """
+    """Tells when the work that a device has been given so far is done; without blocking."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

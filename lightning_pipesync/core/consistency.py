@@ -68,20 +68,9 @@ def collect_consistent_parameters(
         return parameters
 
     parameters = on_all_ranks(transport, collect)
-    check_consistency(transport, settings, parameters, module)
+    check_same(transport, describe(settings, parameters, module))
     check_optimizers(transport, optimizers)
     return parameters
-
-
-def check_consistency(
-    transport: Transport, settings: Any, parameters: Sequence[NamedParameter], module: nn.Module
-) -> None:
-    """Compares the settings and the model's tensors over the ranks; a collective call.
-
-    Raises:
-        ValueError: on every rank; the message names what differs, and its value on two ranks.
-    """
-    check_same(transport, describe(settings, parameters, module))
 
 
 def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Module) -> list[tuple[str, str]]:
@@ -98,17 +87,12 @@ def describe(settings: Any, parameters: Sequence[NamedParameter], module: nn.Mod
 
 
 def _layout(tensor: Tensor) -> str:
-    """Returns a description of how the values of a tensor lie in memory, which is the same on all ranks."""
     strides = "" if tensor.is_contiguous() else f" strides={dense_strides(tensor)}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{strides}"
 
 
 def check_optimizers(transport: Transport, optimizers: Sequence[Optimizer]) -> None:
-    """Compares the classes and hyper-parameters of the optimizers over the ranks; a collective call.
-
-    Raises:
-        ValueError: on every rank: they differ; the message names what differs.
-    """
+    """Compares the classes and hyper-parameters of the optimizers over the ranks, as :func:`check_same`."""
     classes, hyperparameters = [], []
     for index, optimizer in enumerate(optimizers):
         cls, of_several = type(optimizer), f" {index}" if len(optimizers) > 1 else ""
@@ -124,11 +108,7 @@ def check_optimizers(transport: Transport, optimizers: Sequence[Optimizer]) -> N
 def check_same_values(
     transport: Transport, parameters: Sequence[tuple[str, Tensor]], optimizers: Sequence[Optimizer], weights: bool
 ) -> None:
-    """Compares the states of the optimizers, and with ``weights`` the weights, over the ranks; a collective call.
-
-    Raises:
-        ValueError: on every rank: they differ; the message names what differs.
-    """
+    """Compares the states of the optimizers, and with ``weights`` the weights, as :func:`check_same`."""
     described = [(name, f"digest {digest(tensor)}") for name, tensor in parameters if weights]
     for index, optimizer in enumerate(optimizers):
         updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
@@ -145,7 +125,7 @@ def check_same(transport: Transport, described: Sequence[tuple[str, str]], remed
     """Compares pairs of a name and a description, and their order, over the ranks; a collective call.
 
     Raises:
-        ValueError: as :func:`check_consistency`; ``remedy`` is the last sentence of the message.
+        ValueError: on every rank: they differ; the message names what differs, its value on two ranks, and ``remedy``.
     """
     everyone = transport.gather_objects(described)
     for rank, other in enumerate(everyone):
@@ -155,11 +135,7 @@ def check_same(transport: Transport, described: Sequence[tuple[str, str]], remed
 def raise_if_different(
     first: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int, remedy: str = ""
 ) -> None:
-    """Compares the pairs of rank 0 with those of another rank; ``remedy`` is the last sentence of the message.
-
-    Raises:
-        ValueError: they differ; the message names what differs, and both values.
-    """
+    """Compares the pairs of rank 0 with those of another rank; raises as :func:`check_same`."""
     if other == first:
         return
     ours, theirs = dict(first), dict(other)
@@ -177,7 +153,6 @@ def raise_if_different(
 
 
 def _name(optimizers: Sequence[Optimizer], index: int) -> str:
-    """Returns the name of an optimizer in a message: its class, with its index if there are several."""
     name = type(optimizers[index]).__name__
     return f"{name} (optimizer {index})" if len(optimizers) > 1 else name
 

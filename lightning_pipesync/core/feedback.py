@@ -45,9 +45,6 @@ def encode_with_feedback(codec: Codec, source: Tensor, wire: Tensor, residual: T
     of the residual that are not finite become zero, so that an overflow does not affect later steps.
 
     Args:
-        codec: the codec.
-        source: the values, 1-D.
-        wire: where the encoded values go.
         residual: the error so far, of the shape of ``source``, zero before the first call. For a ``source`` in bf16 or
             fp16 keep it in fp32: then the rounding of the sum is fed back, too. None: plain ``codec.encode``.
     """

@@ -7,7 +7,7 @@ needed. These limits are those of tensors that are sent one by one, without late
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,22 +40,17 @@ class LayerLimits:
 
     def get(self, name: str) -> float:
         """Returns the limit of that name, in seconds, at least that of :class:`StepCost`."""
-        of_layers = {
-            "baseline": self._baseline,
-            "two_halves": self._two_halves,
+        cost = self._cost
+        of_layers: dict[str, Callable[[], float]] = {
+            "baseline": lambda: cost.forward + self._reduced(cost.all_reduce),
+            "two_halves": lambda: self._reduced(cost.reduce_scatter) + self._forward(cost.all_gather),
             "eager": self._eager,
-            "under_forward": self._under_forward,
-            "reduce_scatter_only": self._reduce_scatter_only,
-            "all_gather_only": self._all_gather_only,
+            "under_forward": lambda: cost.backward + self._forward(cost.all_reduce),
+            "reduce_scatter_only": lambda: cost.forward + self._reduced(cost.reduce_scatter),
+            "all_gather_only": lambda: self._forward(cost.all_gather) + cost.backward,
         }
-        cost: float = getattr(self._cost, name)
-        return max(cost, of_layers[name]() + self._cost.update) if name in of_layers else cost
-
-    def _baseline(self) -> float:
-        return self._cost.forward + self._reduced(self._cost.all_reduce)
-
-    def _two_halves(self) -> float:
-        return self._reduced(self._cost.reduce_scatter) + self._forward(self._cost.all_gather)
+        limit: float = getattr(cost, name)
+        return max(limit, of_layers[name]() + cost.update) if name in of_layers else limit
 
     def _eager(self) -> float:
         """What is ready after ``r`` and needed before ``n`` is reduced and gathered after ``r`` and before ``n``."""
@@ -66,15 +61,6 @@ class LayerLimits:
             float(np.max(r + np.cumsum(np.where(ready >= r, seconds, 0.0)) + self._cost.forward - needed))
             for r in np.unique(ready)
         )
-
-    def _under_forward(self) -> float:
-        return self._cost.backward + self._forward(self._cost.all_reduce)
-
-    def _reduce_scatter_only(self) -> float:
-        return self._cost.forward + self._reduced(self._cost.reduce_scatter)
-
-    def _all_gather_only(self) -> float:
-        return self._forward(self._cost.all_gather) + self._cost.backward
 
     def _reduced(self, seconds: float) -> float:
         """Returns when all gradients are reduced, since backward began; their operation takes ``seconds`` in all."""

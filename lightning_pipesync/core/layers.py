@@ -46,12 +46,9 @@ def check_number(layers: Sequence[tuple[str, nn.Module]], num_stages: int) -> No
 
 
 def partition(costs: Sequence[float], parts: int, limits: Sequence[tuple[Sequence[float], float]] = ()) -> list[int]:
-    """Splits a sequence into parts, none empty, whose largest sum is as small as possible.
+    """Splits a sequence into parts, none empty, whose largest sum of ``costs`` is as small as possible.
 
-    Args:
-        costs: the cost of each member.
-        parts: the number of parts.
-        limits: pairs of other costs and the largest sum of a part.
+    ``limits``: pairs of other costs and the largest sum of a part.
 
     Returns:
         The indices of the first members of all parts but the first.
@@ -146,7 +143,7 @@ class _Inner(torch.autograd.Function):
 
 
 def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
-    """Returns the seconds of both passes of a layer, and its output."""
+    """Returns the seconds of both passes, and the output."""
     inputs = LayerInput(value)
     before = _now(device)
     with torch.enable_grad():

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.private_names import require
@@ -34,11 +33,12 @@ require(torch._C._functorch, "maybe_current_level")
 require(Tensor, "_version")
 require(nn.Module, "_compiled_call_impl")
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-require(Probe([torch.zeros(1)]), "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns whether a module or a part of it is compiled: hooks on its submodules would break the graph."""
+    from torch._dynamo import OptimizedModule  # which takes half a second
+
     return any(
         isinstance(child, OptimizedModule) or child._compiled_call_impl is not None for child in module.modules()
     )
@@ -156,6 +156,7 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
 
     The user's hooks on ``optimizer``, and a scheduler's wrapper of its ``step``, stay with the original.
     """
+    require(optimizer, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     vars(twin).pop("step", None)
@@ -166,16 +167,6 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
     return twin
 
 
-def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Flattens nested containers into their leaves and a spec to rebuild them."""
-    return _pytree.tree_flatten(tree)
-
-
-def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
-    """Rebuilds nested containers from their leaves."""
-    return _pytree.tree_unflatten(leaves, spec)
-
-
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns the tensors in nested containers, in order."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
@@ -183,7 +174,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def paths_in(tree: Any) -> list[str]:
     """Returns the path of each leaf in nested containers, as an index expression."""
-    return [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(tree)[0]]
+    return [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -16,7 +16,7 @@ from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.traffic import Traffic
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import check_consistency, check_same, on_all_ranks
+from lightning_pipesync.core.consistency import check_same, describe, on_all_ranks
 from lightning_pipesync.core.layers import numbers_of_parameters
 from lightning_pipesync.core.parameters import NamedParameter, check_values, collect_parameters, device_of
 from lightning_pipesync.core.rng import seeded
@@ -263,7 +263,7 @@ class EAPipe(PipelineMethod):
 
         self._split, parameters = self._on_all_ranks(check)
         if self.transport is not None:
-            check_consistency(self.transport, self.config, parameters, self._model)
+            check_same(self.transport, describe(self.config, parameters, self._model))
             exchange_fused([*self._model.parameters(), *self._model.buffers()], PIECE_MB, self._broadcast)
             exchange_fused(self._others, PIECE_MB, self._broadcast)
 

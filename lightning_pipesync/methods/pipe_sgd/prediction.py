@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -36,8 +37,11 @@ KEPT_MB = 16.0
 #: Optimizers of which torch has fused steps on a CPU.
 FUSED_ON_CPU = (SGD, Adam, AdamW)
 
-#: Attributes that every optimizer has.
-_COMMON_ATTRIBUTES = frozenset(vars(Probe([torch.zeros(1)])))
+
+@cache
+def _common_attributes() -> frozenset[str]:
+    """Returns the attributes that every optimizer has."""
+    return frozenset(vars(Probe([torch.zeros(1)])))
 
 
 class Scratch:
@@ -236,7 +240,8 @@ class PredictedWeights:
         twin = twin_optimizer(self._optimizer, groups, state)
         if not self._is_torchs_own:
             memo: dict[int, Any] = dict(views)  # it may refer to its parameters
-            attributes = {n: v for n, v in vars(self._optimizer).items() if n not in _COMMON_ATTRIBUTES and n != "step"}
+            common = {*_common_attributes(), "step"}
+            attributes = {name: value for name, value in vars(self._optimizer).items() if name not in common}
             vars(twin).update(deepcopy(attributes, memo))
         return twin
 
