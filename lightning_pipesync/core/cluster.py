@@ -22,14 +22,10 @@ class MeasuredCost(LinkCost):
 
     Small messages, rings and exchanges among all have costs of their own. Among as many ranks as were measured it is as
     measured, in between linear in the logarithm of the size; among others it is the line.
-
-    Attributes:
-        world_size: the number of ranks among which it was measured.
-        ratios: sizes in bytes, ascending, and by what factor more than the line was measured.
     """
 
-    world_size: int = 0
-    ratios: Sequence[tuple[float, float]] = ()
+    world_size: int = 0  # among which it was measured
+    ratios: Sequence[tuple[float, float]] = ()  # bytes, ascending, and by what factor more than the line was measured
 
     @classmethod
     def measured(
@@ -59,9 +55,6 @@ class BackendCost(MeasuredCost):
     NCCL chooses between rings and double binary trees. Torch's Gloo always takes a ring (gloo/allreduce.cc).
     But nobody trains on thousands of hosts in a flat ring, and no method is to gain by a poor all-reduce of DDP: among
     more than ``ring_up_to`` ranks the all-reduce is expected to be a logarithmic one with Gloo, too.
-
-    Attributes:
-        ring_up_to: the most ranks among which there is a ring only.
     """
 
     ring_up_to: int = 0
@@ -76,26 +69,17 @@ class BackendCost(MeasuredCost):
 
 @dataclass(frozen=True)
 class Cluster:
-    """The costs of communication among ranks that are alike, one on each host.
-
-    Attributes:
-        world_size: number of ranks.
-        bandwidth: bytes per second that a rank can send while it receives as many, by plain TCP.
-        backend: of the backend's own all-reduce, which DDP uses.
-        halves: of this package's reduce-scatters and all-gathers, several in a row.
-        all_reduces: of this package's all-reduce of fp32, by codec, with encoding and decoding; beta is by bytes before
-            encoding.
-        exchanges: of what methods have asked to be measured, by its name and codec, with beta as above.
-        torus: of the two halves on a torus, among these ranks; None: they are too few, or it is not known.
-    """
+    """The costs of communication among ranks that are alike, one on each host."""
 
     world_size: int
-    bandwidth: float
-    backend: LinkCost
-    halves: LinkCost
+    bandwidth: float  # bytes per second that a rank can send while it receives as many, by plain TCP
+    backend: LinkCost  # of the backend's own all-reduce, which DDP uses
+    halves: LinkCost  # of this package's reduce-scatters and all-gathers, several in a row
+    #: Of this package's all-reduce of fp32, by codec, with encoding and decoding; beta is by bytes before encoding.
     all_reduces: Mapping[str, LinkCost]
+    #: Of what methods have asked to be measured, by its name and codec, with beta as above.
     exchanges: Mapping[str, Mapping[str, LinkCost]] = field(default_factory=dict)
-    torus: LinkCost | None = None
+    torus: LinkCost | None = None  # of the two halves on a torus; None: the ranks are too few, or it is not known
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Cluster:

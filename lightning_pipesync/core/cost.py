@@ -14,17 +14,11 @@ class LinkCost:
     """The alpha-beta model of a network (DeAR, Section II-D): the time of its ring collectives and parameter servers.
 
     Links are full duplex, and what a rank computes on the way, such as sums, takes no time.
-
-    Attributes:
-        alpha: latency of a message, in seconds.
-        beta: seconds per byte.
-        alpha_error: standard error of alpha, if it was fitted.
-        beta_error: standard error of beta, if it was fitted.
     """
 
-    alpha: float
-    beta: float
-    alpha_error: float = math.nan
+    alpha: float  # latency of a message, in seconds
+    beta: float  # seconds per byte
+    alpha_error: float = math.nan  # standard error, if it was fitted
     beta_error: float = math.nan
 
     @classmethod
@@ -99,9 +93,6 @@ class LinkCost:
             num_bytes: N.
             world_size: P.
             servers: S, from 1 to P; None: P.
-
-        Raises:
-            ValueError: there is no such number of servers.
         """
         servers = world_size if servers is None else servers
         if not 1 <= servers <= world_size:
@@ -113,21 +104,13 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The parts of a training step, in seconds, and its duration when everything overlaps that can.
+    """The parts of a training step, in seconds, and its duration when everything overlaps that can."""
 
-    Attributes:
-        forward: t_ff.
-        backward: t_bp.
-        update: the optimizer step, which overlaps with nothing.
-        reduce_scatter: t_rs of the whole gradient.
-        all_gather: t_ag of the whole gradient.
-    """
-
-    forward: float
-    backward: float
-    update: float
-    reduce_scatter: float
-    all_gather: float
+    forward: float  # t_ff
+    backward: float  # t_bp
+    update: float  # the optimizer step, which overlaps with nothing
+    reduce_scatter: float  # t_rs of the whole gradient
+    all_gather: float  # t_ag of the whole gradient
 
     def compressed(self, ratio: float) -> StepCost:
         """Returns the cost with messages smaller by a factor of ``ratio``."""
@@ -201,10 +184,6 @@ def end_of_pipeline(ready: Sequence[float], durations: Sequence[float]) -> float
 
     For the times at which DDP's buckets become ready in backward, and the durations of their all-reduces, this is when
     all gradients are reduced: Eq. 8 with buckets of finite size and cost.
-
-    Args:
-        ready: the earliest start of each operation, in seconds, in order of issue.
-        durations: the duration of each operation, in seconds.
     """
     end = 0.0
     for start, duration in zip(ready, durations, strict=True):

@@ -17,16 +17,10 @@ from lightning_pipesync.core.cost import StepCost, end_of_pipeline
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """When a tensor's gradient is ready and when it is needed.
+    """When a tensor's gradient is ready and when it is needed."""
 
-    Attributes:
-        ready: seconds since backward began.
-        needed: seconds of computation since forward began.
-        num_bytes: the size of the tensor.
-    """
-
-    ready: float
-    needed: float
+    ready: float  # seconds since backward began
+    needed: float  # seconds of computation since forward began
     num_bytes: int
 
 

@@ -17,19 +17,12 @@ from lightning_pipesync.core.torch_private import is_dtensor
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter, its layer and its optimizer.
+    """A parameter, its layer and its optimizer."""
 
-    Attributes:
-        name: its first name in the module; tied parameters occur once.
-        tensor: the parameter.
-        layer: the name of the module that holds it.
-        group: the indices of its optimizer and of its parameter group there; None if no optimizer has it.
-    """
-
-    name: str
+    name: str  # its first name in the module; tied parameters occur once
     tensor: Tensor
-    layer: str
-    group: tuple[int, int] | None
+    layer: str  # the name of the module that holds it
+    group: tuple[int, int] | None  # the indices of its optimizer and its parameter group; None if no optimizer has it
 
 
 def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[NamedParameter]:

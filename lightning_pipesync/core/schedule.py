@@ -8,21 +8,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """The times of a bucket, in seconds.
+    """The times of a bucket, in seconds."""
 
-    Attributes:
-        ready: when its gradients are ready, since backward began.
-        needed: after how much computation of the forward pass its weights are needed.
-        reduce_scatter: the duration of its reduce-scatter.
-        all_gather: the duration of its all-gather.
-        latency: the part of that duration that does not depend on its size.
-    """
-
-    ready: float
-    needed: float
+    ready: float  # when its gradients are ready, since backward began
+    needed: float  # after how much computation of the forward pass its weights are needed
     reduce_scatter: float
     all_gather: float
-    latency: float = 0.0
+    latency: float = 0.0  # the part of the all-gather's duration that does not depend on the size
 
     def on(self, network: float) -> BucketTimes:
         """Returns the times on a network that is ``network`` times as slow."""
@@ -40,15 +32,10 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class EarlyGathers:
-    """All-gathers that run under backward; what they leave is gathered under the next forward pass.
+    """All-gathers that run under backward; what they leave is gathered under the next forward pass."""
 
-    Attributes:
-        pieces: the number of equal pieces of each bucket.
-        after: for each bucket those of which one more piece is gathered after its reduce-scatter.
-    """
-
-    pieces: Sequence[int]
-    after: Sequence[Sequence[int]]
+    pieces: Sequence[int]  # the number of equal pieces of each bucket
+    after: Sequence[Sequence[int]]  # for each bucket those of which it gathers one more piece after its reduce-scatter
 
     @classmethod
     def none(cls, num_buckets: int) -> EarlyGathers:
@@ -58,7 +45,7 @@ class EarlyGathers:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a simulated step: its kind, its bucket, and its start and end in seconds."""
+    """One operation of a simulated step, with its start and end in seconds."""
 
     kind: str
     bucket: int
@@ -68,15 +55,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A backward pass and the forward pass that follows it.
+    """A backward pass and the forward pass that follows it."""
 
-    Attributes:
-        operations: in the order in which they run.
-        seconds: when the forward pass ends, since backward began.
-    """
-
-    operations: list[Operation]
-    seconds: float
+    operations: list[Operation]  # in the order in which they run
+    seconds: float  # when the forward pass ends, since backward began
 
 
 def simulate_step(
@@ -92,7 +74,7 @@ def simulate_step(
         buckets: in the order of their reduce-scatters.
         forward: seconds of the forward pass without waiting.
         backward: seconds of the backward pass.
-        early: the all-gathers under backward; None: there are none, as in the paper.
+        early: None: no all-gathers under backward, as in the paper.
     """
     early = early or EarlyGathers.none(len(buckets))
     operations: list[Operation] = []

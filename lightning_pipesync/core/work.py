@@ -15,67 +15,45 @@ MOST_BUCKETS, DEFAULT_MB = 40, 25.0
 
 @dataclass(frozen=True)
 class Profile:
-    """One rank's step without communication.
-
-    Attributes:
-        forward: seconds.
-        backward: seconds until the last gradient is ready.
-        update: seconds.
-        tensors: in the order in which their gradients become ready.
-    """
+    """One rank's step without communication, in seconds."""
 
     forward: float
-    backward: float
+    backward: float  # until the last gradient is ready
     update: float
-    tensors: Sequence[LayerTimes]
+    tensors: Sequence[LayerTimes]  # in the order in which their gradients become ready
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one layer of a pipeline takes.
+    """What one layer of a pipeline takes."""
 
-    Attributes:
-        seconds: of both passes of a mini-batch.
-        parameter_bytes: of its parameters.
-        output_bytes: of its output for a mini-batch.
-    """
-
-    seconds: float
+    seconds: float  # of both passes of a mini-batch
     parameter_bytes: int
-    output_bytes: int
+    output_bytes: int  # for a mini-batch
 
 
 @dataclass(frozen=True)
 class MethodWork:
-    """What a method has measured of the user's model, on one rank.
+    """What a method has measured of the user's model, on one rank."""
 
-    Attributes:
-        seconds: that it adds to a step, besides what it adds to that of a stand-in.
-        layers: among which a pipeline divides the model; empty if it cannot.
-    """
-
-    seconds: float = 0.0
-    layers: Sequence[LayerWork] = ()
+    seconds: float = 0.0  # that it adds to a step, besides what it adds to that of a stand-in
+    layers: Sequence[LayerWork] = ()  # among which a pipeline divides the model; empty if it cannot
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes in a step.
-
-    Attributes:
-        profile: its parts.
-        measured: by method, what it has measured of the model.
-        pace: seconds of a step on average where each rank takes steps at its own pace, over those of the slowest rank.
-        added: by method, seconds that it adds to a step, measured with stand-ins of the model.
-        activation_bytes: what a forward pass keeps for the backward pass, but for weights and the batch; 0 if unknown.
-        refused: by name of a prediction why its method, by its own rules, cannot train this model.
-    """
+    """What a rank computes in a step."""
 
     profile: Profile
+    #: By method, what it has measured of the model.
     measured: Mapping[str, MethodWork] = field(default_factory=dict)
+    #: Seconds of a step on average where each rank takes steps at its own pace, over those of the slowest rank.
     pace: float = 1.0
+    #: By method, seconds that it adds to a step, measured with stand-ins of the model.
     added: Mapping[str, float] = field(default_factory=dict)
+    #: What a forward pass keeps for the backward pass, but for weights and the batch; 0 if unknown.
     activation_bytes: int = 0
+    #: By name of a prediction why its method, by its own rules, cannot train this model.
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from lightning_pipesync.core.codecs.blocks import as_dtype
 from lightning_pipesync.core.codecs.scaled import ScaledChunks
 
 
@@ -26,35 +23,13 @@ class Int4(ScaledChunks):
     def value_bytes(self, numel: int) -> int:
         return -(-numel // 2)
 
-    def encode(self, source: Tensor, wire: Tensor) -> None:
-        scales, packed = self._split(wire, source.numel())
-        for block, chunks in self._chunked(source):
-            scale = scales[chunks]
-            rows = as_dtype(source[block], torch.float32).view(scale.numel(), -1)
-            self._set_scales(scale, rows)
-            scaled = (rows * scale.reciprocal().unsqueeze(1)).round_().clamp_(-self.LEVELS, self.LEVELS).view(-1)
-            nibbles = scaled.add_(8).to(torch.uint8).bitwise_and_(15)
-            if nibbles.numel() % 2:
-                nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-            pairs = nibbles.view(-1, 2)
-            target = packed[block.start // 2 : block.start // 2 + pairs.shape[0]]
-            torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4, out=target)
+    def pack(self, rounded: Tensor, packed: Tensor) -> None:
+        nibbles = rounded.clamp_(-self.LEVELS, self.LEVELS).add_(8).to(torch.uint8).bitwise_and_(15)
+        if nibbles.numel() % 2:
+            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+        pairs = nibbles.view(-1, 2)
+        torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4, out=packed)
 
-    def decode(self, wire: Tensor, target: Tensor, dtype: torch.dtype) -> None:
-        for block, values in self._decoded(wire, target):
-            target[block].copy_(values)
-
-    def decode_add(self, wire: Tensor, accumulator: Tensor, dtype: torch.dtype) -> None:
-        for block, values in self._decoded(wire, accumulator):
-            accumulator[block].add_(values)
-
-    def _decoded(self, wire: Tensor, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields each block and its values in fp32."""
-        scales, packed = self._split(wire, like.numel())
-        for block, chunks in self._chunked(like):
-            numel = block.stop - block.start
-            pairs = packed[block.start // 2 : block.start // 2 + -(-numel // 2)]
-            nibbles = torch.stack([pairs & 15, pairs >> 4], dim=1).view(-1)[:numel]
-            values = nibbles.to(torch.float32).sub_(8)
-            values.view(scales[chunks].numel(), -1).mul_(scales[chunks].unsqueeze(1))
-            yield block, values
+    def unpack(self, packed: Tensor, values: Tensor) -> None:
+        nibbles = torch.stack([packed & 15, packed >> 4], dim=1).view(-1)[: values.numel()]
+        values.copy_(nibbles).sub_(8)

@@ -28,19 +28,12 @@ LISTENED = 3
 
 @dataclass(frozen=True)
 class Job:
-    """A job and this process's rank in it.
+    """A job and this process's rank in it."""
 
-    Attributes:
-        store: outlives process groups; nothing else uses its keys.
-        rank: of this process.
-        world_size: the number of ranks at first.
-        start: the number of processes that have started with this rank, including this one.
-    """
-
-    store: dist.Store
+    store: dist.Store  # outlives process groups; nothing else uses its keys
     rank: int
-    world_size: int
-    start: int
+    world_size: int  # at first
+    start: int  # the number of processes that have started with this rank, including this one
 
     @property
     def is_replacement(self) -> bool:
@@ -99,7 +92,6 @@ class Application:
         return Agreement.from_json(text)
 
     def _read(self) -> str | None:
-        """Returns what the leader has written; None: nothing yet."""
         key = _admission_key(self._job.rank, self._job.start)
         return self._job.store.get(key).decode() if self._job.store.check([key]) else None
 
@@ -124,7 +116,7 @@ class Applicants:
         """Returns the living applicants for ``absent`` ranks, by rank, each with its host and process id in words."""
         found = {}
         for rank in absent:
-            start = self._start_of(rank)
+            start: int = self._call(lambda: self._job.store.add(f"starts/{rank}", 0))  # noqa: B023
             if start > self._members.get(rank, 1) and self._lives(rank, start):
                 self._found[rank] = start
                 beat = self._heard[rank, start]
@@ -136,10 +128,6 @@ class Applicants:
         for rank in agreement.joined:
             start = self._members[rank] = self._found[rank]
             self._call(lambda: self._job.store.set(_admission_key(rank, start), agreement.to_json()))  # noqa: B023
-
-    def _start_of(self, rank: int) -> int:
-        start: int = self._call(lambda: self._job.store.add(f"starts/{rank}", 0))
-        return start
 
     def _lives(self, rank: int, start: int) -> bool:
         """Returns whether an applicant has published a beat since the last call; waits for one at the first call."""

@@ -46,38 +46,27 @@ def interval_of(timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for, in words; for which peer, None: any other; and since when, by the job's clock."""
+    """A wait of a rank."""
 
-    what: str
-    peer: int | None
-    since: float
+    what: str  # in words
+    peer: int | None  # None: any other
+    since: float  # by the job's clock
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The state of a rank, as it publishes it.
+    """The state of a rank, as it publishes it."""
 
-    Attributes:
-        number: grows while the rank is alive. 0: it has not published any.
-        at: seconds since the start of the job's clock.
-        exchanges: the number of operations that it has started.
-        waits: what it waits for now.
-        blames: the rank that it has found at fault.
-        left: None while it takes part; then the exception that it ended with, empty if there was none.
-        ahead: see :class:`PeerWatch`.
-        lost_peer: whether another rank has caused that exception.
-    """
-
-    number: int = 0
-    at: float = 0.0
+    number: int = 0  # grows while the rank is alive; 0: it has not published any
+    at: float = 0.0  # seconds since the start of the job's clock
     host: str = "unknown"
     pid: int = 0
-    exchanges: int = 0
-    waits: list[Wait] = field(default_factory=list)
-    blames: int | None = None
-    left: str | None = None
-    ahead: str | None = None
-    lost_peer: bool = False
+    exchanges: int = 0  # the number of operations that it has started
+    waits: list[Wait] = field(default_factory=list)  # what it waits for now
+    blames: int | None = None  # the rank that it has found at fault
+    left: str | None = None  # None while it takes part; then the exception that it ended with, empty if there was none
+    ahead: str | None = None  # what it has done that others may not have, in words
+    lost_peer: bool = False  # whether another rank has caused that exception
 
     @classmethod
     def of_this_process(cls, number: int, at: float | None = None, **state: Any) -> Beat:
@@ -87,20 +76,14 @@ class Beat:
 
 @dataclass(frozen=True)
 class Fault:
-    """The rank at fault, and the kind of fault.
+    """The rank at fault, and the kind of fault."""
 
-    Attributes:
-        kind: a key of :data:`lightning_pipesync.core.faults.diagnosis.SENTENCES`.
-        detail: the exception, or the number of operations.
-        at: when it happened, in seconds since the start of the job's clock.
-    """
-
-    kind: str
+    kind: str  # a key of :data:`lightning_pipesync.core.faults.diagnosis.SENTENCES`
     rank: int
     host: str
     pid: int
-    detail: str
-    at: float
+    detail: str  # the exception, or the number of operations
+    at: float  # when it happened, in seconds since the start of the job's clock
 
 
 class Heartbeat:

@@ -35,29 +35,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the leader has decided.
+    """What the leader has decided. Ranks are those that the members had at first."""
 
-    Attributes:
-        ranks: the members that remain, by the ranks that they had at first, in ascending order.
-        completed: the number of sections that all of them have completed.
-        lost: the members that do not remain, each with its host and process id in words.
-        joined: the members that need what the others know, with the same words.
-        generation: the number of this agreement.
-    """
-
-    ranks: list[int]
-    completed: int
-    lost: dict[int, str]
-    joined: dict[int, str]
-    generation: int
+    ranks: list[int]  # the members that remain, in ascending order
+    completed: int  # the number of sections that all of them have completed
+    lost: dict[int, str]  # the members that do not remain, each with its host and process id in words
+    joined: dict[int, str]  # the members that need what the others know, with the same words
+    generation: int  # the number of this agreement
 
     def to_json(self) -> str:
-        """Returns the agreement for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Agreement:
-        """Returns what :meth:`to_json` has written."""
         values = json.loads(text)
         described = {name: {int(rank): where for rank, where in values[name].items()} for name in ("lost", "joined")}
         return cls(**{**values, **described})
@@ -72,7 +62,6 @@ class Membership:
 
     Args:
         store: outlives process groups; nothing else uses its keys.
-        rank: the rank of this process.
         world_size: the number of ranks at first.
         timeout_s: seconds after which a living member that has not reported counts as lost.
         joins: the agreement by which this rank joins the others; None: it is a member from the beginning.
@@ -136,7 +125,7 @@ class Membership:
             self._at_end.cancel()
 
     def _decide(self, joined: Mapping[int, str]) -> Agreement | None:
-        """Waits until each member has reported or is lost, and publishes the agreement.
+        """Publishes the agreement once each member has reported or is lost.
 
         Returns:
             None if no other member is left and this process was frozen: it counts as lost for the others.
@@ -161,7 +150,6 @@ class Membership:
         return agreement
 
     def _await_agreement(self) -> Agreement | None:
-        """Waits for the agreement; returns None if the leader is lost."""
         # The leader may compute for as long as the timeout, and then wait for another member for as long again.
         deadline = time.monotonic() + 2 * (self._timeout_s + PATIENCE * self._interval)
         silence = Silence(PATIENCE * self._interval)
@@ -179,7 +167,6 @@ class Membership:
         return f"pipesync/agreement/{self.generation}"
 
     def _read(self, key: str) -> str | None:
-        """Returns the value of a key; None if there is none yet."""
         return self.call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
     def call(self, function: Callable[[], T]) -> T:
@@ -201,7 +188,6 @@ class Silence:
         self._heard: dict[int, tuple[int, float]] = {}  # number of the last beat, and when it was first seen
 
     def of(self, beats: list[Beat]) -> set[int]:
-        """Returns these ranks, given the last beat of each."""
         now = time.monotonic()
         for rank, beat in enumerate(beats):
             if rank not in self._heard or self._heard[rank][0] != beat.number:
