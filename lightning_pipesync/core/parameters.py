@@ -72,11 +72,7 @@ def collect_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> li
 
 
 def check_values(module: nn.Module) -> None:
-    """Checks that the tensors of a module have values.
-
-    Raises:
-        ValueError: a tensor is on the meta device.
-    """
+    """Raises a ValueError if a tensor of a module is on the meta device, and has no values."""
     for what, tensors in (("Parameter", module.named_parameters()), ("Buffer", module.named_buffers())):
         for name, tensor in tensors:
             if tensor.is_meta:
@@ -105,11 +101,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Checks that an optimizer can update a replica by itself.
-
-    Raises:
-        ValueError: it evaluates its closure repeatedly, or communicates.
-    """
+    """Raises a ValueError if an optimizer evaluates its closure repeatedly, or communicates."""
     if isinstance(optimizer, LBFGS):
         raise ValueError("The optimizer LBFGS evaluates its closure several times a step, which is not supported.")
     from torch.distributed.optim import ZeroRedundancyOptimizer

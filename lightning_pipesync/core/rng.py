@@ -34,10 +34,10 @@ def seeded(seed: int, number: int, place: int | None, device: torch.device) -> I
     It seeds torch's generators, and around layers those of NumPy and Python, too.
 
     Args:
-        seed: the seed of the training.
-        number: the number of the forward pass.
+        seed: of the training.
+        number: of the forward pass.
         place: the index of the stage; None: the user's code around the layers, which is the same for all stages.
-        device: the device of the stage.
+        device: of the stage.
     """
     text = f"{seed}, {number}, {place}"
     own = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -14,12 +14,6 @@ def unshare_storage(state: dict[str, Any]) -> dict[str, Any]:
     """Returns ``state`` with a copy in place of each tensor that is a view of a larger buffer.
 
     Some file formats refuse tensors that share storage, as fused weights do. Tied weights stay tied.
-
-    Args:
-        state: a model's ``state_dict``; it stays as it is.
-
-    Returns:
-        A mapping of the same type and attributes.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
     result = copy(state)  # keeps the attributes that torch sets on it

@@ -184,10 +184,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def copy_loader(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
-    """Returns a shallow copy of ``loader`` with other samplers, which a DataLoader refuses to set after ``__init__``.
-
-    Persistent worker processes stay with the original.
-    """
+    """Returns a shallow copy of ``loader`` with other samplers; persistent worker processes stay with the original."""
     require(loader, "_iterator")
     loader = copy(loader)
     vars(loader).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
@@ -195,10 +192,9 @@ def copy_loader(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> Da
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Returns the store of ``group``, with keys of its own.
+    """Returns the store of ``group``, with keys of its own, on the process's connection.
 
-    It shares the process's connection. A ``clone()`` would open another one, and while it connects, a Gloo connection
-    in the same process may stall.
+    A ``clone()`` would open another one, and while it connects, a Gloo connection in the same process may stall.
     """
     return distributed_c10d._world.pg_map[group][1]
 

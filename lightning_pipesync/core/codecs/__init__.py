@@ -32,12 +32,8 @@ CODECS: dict[str, type[Codec]] = {
 def get_codec(codec: str | Codec, setting: str = "compression") -> Codec:
     """Returns the codec of that name with its default settings; a `Codec` passes through.
 
-    Args:
-        codec: the codec, or its name.
-        setting: what has this value, for the message.
-
     Raises:
-        ValueError: no codec has that name.
+        ValueError: no codec has that name; the message says that it is the value of ``setting``.
     """
     if isinstance(codec, Codec):
         return codec

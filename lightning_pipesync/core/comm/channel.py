@@ -7,9 +7,8 @@ thread waits for the header while the stage computes.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,39 +22,8 @@ from lightning_pipesync.core.comm.wire import narrow, packed, start_unpacking
 from lightning_pipesync.core.torch_private import map_tensors, tensors_in
 
 
-class Sender(ABC):
-    """The sending end of a channel."""
-
-    @abstractmethod
-    def send(self, tree: Any) -> None:
-        """Starts sending nested containers of tensors and small picklable objects; the tensors must not change."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Blocks until all messages are delivered."""
-
-
-class Receiver(ABC):
-    """The receiving end of a channel. Messages arrive in the order in which they were sent."""
-
-    @abstractmethod
-    def expect(self) -> None:
-        """Starts receiving the next message in the background."""
-
-    @abstractmethod
-    def receive(self) -> Any:
-        """Returns the next message. Its tensors are new; they require a gradient if the sent ones did.
-
-        Raises:
-            RuntimeError: the other rank is lost.
-        """
-
-    def close(self, timeout_s: float) -> None:  # noqa: B027 - not all have a thread
-        """Ends the thread, after the messages in flight or after ``timeout_s`` seconds."""
-
-
-class LocalChannel(Sender, Receiver):
-    """A channel within one process.
+class LocalChannel:
+    """Both ends of a channel within one process.
 
     Args:
         wire_dtype: the dtype that wider floating-point tensors are rounded to; None: no rounding.
@@ -77,16 +45,16 @@ class LocalChannel(Sender, Receiver):
     def receive(self) -> Any:
         return self._messages.popleft()
 
+    def close(self, _: float) -> None:
+        pass
+
     def _copy(self, tensor: Tensor) -> Tensor:
         narrowed = narrow(tensor.detach(), self._wire_dtype).to(tensor.dtype, copy=True)
         return narrowed.requires_grad_(tensor.requires_grad)
 
 
-class MessageSender(Sender):
-    """Sends to another rank, see :meth:`Transport.channel_to`.
-
-    A message beyond the most in flight waits for the delivery of the oldest.
-    """
+class MessageSender:
+    """The sending end of a channel to another rank, see :meth:`Transport.channel_to`."""
 
     def __init__(
         self, messages: Messages, peer: int, traffic: Traffic, wire_dtype: torch.dtype | None, window: int
@@ -96,6 +64,10 @@ class MessageSender(Sender):
         self._sent: deque[list[dist.Work]] = deque()
 
     def send(self, tree: Any) -> None:
+        """Starts sending nested containers of tensors and small picklable objects; the tensors must not change.
+
+        Waits only for the delivery of the oldest message, if ``window`` are in flight.
+        """
         while len(self._sent) >= self._window:
             self._wait_for_oldest()
         parts = packed(tree, self._wire_dtype, objects=True)
@@ -103,6 +75,7 @@ class MessageSender(Sender):
         self._sent.append([self._messages.start_sending(part, self._peer) for part in parts])
 
     def finish(self) -> None:
+        """Blocks until all messages are delivered."""
         while self._sent:
             self._wait_for_oldest()
 
@@ -112,8 +85,8 @@ class MessageSender(Sender):
                 self._messages.wait_sent(work, self._peer)
 
 
-class MessageReceiver(Receiver):
-    """Receives from another rank, on a thread named ``name``, tensors on ``device``."""
+class MessageReceiver:
+    """The receiving end of a channel from another rank. Messages arrive in the order in which they were sent."""
 
     def __init__(self, messages: Messages, peer: int, device: torch.device, name: str, traffic: Traffic) -> None:
         self._messages, self._peer, self._device = messages, peer, device
@@ -121,10 +94,16 @@ class MessageReceiver(Receiver):
         self._expected: deque[Handle[Any]] = deque()
 
     def expect(self) -> None:
+        """Starts receiving the next message in the background."""
         self._expected.append(self._queue.submit("recv", self._start))
         self._queue.start_finishing()  # its tensors must arrive before the thread waits for the next header
 
     def receive(self) -> Any:
+        """Returns the next message. Its tensors are new, on ``device``; they require a gradient if the sent ones did.
+
+        Raises:
+            RuntimeError: the other rank is lost.
+        """
         if not self._expected:
             self.expect()
         with self._messages.awaiting(self._peer):
@@ -135,7 +114,13 @@ class MessageReceiver(Receiver):
         return message
 
     def close(self, timeout_s: float) -> None:
+        """Ends the thread, after the messages in flight or after ``timeout_s`` seconds."""
         self._queue.close(timeout_s)
 
     def _start(self) -> Handle[Any]:
         return Handle(start_unpacking(self._messages, self._peer, self._device, objects=True))
+
+
+#: The ends of a channel, whose methods :class:`MessageSender` and :class:`MessageReceiver` describe.
+Sender: TypeAlias = "LocalChannel | MessageSender"
+Receiver: TypeAlias = "LocalChannel | MessageReceiver"

@@ -74,8 +74,8 @@ class Collectives:
         """Sums ``flat`` over the ranks; each rank gets a slice of the sum.
 
         Args:
-            flat: 1-D contiguous tensor, not to be used until the handle has been waited for. Then this rank's
-                :meth:`shard` of it holds the sum and the rest is undefined.
+            flat: not to be used until the handle has been waited for. Then this rank's :meth:`shard` of it holds the
+                sum, and the rest is undefined.
             codec: the wire format. The owner of a slice decodes and sums in fp32 (fp64 for fp64).
             mean: whether to divide the sum by the number of ranks.
             feedback: the residuals of this buffer, for error feedback.
@@ -146,14 +146,14 @@ class Collectives:
         """Reduces ``flags``, the same number on every rank, by "or" over the ranks.
 
         This and :meth:`exchange_flags` do not wait for other operations in flight, and may be called on another thread
-        than the collectives. Their order must be the same on all ranks, so that two threads may take turns only if one
-        waits for the other in between: DeAR's main thread calls when its queue has no operation in flight.
+        than the collectives. Their order must be the same on all ranks: two threads may take turns only if one waits
+        for the other in between.
         """
         return self._exchange_bytes("union", flags, lambda of_ranks: of_ranks.bool().any(dim=0).tolist())
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent, of the kinds of operations that begin as these."""
+        """Bytes that this rank has sent by these collectives."""
         return sum(number for kind, number in self.traffic.bytes_sent.items() if kind.startswith(self._kind))
 
     @property
@@ -223,13 +223,12 @@ class Collectives:
         self.traffic.count(self._kind + kind, num_bytes)
 
     def _contribution_bytes(self, flat: Tensor, codec: Codec) -> int:
-        """Returns the bytes that a rank sends in a reduce-scatter: to each other rank its slice."""
+        """Returns the bytes that this rank sends in a reduce-scatter: to each other rank its slice."""
         numel, world_size = flat.numel(), self.world_size
         slices = (shard_slice(numel, rank, world_size) for rank in range(world_size) if rank != self.rank)
         return sum(codec.wire_bytes(each.stop - each.start, flat.dtype) for each in slices)
 
     def _gather_bytes(self, flat: Tensor, codec: Codec, part: slice | None = None) -> int:
-        """Returns the bytes that a rank sends in an all-gather: as many slices as there are other ranks."""
         own = self.shard_slice(flat.numel(), self.rank)
         numel = own.stop - own.start
         if part is not None:
@@ -237,7 +236,7 @@ class Collectives:
         return codec.wire_bytes(numel, flat.dtype) * (self.world_size - 1)
 
     def _exchange_of(self, flat: Tensor) -> GlooExchange | NcclExchange | TorusExchange:
-        """Returns what exchanges a tensor: NCCL carries none of the host, such as a buffer that a user keeps there."""
+        # NCCL carries no tensor of the host, such as a buffer that a user keeps there.
         return self._exchange if flat.is_cuda or self._nccl is None else self._gloo
 
     def _staged(self, flat: Tensor) -> bool:

@@ -83,12 +83,13 @@ class CommQueue:
     ) -> Queued[T]:
         """Queues an operation and returns a handle, which waits for the operation and for ``after``.
 
-        One of NCCL or on a torus may stay unfinished until ``IN_FLIGHT`` more have started, or until :meth:`flush`.
+        One of NCCL or on a torus may stay unfinished until ``IN_FLIGHT`` more have started, or until
+        :meth:`start_finishing`.
 
         Args:
             kind: the kind of operation that waiting is counted under.
             start: starts the operation; called on the thread.
-            after: called on the thread with the result when the operation is complete.
+            after: called on the thread with the result.
             requires: an earlier operation of this queue that has to be complete before this one starts.
         """
         queued: Queued[T] = Queued(kind, self._traffic, self._device)
@@ -126,11 +127,7 @@ class CommQueue:
         self._worker.submit(self._finish_all)
 
     def wait_all(self) -> None:
-        """Blocks until all submitted operations are complete.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Blocks until all submitted operations are complete."""
         self.start_finishing()
         last: Queued[None] = Queued("all", self._traffic, self._device)
 
@@ -153,7 +150,6 @@ class CommQueue:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _advance(self) -> bool:
-        """Finishes the oldest operation if that may be done early; returns whether it did."""
         if not self._in_flight or (self._error is None and not self._in_flight[0][0].wait().finishes_early):
             return False
         self._finish_oldest()

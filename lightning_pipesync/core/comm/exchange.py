@@ -19,12 +19,9 @@ IN_FLIGHT = 2
 
 @torch.no_grad()
 def exchange_fused(tensors: Sequence[Tensor], bucket_mb: float, start: Callable[[Tensor], Handle[Any]]) -> None:
-    """Runs a collective in place on ``tensors``, fused into temporary buckets.
+    """Runs a collective, which ``start`` starts in place, on ``tensors``, fused into temporary buckets.
 
-    Args:
-        tensors: of any dtypes and devices, the same on all ranks.
-        bucket_mb: the most MiB of a bucket.
-        start: starts the collective, in place on a flat buffer.
+    The tensors may be of any dtypes and devices, the same on all ranks. A bucket has at most ``bucket_mb`` MiB.
     """
     named = [NamedParameter("", tensor, "", None) for tensor in tensors]
     pending: deque[tuple[Handle[Any], Bucket, list[Tensor]]] = deque()

@@ -45,7 +45,7 @@ Deliver, Lose, End = Callable[[int, Any], object], Callable[[int, Exception], ob
 
 
 class _Sign(Enum):
-    """Messages of the threads' own, see [Note: the end of the mail]; and what is sent if there is nothing to tell."""
+    """Messages between the threads, see [Note: the end of the mail] and [Note: signs of life]."""
 
     ALIVE = "alive"
     GOODBYE = "goodbye"
@@ -75,8 +75,7 @@ class Mail:
         """Starts to send and to receive.
 
         Args:
-            deliver: called with each message, by a thread of its own for each sender; if it raises, the sender counts
-                as lost.
+            deliver: called with each message, by a thread for each sender; if it raises, the sender counts as lost.
             lose: called with a rank that is lost, once, by another thread.
             end: called with a rank that has closed its mail without an error, by the thread that has delivered all its
                 messages.

@@ -57,23 +57,21 @@ class Messages:
             return self._group.recv([tensor], peer, self._tag)  # irecv takes ten calls to come here
 
     def start_sending(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Posts a send of the contiguous ``tensor``, which must not change until it has been delivered."""
+        """Posts a send of the contiguous ``tensor``, which must not change until :meth:`wait_sent`."""
         with self._sending(peer):
             return self._group.send([tensor], peer, self._tag)
 
     def wait_received(self, work: dist.Work, peer: int) -> None:
-        """Blocks until a receive of :meth:`start_receiving` is complete."""
         with self._receiving(peer):
             work.wait(self._timeout)
 
     def wait_sent(self, work: dist.Work, peer: int) -> None:
-        """Blocks until a send of :meth:`start_sending` is complete, and its tensor may be changed."""
         with self._sending(peer):
             work.wait(self._timeout)
 
     def awaiting(self, peer: int) -> AbstractContextManager[None]:
         """Context in which this rank waits for a message that a thread receives from ``peer``."""
-        return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], ahead=False)
+        return self._watch.waiting(self._arrivals[peer], self._ranks[peer])
 
     def accuse(self, error: Exception, peer: int) -> RuntimeError:
         """Returns the error that names the rank at fault for a message from ``peer`` that does not arrive."""
@@ -85,14 +83,13 @@ class Messages:
         return fault is not None and fault.rank == self._ranks[peer] and fault.kind in ("raised", "silent")
 
     def end_waits(self) -> None:
-        """Ends all waits of the group, see :func:`end_waits`."""
         end_waits(self._group)
 
     def _receiving(self, peer: int) -> Waiting:
         return Waiting(self._watch, self._arrivals[peer], self._ranks[peer], self._ahead)
 
     def _sending(self, peer: int) -> Waiting:
-        return Waiting(self._watch, self._deliveries[peer], self._ranks[peer], ahead=False)
+        return Waiting(self._watch, self._deliveries[peer], self._ranks[peer])
 
 
 def end_waits(group: dist.ProcessGroup) -> None:

@@ -108,7 +108,6 @@ class RingExchange:
         self._receiving.append(self._messages.start_receiving(arrival, self._previous))
 
     def _arrival_of(self, index: int) -> Tensor:
-        """Returns the memory that a piece is received into."""
         piece = self._pieces[index]
         if not self._staging:
             return piece
@@ -116,7 +115,7 @@ class RingExchange:
 
 
 def in_pieces(values: Tensor) -> list[Tensor]:
-    """Splits a slice into pieces; none if it is empty."""
+    """Splits a slice into pieces of at most :data:`PIECE_BYTES`; none if it is empty."""
     numel, largest = values.numel(), PIECE_BYTES // values.element_size()
     if numel <= largest:
         return [values] if numel else []

@@ -42,13 +42,11 @@ class Transport(Collectives):
     """Asynchronous collectives and messages among the ranks of the default process group.
 
     Attributes:
-        device: the device of the tensors.
-        backend: ``"gloo"`` or ``"nccl"``, which carries them.
         row: collectives among this rank and its neighbors, with ``topology="rows"``, else None.
         column: collectives among the ranks with the same place in their rows, with ``topology="rows"``, else None.
 
     Args:
-        device: the device of the tensors.
+        device: of the tensors.
         timeout_s: seconds after which a peer that does not answer counts as lost.
         backend: ``"gloo"`` or ``"nccl"``; ``None`` picks NCCL for CUDA devices if available, else Gloo.
         topology: ``"flat"``: every rank exchanges with every other. ``"torus2d"``: along rows, then along columns;
@@ -173,13 +171,7 @@ class Transport(Collectives):
         return objects
 
     def collect_states(self, state: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Returns every rank's ``state`` on rank 0, by rank, and None elsewhere; blocks.
-
-        The states are sent one after the other. Their tensors are on the CPU.
-
-        Raises:
-            TypeError: as :meth:`receive_state`.
-        """
+        """Returns every rank's ``state`` on rank 0, by rank, as :meth:`receive_state`, and None elsewhere; blocks."""
         if self.rank != 0:
             self.send_state(state, 0)
             return None
@@ -224,17 +216,16 @@ class Transport(Collectives):
         self._groups.clear()
 
     def _end_waits(self) -> None:
-        """Ends all waits with an error, but those of mail, which loses one rank at a time, and those of NCCL."""
+        """Ends all waits with an error, but those of NCCL and of mail, which loses one rank at a time."""
         for group in [group for group in self._groups if group not in self._mail_groups]:
             if group.name() == "gloo":
                 end_waits(group)
 
     def _series(self, number: int, *, ahead: bool = False) -> Messages:
-        """Returns messages with a tag that the collectives, which use the same group, do not use."""
+        # Tags that the collectives, which use the same group, do not use.
         return Messages(self._control, 2 * NUM_TAGS + number, self.watch, ahead=ahead)
 
     def _new_group(self, backend: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Returns a group of ``ranks``, all if None; a collective call on all ranks."""
         group = dist.new_group(ranks, backend=backend, timeout=self._timeout)
         if ranks is None or self.rank in ranks:
             self._groups.append(group)
@@ -255,7 +246,6 @@ class Transport(Collectives):
             self.column = self._collectives_within(grid.column_of, "")
 
     def _collectives_within(self, ranks_of: Callable[[int], list[int]], kind: str) -> Collectives:
-        """Returns the collectives in this rank's group, one of those that ``ranks_of`` divides all ranks into."""
         gloo = GlooExchange(self._group_within("gloo", ranks_of), self.watch)
         nccl = None if self._nccl is None else NcclExchange(self._group_within("nccl", ranks_of), self.device)
         return Collectives(self.rank, ranks_of(self.rank), gloo, nccl, self.traffic, self.watch, kind)

@@ -41,7 +41,7 @@ def packed(tree: Any, wire_dtype: torch.dtype | None = None, *, objects: bool = 
 
     Args:
         tree: its tensors must not be changed until they are delivered; parameters are copied.
-        wire_dtype: the dtype that wider floating-point tensors are sent in; None: their own.
+        wire_dtype: see :func:`narrow`.
         objects: whether other picklable objects may be among the values.
 
     Raises:

@@ -30,10 +30,9 @@ def find_fault(beats: Sequence[Beat], silent: Collection[int], rank: int, interv
     """Returns the rank at fault, see [Note: the first fault]; None if the beats do not tell.
 
     Args:
-        beats: the last beat of each rank.
+        beats: the last beat of each rank, ``interval`` seconds apart.
         silent: the ranks whose beats have stopped.
         rank: whose wait has timed out.
-        interval: seconds between two beats.
     """
     missing = [peer for peer in silent if not beats[peer].number]
     gone = [peer for peer in silent if beats[peer].number and beats[peer].blames is None]

@@ -68,10 +68,7 @@ class PeerWatch:
         self._heartbeat: Heartbeat | None = None
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Starts the heartbeat; a collective call, which also starts the job's clock.
-
-        Args:
-            group: a group of all ranks, which must be connected.
+        """Starts the heartbeat and the job's clock; a collective call of all ranks in ``group``, which are connected.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -96,18 +93,9 @@ class PeerWatch:
             )
             self._at_end = at_shutdown(lambda _: self.close(error_at_shutdown()), first=True)
 
-    def waiting(self, what: str, peer: int | None = None, *, ahead: bool = False) -> Waiting:
-        """Returns a context in which this rank waits; a connection error becomes one that names the rank at fault.
-
-        Args:
-            what: what it waits for, in words.
-            peer: the rank that it waits for; None: any other.
-            ahead: whether a thread waits before this rank needs the result, which is not published.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
-        return Waiting(self, what, peer, ahead)
+    def waiting(self, what: str, peer: int | None = None) -> Waiting:
+        """Returns a context in which this rank waits for ``what``, of ``peer``, or any other rank if None."""
+        return Waiting(self, what, peer)
 
     def accuse(self, what: str, peer: int | None, error: BaseException) -> RuntimeError:
         """Returns the error that names the rank at fault for the failed wait of the calling thread."""
@@ -145,11 +133,7 @@ class PeerWatch:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Publishes that this rank has ended, and ends the thread.
-
-        Args:
-            error: that it ends with; None: the one that is being handled, if any.
-        """
+        """Publishes that this rank has ended, with ``error`` or the one that is being handled; ends the thread."""
         if self._heartbeat is None or self._left:
             return
         error = error or sys.exc_info()[1]
@@ -168,7 +152,6 @@ class PeerWatch:
             self._end_waits()
 
     def _accusation(self, what: str, error: BaseException) -> str:
-        """Returns one line that names the rank at fault for the failed wait for ``what``."""
         with self._diagnosing:  # each thread that waits fails; one diagnosis is enough
             if self._diagnosis is None:
                 self._diagnosis = self._diagnose()
@@ -203,7 +186,7 @@ class PeerWatch:
         return self._accuse(fault), through
 
     def _listen(self, first: list[Beat]) -> tuple[list[Beat], set[int]]:
-        """Waits for a beat of each rank after ``first``; returns the last beats, and the ranks that are silent."""
+        """Waits for a beat of each rank after ``first``; returns the last beats and the silent ranks."""
         for beats in self._later_beats():
             pairs = enumerate(zip(first, beats, strict=True))
             silent = {rank for rank, (before, now) in pairs if now.number == before.number and now.left is None}
@@ -220,11 +203,7 @@ class PeerWatch:
                     break
 
     def _later_beats(self) -> Iterator[list[Beat]]:
-        """Yields the last beats repeatedly, until each live rank has had the time to publish one.
-
-        Raises:
-            RuntimeError: the store does not answer.
-        """
+        """Yields the last beats repeatedly, until each live rank has had the time to publish one."""
         assert self._heartbeat is not None
         deadline = time.monotonic() + PATIENCE * self._heartbeat.interval
         while True:
@@ -275,11 +254,14 @@ class PeerWatch:
 
 
 class Waiting:
-    """A context in which a thread waits, see :meth:`PeerWatch.waiting`. A class, for speed: each message makes some."""
+    """A context in which a thread waits; a connection error becomes one that names the rank at fault.
+
+    A class, for speed: each message makes some. Not published if ``ahead``: a thread waits before the rank needs it.
+    """
 
     __slots__ = ("_ahead", "_outer", "_peer", "_watch", "_what")
 
-    def __init__(self, watch: PeerWatch, what: str, peer: int | None, ahead: bool) -> None:
+    def __init__(self, watch: PeerWatch, what: str, peer: int | None, ahead: bool = False) -> None:
         self._watch, self._what, self._peer, self._ahead = watch, what, peer, ahead
         self._outer: Waited | None = None
 
@@ -301,7 +283,6 @@ class Waiting:
 
 
 def _because(beat: Beat) -> str:
-    """Returns a clause that says why a rank has made another one wait."""
     if beat.waits:
         return f", which waited for {beat.waits[0].what}"
     return f", which has given up because of rank {beat.blames}"

@@ -24,11 +24,8 @@ _unfinished: list[Thread] = []
 def at_shutdown(close: Callable[[float], object], *, first: bool = False) -> Finalize:
     """Registers ``close`` to be called when this process ends, also in forked processes; can be cancelled.
 
-    So the messages of a rank's last step still arrive, which a peer may wait for.
-
-    Args:
-        close: called with the most seconds that it may take: fewer after an error, when peers may be gone.
-        first: whether to call it before those that were registered without ``first``.
+    So the messages of a rank's last step still arrive, which a peer may wait for. ``close`` gets the most seconds that
+    it may take: fewer after an error, when peers may be gone. Those with ``first`` are called before the others.
     """
     return Finalize(
         None, lambda: close(10.0 if error_at_shutdown() is None else AFTER_ERROR_S), exitpriority=2 if first else 1
