@@ -15,6 +15,7 @@ for _name in (
     "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.distributed.optim",
+    "torch.distributed.pipelining",
 ):
     import_module(_name)
 

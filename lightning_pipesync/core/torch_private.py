@@ -6,6 +6,7 @@ Each is checked before it is set, or read with a default: see :mod:`lightning_pi
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from copy import copy
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from torch.utils.data import DataLoader
@@ -28,19 +28,22 @@ class Probe(torch.optim.SGD):
     """Used for checks in place of SGD: creating an SGD wraps its ``step``, and calls the hooks of subclasses twice."""
 
 
-require(torch, "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_norm")
+require(torch, "_disable_dynamo", "_foreach_copy_", "_foreach_mul_", "_foreach_zero_", "_foreach_norm")
 require(torch._C._functorch, "maybe_current_level")
 require(Tensor, "_version")
 require(nn.Module, "_compiled_call_impl")
 require(nn.Module(), "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 
+#: Decorates a function that is not compiled, as ``torch.compiler.disable``, which takes half a second to import.
+not_compiled = torch._disable_dynamo
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Returns whether a module or a part of it is compiled: hooks on its submodules would break the graph."""
-    from torch._dynamo import OptimizedModule  # which takes half a second
-
     return any(
-        isinstance(child, OptimizedModule) or child._compiled_call_impl is not None for child in module.modules()
+        _is_made_by("torch._dynamo", "OptimizedModule", child) or child._compiled_call_impl is not None
+        for child in module.modules()
     )
 
 
@@ -101,7 +104,12 @@ def version(tensor: Tensor) -> int:
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a ``DTensor``."""
-    return isinstance(tensor, DTensor)
+    return _is_made_by("torch.distributed.tensor", "DTensor", tensor)
+
+
+def _is_made_by(module: str, cls: str, value: object) -> bool:
+    """Returns whether ``value`` is of a class, whose module takes half a second to import and may not be imported."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], cls))
 
 
 def has_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:

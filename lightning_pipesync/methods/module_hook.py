@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_pipesync.core.torch_private import not_compiled
+
 
 class ModuleHook:
     """Calls a bound method, which it references weakly; with None, as in a copy of the hook, it does nothing.
@@ -18,7 +20,7 @@ class ModuleHook:
     def __init__(self, method: Callable[..., None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, *args: Any) -> None:
         self.call(*args)
 

@@ -40,8 +40,9 @@ from lightning_pipesync.core.faults.shutdown import at_shutdown, error_at_shutdo
 #: The most seconds between two messages, and the most as a fraction of the timeout.
 INTERVAL_S, FRACTION_OF_TIMEOUT = 10.0, 1 / 4
 
-#: Take a message from a rank; a rank that is lost, and the error that names the rank at fault; a rank that has ended.
-Deliver, Lose, End = Callable[[int, Any], object], Callable[[int, Exception], object], Callable[[int], object]
+Deliver = Callable[[int, Any], object]
+Lose = Callable[[int, Exception], object]
+End = Callable[[int], object]
 
 
 class _Sign(Enum):

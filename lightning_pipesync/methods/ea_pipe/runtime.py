@@ -23,7 +23,6 @@ from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.channels import Channels, make_channels, rank_of
 from lightning_pipesync.methods.ea_pipe.config import SYNCHRONOUS, EAPipeConfig
 from lightning_pipesync.methods.ea_pipe.lab import EAPipeLab
-from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage
 from lightning_pipesync.methods.ea_pipe.schedule import Schedule
 from lightning_pipesync.methods.ea_pipe.split import ModelSplit, split_of
 from lightning_pipesync.methods.ea_pipe.stage import ModelStage, OutOfStepError
@@ -328,6 +327,8 @@ class EAPipe(PipelineMethod):
         schedule = Schedule(index, self.num_stages, self.config.replicas or self.num_stages)
         kind: Callable[..., ModelStage] = ModelStage
         if self.transport is not None and self.config.algorithm in SYNCHRONOUS:
+            from lightning_pipesync.methods.ea_pipe.microbatched import MicroBatchedStage  # which takes a second
+
             kind = partial(MicroBatchedStage, transport=self.transport)
         layers = self._split.layers_of(index)
         return kind(layers, others, self._optimizer_factory, schedule, self.config, channels, self._device)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import pipe_split
 
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.methods.ea_pipe.graph_split import StageGraph, split_graph
@@ -243,6 +242,7 @@ class _Flat(nn.Module):
 @contextmanager
 def _marked(model: nn.Module, names: Sequence[str], tell: Callable[[str], object]) -> Iterator[None]:
     """Context in which calls of the named submodules are marked in a trace, and passed to ``tell``."""
+    from torch.distributed.pipelining import pipe_split  # which takes a second
 
     def mark(name: str, *_: Any) -> None:
         tell(name)
