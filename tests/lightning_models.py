@@ -9,18 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipesync import (
-    DeARStrategy,
-    EAPipeStrategy,
-    LocalSGDStrategy,
-    ParameterServerStrategy,
-    PipeSGDStrategy,
-    SelSyncStrategy,
-)
+import lightning_pipesync  # noqa: F401  # registers the strategies
 from tests.harness import launch
 from tests.models import OPTIMIZERS, seeded_mlp
 
@@ -82,6 +77,31 @@ class Classifier(pl.LightningModule):
         return torch.cat(tensors).clone()
 
 
+class Fetching(Classifier):
+    """It takes its batches from the loader itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        (indices, x, y), _, _ = next(dataloader_iter)
+        self.seen.append(indices.tolist())
+        return nn.functional.cross_entropy(self.model(x), y)
+
+
+class Memory(Logger):
+    """Keeps what is logged, and at which steps."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keeps none."""
+
+
 def train_loader(batch_size: int = 4, **kwargs: Any) -> DataLoader:
     return DataLoader(dataset(), batch_size=batch_size, shuffle=True, **kwargs)
 
@@ -109,16 +129,8 @@ def make_strategy(settings: dict[str, Any] | str) -> Any:
     """A strategy by its settings, of which ``name`` says which, by default SelSync's; or by its name."""
     if isinstance(settings, str):
         return settings
-    settings = dict(settings)
-    strategies: dict[str, Any] = {
-        "dear": DeARStrategy,
-        "ea_pipe": EAPipeStrategy,
-        "local_sgd": LocalSGDStrategy,
-        "parameter_server": ParameterServerStrategy,
-        "pipe_sgd": PipeSGDStrategy,
-        "selsync": SelSyncStrategy,
-    }
-    return strategies[settings.pop("name", "selsync")](**settings)
+    settings = {"name": "selsync", **settings}
+    return StrategyRegistry[settings.pop("name")]["strategy"](**settings)
 
 
 def fit(

@@ -23,6 +23,7 @@ from tests.ea_pipe_runs import ASYNCHRONOUS
 from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import (
     Classifier,
+    Fetching,
     dataset,
     fit,
     fit_on,
@@ -309,12 +310,6 @@ class Bad(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Iterating(Classifier):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
-
-
 def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
     kinds = {
         "module=": Bad("two"),
@@ -332,7 +327,7 @@ def fit_badly(directory: Path) -> dict[str, tuple[str, str] | None]:
         run = trainer(EAPipeStrategy(), 2, directory, **options)
         found[words] = raised(lambda run=run: run.fit(Bad(""), train_loader()))
     run = trainer(EAPipeStrategy(), 2, directory)
-    found["loader's iterator"] = raised(lambda run=run: run.fit(Iterating(), train_loader()))
+    found["loader's iterator"] = raised(lambda run=run: run.fit(Fetching(), train_loader()))
     run = trainer(EAPipeStrategy(split=(1, 2)), 2, directory)
     found["split"] = raised(lambda: run.fit(Bad(""), train_loader()))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import Logger
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipesync import SelSync, SelSyncStrategy
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, raised
-from tests.lightning_models import Classifier, fit, train_loader, trainer
-
-
-class Memory(Logger):
-    """Keeps the rows that it is given: a step, and names."""
-
-    name, version = "memory", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, set[str]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None
-        self.rows.append((step, set(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Keeps none."""
+from tests.lightning_models import Classifier, Fetching, Memory, fit, train_loader, trainer
 
 
 class Manual(Classifier):
@@ -58,14 +39,14 @@ class Manual(Classifier):
         return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.model[0], self.model[2])]
 
 
-def fit_logging(directory: Path, kind: str, **kwargs: Any) -> tuple[list[tuple[int, set[str]]], int]:
+def fit_logging(directory: Path, kind: str, **kwargs: Any) -> tuple[list[Any], int]:
     """Returns the rows, and how often the method was asked for its metrics."""
     model = Manual() if kind == "manual" else Classifier()
     memory = Memory()
     run = trainer(SelSyncStrategy(delta=0.1), 2, directory, logger=memory, max_epochs=3, **kwargs)
     with patch.object(SelSync, "metrics", autospec=True, side_effect=SelSync.metrics) as metrics:
         run.fit(model, train_loader())
-    return memory.rows, metrics.call_count
+    return [(step, set(row)) for step, row in memory.rows], metrics.call_count
 
 
 #: How gradients are computed, arguments of the Trainer, and the steps that are logged.
@@ -75,15 +56,6 @@ ROWS: list[tuple[str, dict[str, Any], list[int]]] = [
     ("manual", {"log_every_n_steps": 3}, [2, 5, 8, 11, 14, 17, 20, 23]),
     ("automatic", {"log_every_n_steps": 0}, []),
 ]
-
-
-class Fetching(Classifier):
-    """It takes its batches from the loader itself."""
-
-    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
-        (indices, x, y), _, _ = next(dataloader_iter)
-        self.seen.append(indices.tolist())
-        return nn.functional.cross_entropy(self.model(x), y)
 
 
 def fit_fetching(directory: Path, settings: dict[str, Any]) -> tuple[Any, int, set[str], Tensor]:

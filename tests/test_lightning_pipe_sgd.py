@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from tests.case_table import Outcomes, launch_cases
-from tests.lightning_models import Classifier, dataset, fit, make_strategy, scaling, train_loader, trainer, val_loader
+from tests.lightning_models import Classifier, fit, make_strategy, scaling, train_loader, trainer, val_loader
 from tests.test_lightning_dear import DDP_UNUSED, TwoOptimizers, assert_same, fine_tune, fit_averaged, fit_manually
 
 PIPE_SGD = {"name": "pipe_sgd"}
@@ -47,36 +44,6 @@ class Delay(pl.Callback):
                 parameter.grad = gradient
             nn.utils.clip_grad_norm_(module.parameters(), trainer.gradient_clip_val)
             trainer.optimizers[0].step()
-
-
-#: Settings of the method, the module and the Trainer.
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "k=2": ({"staleness": 2}, {"optimizer": "adamw", "dropout": 0.2}, {"val_check_interval": 0.5}),
-    "level 2": ({"pipeline_level": 2}, {"optimizer": "sgd"}, {"accumulate_grad_batches": 3}),
-    "drained": ({"staleness": 3, "drain": True}, {"optimizer": "adamw"}, {"gradient_clip_val": 0.1}),
-}
-
-
-def fit_and_replay(settings: dict[str, Any], arguments: dict[str, Any], directory: Path) -> tuple[Tensor, Tensor]:
-    """Returns the weights of a Trainer, and of a loop over the same batches."""
-    model = Classifier(optimizer="adamw", batch_norm=True)
-    copy = deepcopy(model)
-    trainer(make_strategy({**PIPE_SGD, **settings}), 2, directory, **arguments).fit(model, train_loader(), val_loader())
-    optimizer = copy.configure_optimizers()
-    sync = PipeSGD(copy, optimizer, **settings)
-    accumulate = arguments.get("accumulate_grad_batches", 1)
-    for index, indices in enumerate(model.seen):
-        _, x, y = dataset()[indices]
-        with sync.no_sync() if (index + 1) % accumulate else nullcontext():
-            (nn.functional.cross_entropy(copy.model(x), y) / accumulate).backward()
-        if (index + 1) % accumulate == 0:
-            if "gradient_clip_val" in arguments:
-                sync.clip(arguments["gradient_clip_val"])
-            sync.step()
-            optimizer.zero_grad()
-    sync.flush()
-    sync.detach()
-    return model.weights(), copy.weights()
 
 
 class Differing(pl.Callback):
@@ -197,14 +164,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Outcomes:
     """What two ranks have trained, in this order: some resume from what others have saved."""
-    cases: dict[Any, Any] = {}
-    for name, (settings, module, arguments) in SETTINGS.items():
-        delay = Delay(settings.get("staleness", 1), settings.get("drain", False))
-        cases["ddp", name] = partial(fit, folder, "ddp", module, callbacks=[delay], **arguments)
-        cases["pipe_sgd", name] = partial(fit, folder, {**DELAYED, **settings}, module, **arguments)
-    replayed = {"pipeline_level": 2}, {"accumulate_grad_batches": 2, "val_check_interval": 3}
-    cases |= {
-        "replay": partial(fit_and_replay, *replayed, folder),
+    clipped: dict[str, Any] = {"module": {"optimizer": "adamw"}, "gradient_clip_val": 0.1}
+    cases: dict[Any, Any] = {
+        "drained": partial(fit, folder, {**DELAYED, "staleness": 3, "drain": True}, **clipped),
+        "drained, ddp": partial(fit, folder, "ddp", callbacks=[Delay(3, drain=True)], **clipped),
         "compare": partial(fit_and_compare, False, folder),
         "compare, manual": partial(fit_and_compare, True, folder),
         "EMA, ddp": partial(fit_averaged, "ddp", folder, Delay(1)),
@@ -233,21 +196,13 @@ def trained(folder: Path) -> Outcomes:
     return launch_cases(cases, 2, init=False)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_is_ddp_delayed(name: str, trained: Outcomes) -> None:
-    actual, staleness = trained["pipe_sgd", name], SETTINGS[name][0].get("staleness", 1)
-    assert_same(actual, trained["ddp", name])
+def test_a_drained_pipeline_is_ddp_delayed(trained: Outcomes) -> None:
+    actual = trained["drained"]
+    assert_same(actual, trained["drained, ddp"])
     metrics, steps = actual[0]["metrics"], actual[0]["steps"]
-    assert metrics["pipe_sgd/updates"] == steps - staleness
-    assert metrics["pipe_sgd/staleness"] == staleness
+    assert metrics["pipe_sgd/updates"] == steps - 3
+    assert metrics["pipe_sgd/staleness"] == 3
     assert metrics["pipe_sgd/mib_sent"] > 0
-
-
-def test_prediction_is_that_of_a_loop(trained: Outcomes) -> None:
-    """With accumulation, and validation in between."""
-    for weights, replayed in trained["replay"]:
-        assert torch.equal(weights, replayed)
-        assert torch.equal(weights, trained["replay"][0][0])
 
 
 @pytest.mark.parametrize("case", ["compare", "compare, manual"])

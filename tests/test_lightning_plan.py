@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,7 +23,7 @@ from lightning_pipesync.lab.plan.saved import read_plan
 from lightning_pipesync.lab.plan.trials import run_in_turns
 from lightning_pipesync.methods.laboratory import Prediction
 from tests.harness import launch, raised
-from tests.lightning_models import Classifier, train_loader, trainer
+from tests.lightning_models import Classifier, Memory, train_loader, trainer
 
 EVERY = 4
 
@@ -41,22 +40,6 @@ class Slowing(Classifier):
         loss = super().training_step(batch, batch_idx)
         time.sleep(0.1 if self.fault == "slow" and self.global_rank == 1 and self.count > 24 else 0.02)
         return loss * 0.0 if self.fault == "flat" else loss
-
-
-class Memory(Logger):
-    """Keeps what is logged."""
-
-    name, version = "memory", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Keeps none."""
 
 
 # --- a plan -----------------------------------------------------------------------------------------------------------
@@ -200,7 +183,7 @@ def report(folder: Path, strategy: str, fault: str) -> tuple[list[dict[str, floa
         trainer(strategy, 2, folder, callbacks=[callback], logger=memory, max_epochs=6).fit(
             Slowing(fault), train_loader()
         )
-    return memory.rows, [str(one.message) for one in said]
+    return [row for _, row in memory.rows], [str(one.message) for one in said]
 
 
 def saved_predictions(folder: Path, seconds: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,66 +14,19 @@ from torch import Tensor, nn
 
 from lightning_pipesync import SelSyncStrategy
 from tests.case_table import Outcomes, launch_cases
-from tests.lightning_models import LOCAL, Classifier, dataset, fit, fit_on, train_loader, trainer, val_loader
-from tests.models import OPTIMIZERS
-from tests.reference_selsync import mean, simulate
+from tests.lightning_models import LOCAL, Classifier, dataset, fit, train_loader, trainer, val_loader
+from tests.reference_selsync import mean
 
-
-def expected_average(
-    seen: list[list[list[int]]],
-    num_batches: int,
-    batches_per_epoch: int,
-    module: dict[str, Any],
-    accumulate: int = 1,
-    **kwargs: Any,
-) -> Tensor:
-    """The average of the replicas after so many batches, by the simulation, on the batches that the ranks saw."""
-    data = dataset()
-    steps: list[list[int]] = []
-    for batch in range(num_batches):
-        if batch % batches_per_epoch % accumulate == 0:
-            steps.append([])
-        steps[-1].append(batch)
-
-    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
-        for batch in steps[step]:
-            indices = seen[rank][batch]
-            _, x, y = data[indices]
-            result = nn.functional.cross_entropy(model(x), y) / accumulate
-            if batch != steps[step][-1]:
-                result.backward()
-        return result
-
-    torch.manual_seed(0)
-    model = Classifier(**module)
-    make = OPTIMIZERS[model.optimizer_name]
-    replicas, _, _ = simulate(model.model, make, loss, world_size=len(seen), num_steps=len(steps), **kwargs)
-    flat = [torch.cat([v.flatten() for v in r.state_dict().values() if v.is_floating_point()]) for r in replicas]
-    return mean(flat)
-
-
-CLIPPING: dict[str, tuple[dict[str, Any], Callable[[nn.Module], object]]] = {
-    "no clipping": ({}, lambda model: None),
-    "by norm": ({"gradient_clip_val": 0.2}, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.2)),
-    "by value": (
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
-    ),
-}
-
-
-ADAMW = {"optimizer": "adamw"}
-#: The aggregation, the batches that make a step, and how gradients are clipped.
-ALGORITHMS = [("parameters", 1, "by norm"), ("gradients", 3, "by value"), ("parameters", 3, "no clipping")]
 EMA_STRATEGIES: dict[str, dict[str, Any]] = {
     "SelSync": LOCAL,
     "local SGD": {"name": "local_sgd", "period": 5},
     "local SGD, overlapped": {"name": "local_sgd", "period": 4, "overlap_steps": 3},
 }
-
-
-def settings_of(aggregation: str, accumulate: int) -> dict[str, Any]:
-    return {"delta": 0.1 * accumulate, "aggregation": aggregation, "smoothing": 0.3}
+#: Local steps without validation, and steps of both kinds with it.
+WATCHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "callbacks": (LOCAL, {"limit_val_batches": 0}),
+    "validation": ({"delta": 0.1, "smoothing": 0.3}, {}),
+}
 
 
 class WatchWeights(pl.Callback):
@@ -107,9 +59,8 @@ def run_stages(directory: Path) -> dict[str, Any]:
     }
 
 
-def fit_watching(directory: Path, strategy: Any, ema: bool) -> dict[str, Any]:
+def fit_watching(directory: Path, strategy: Any, ema: bool = False, **how: Any) -> dict[str, Any]:
     watch, averaging = WatchWeights(), [EMAWeightAveraging(decay=0.8)] if ema else []
-    how = {"max_epochs": 4} if ema else {"limit_val_batches": 0}
     outcome = fit(directory, strategy, {"batch_norm": ema}, callbacks=[watch, *averaging], **how)
     return {**outcome, "found": watch.found, "each": watch.steps}
 
@@ -117,38 +68,12 @@ def fit_watching(directory: Path, strategy: Any, ema: bool) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("trained")
-    cases: dict[Any, Any] = {
-        "stages": partial(run_stages, folder),
-        "watched": partial(fit_watching, folder, LOCAL, ema=False),
-    }
-    for aggregation, accumulate, clipping in ALGORITHMS:
-        arguments = {"accumulate_grad_batches": accumulate, **CLIPPING[clipping][0]}
-        cases[aggregation, accumulate] = partial(fit, folder, settings_of(aggregation, accumulate), ADAMW, **arguments)
+    cases: dict[Any, Any] = {"stages": partial(run_stages, folder)}
+    for name, (settings, how) in WATCHED.items():
+        cases["watched", name] = partial(fit_watching, folder, settings, **how)
     for name, strategy in EMA_STRATEGIES.items():
-        cases["EMA", name] = partial(fit_watching, folder, strategy, ema=True)
+        cases["EMA", name] = partial(fit_watching, folder, strategy, ema=True, max_epochs=4)
     return launch_cases(cases, 2, init=False)
-
-
-@pytest.mark.parametrize(("aggregation", "accumulate", "clipping"), ALGORITHMS)
-def test_follows_algorithm_1(aggregation: str, accumulate: int, clipping: str, trained: Outcomes) -> None:
-    """Validation sees the average of the replicas, bit for bit, after each epoch; training goes on from them."""
-    settings, clip = settings_of(aggregation, accumulate), CLIPPING[clipping][1]
-    outcomes = trained[aggregation, accumulate]
-    seen = [outcome["seen"] for outcome in outcomes]
-    for epoch in (1, 2):
-        expected = expected_average(seen, 8 * epoch, 8, ADAMW, accumulate, clip=clip, **settings)
-        for outcome in outcomes:
-            assert torch.equal(outcome["validated_with"][epoch - 1], expected)
-    assert all(torch.equal(outcome["weights"], expected) for outcome in outcomes)
-    assert 0 < outcomes[0]["metrics"]["selsync/lssr"] < 1
-
-
-def test_four_ranks_with_batch_norm_and_schedule(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"delta": 0.1, "smoothing": 0.3}
-    outcomes = fit_on(4, tmp_path, settings, {"batch_norm": True})
-    expected = expected_average([o["seen"] for o in outcomes], 8, 4, {"batch_norm": True}, **settings)
-    for outcome in outcomes:
-        assert torch.equal(outcome["weights"], expected)
 
 
 def test_validate_test_and_predict_after_fit(trained: Outcomes) -> None:
@@ -169,12 +94,17 @@ def test_validate_test_and_predict_after_fit(trained: Outcomes) -> None:
         torch.testing.assert_close(outcome["predicted"], logits[rank::2])
 
 
-def test_callbacks_find_the_average(trained: Outcomes) -> None:
-    outcomes = trained["watched"]
-    average = mean([outcome["each"][-1] for outcome in outcomes])
+@pytest.mark.parametrize("name", WATCHED)
+def test_validation_and_callbacks_find_the_average(name: str, trained: Outcomes) -> None:
+    """Bit for bit, at the end of each epoch; each rank trains on from its own replica."""
+    outcomes = trained["watched", name]
+    averages = [mean(list(step)) for step in zip(*(outcome["each"] for outcome in outcomes), strict=True)]
     for outcome in outcomes:
-        assert torch.equal(outcome["found"]["epoch"], average)
-        assert torch.equal(outcome["found"]["end"], average)
+        expected = [averages[15]] * 3 + ([averages[7], averages[15]] if name == "validation" else [])
+        found = [outcome["weights"], outcome["found"]["epoch"], outcome["found"]["end"], *outcome["validated_with"]]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert not all(torch.equal(own, average) for own, average in zip(outcome["each"], averages, strict=True))
+    assert name == "callbacks" or 0 < outcomes[0]["metrics"]["selsync/lssr"] < 1
 
 
 @pytest.mark.parametrize("name", EMA_STRATEGIES)

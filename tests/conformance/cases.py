@@ -10,6 +10,8 @@ CASES = {
     "accumulation, clip norm": Options(accumulate=2, clip_norm=0.3),
     "adamw, accumulation, clip value": Options("adamw", accumulate=2, clip_value=0.01),
     "several optimizers": Options(several=True),
+    "several optimizers, accumulation, clip norm": Options(several=True, accumulate=2, clip_norm=0.3),
+    "accumulation of 3 in 4 batches": Options("adamw", accumulate=3, clip_value=0.01),
     "bf16-mixed": Options(precision="bf16-mixed", clip_value=0.01),
     "16-mixed": Options("adamw", precision="16-mixed", clip_norm=0.3, loss_scale=2.0**20),  # which overflows at first
 }
@@ -29,7 +31,9 @@ def cases_of(framework: str, method: Method | None) -> list[str]:
 def _has(framework: str, pipeline: bool, options: Options) -> bool:
     if options.precision == "16-mixed":
         return framework != "accelerate" and not pipeline  # Accelerate's scaler needs a GPU
-    if options.several:
-        return not pipeline  # it has an optimizer for each stage
+    if options.accumulate == 3:  # a Trainer steps at the end of an epoch
+        return framework == "lightning" and not pipeline
+    if options.several:  # a pipeline has an optimizer for each stage; a Trainer that steps several does not accumulate
+        return not pipeline and (framework != "lightning" or options.accumulate == 1)
     # Of a pipeline Accelerate knows neither the precision nor the clipping by norm, which is a setting.
     return not (pipeline and framework == "accelerate" and (options.precision != "32" or options.clip_norm))

@@ -28,6 +28,8 @@ from tests.harness import free_port
 
 #: Seconds after which a method counts a rank as lost, where that is how it is found out; otherwise far longer.
 HANG_TIMEOUT_S, TIMEOUT_S = 10, 300
+#: How long it hangs, and then ends: nobody waits for that.
+HANGS_S = 30
 #: Seconds after which a rank that is still there has hung: it prints its stacks, and ends.
 HUNG_S = 150
 #: What befalls rank 1 of the jobs that run at the same time.
@@ -41,7 +43,7 @@ def wait_for_signal(mark: Path) -> None:
 
 
 def hang() -> None:
-    time.sleep(2.5 * HANG_TIMEOUT_S)
+    time.sleep(HANGS_S)
     os._exit(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,15 @@ class Loop(ABC):
         options: see :class:`Options`.
     """
 
+    model: nn.Sequential
+    #: What the user calls: the model, or what it is wrapped in; a pipeline is not called.
+    called: nn.Module | None = None
     scale = 1.0
 
     @abstractmethod
-    def __init__(self, method: Method | None, settings: Settings, options: Options) -> None: ...
-
-    model: nn.Sequential
+    def __init__(self, method: Method | None, settings: Settings, options: Options) -> None:
+        self.options = options
+        self.norms: list[float] = []
 
     @abstractmethod
     def train_on(self, index: int, x: Tensor, y: Tensor) -> None:
@@ -102,7 +106,8 @@ def run_loop(
         loop.train_on(index, x.to(options.device), y.to(options.device))
         if save is not None and (index + 1) % save.at == 0:
             loop.save(save.path.with_name(f"{save.path.name}-{index + 1}"))
-    return Result(loop.end(), batches[first:], loaded, loop.scale)
+    own = None if loop.called is None else flat_state(loop.called.state_dict())
+    return Result(loop.end(), batches[first:], loaded, loop.scale, loop.norms, own)
 
 
 def autocast(options: Options) -> Any:
@@ -116,11 +121,12 @@ class PlainLoop(Loop):
     """A loop without a framework; its checkpoints are a file for each rank."""
 
     def __init__(self, method: Method | None, settings: Settings, options: Options) -> None:
-        self.options, self.sync = options, None
+        super().__init__(method, settings, options)
+        self.sync = None
         seed = 0 if method is None else rank_of_process()  # rank 0's weights count
         self.model = network(options, seed)
         self.optimizers = optimizers_of(self.model, options)
-        self.called: nn.Module = self.model
+        self.called = self.model
         if method is None:
             self.called = DistributedDataParallel(self.model)
         else:
@@ -157,7 +163,10 @@ class PlainLoop(Loop):
         max_norm, max_value, sync = self.options.clip_norm, self.options.clip_value, self.sync
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(trained, max_norm) if sync is None else sync.clip(max_norm, optimizer)
+            clip = (
+                partial(nn.utils.clip_grad_norm_, trained) if sync is None else partial(sync.clip, optimizer=optimizer)
+            )
+            self.norms.append(float(clip(max_norm)))
         elif max_value is not None:
             if hasattr(sync, "clip_value"):
                 sync.clip_value(max_value, optimizer)
@@ -205,7 +214,8 @@ class FabricLoop(Loop):
     """A loop in Fabric's words."""
 
     def __init__(self, method: Method | None, settings: Settings, options: Options) -> None:
-        self.options, self.environment = options, dict(os.environ)
+        super().__init__(method, settings, options)
+        self.environment = dict(os.environ)
         strategy = "ddp" if method is None else STRATEGY_REGISTRY[method.name]["strategy"](**settings)
         precision: dict[str, Any] = {"precision": "32-true" if options.precision == "32" else options.precision}
         if options.precision == "16-mixed":  # which Fabric would quietly make bf16-mixed
@@ -216,7 +226,11 @@ class FabricLoop(Loop):
         self.model = network(options, seed=rank_of_process())
         optimizers = optimizers_of(self.model, options)
         self.schedulers = [scheduler_of(optimizer) for optimizer in optimizers]
-        self.called, *self.optimizers = self.fabric.setup(self.model, *optimizers)
+        if options.several:  # one by one
+            self.called = self.fabric.setup_module(self.model)
+            self.optimizers = [self.fabric.setup_optimizers(optimizer) for optimizer in optimizers]
+        else:
+            self.called, *self.optimizers = self.fabric.setup(self.model, *optimizers)
 
     def train_on(self, index: int, x: Tensor, y: Tensor) -> None:
         options, fabric = self.options, self.fabric
@@ -229,7 +243,8 @@ class FabricLoop(Loop):
         if accumulating:
             return
         if options.clip_norm is not None:
-            fabric.clip_gradients(self.called, optimizer, max_norm=options.clip_norm, error_if_nonfinite=False)
+            norm = fabric.clip_gradients(self.called, optimizer, max_norm=options.clip_norm, error_if_nonfinite=False)
+            self.norms.append(float(norm))
         elif options.clip_value is not None:
             fabric.clip_gradients(self.called, optimizer, clip_val=options.clip_value)
         optimizer.step()
@@ -278,7 +293,7 @@ class AccelerateLoop(Loop):
     """A loop in Accelerate's words."""
 
     def __init__(self, method: Method | None, settings: Settings, options: Options) -> None:
-        self.options = options
+        super().__init__(method, settings, options)
         precision = {"32": "no", "bf16-mixed": "bf16"}[options.precision]
         self.accelerator = accelerator_of(
             method,
@@ -304,7 +319,7 @@ class AccelerateLoop(Loop):
                 return
             trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if options.clip_norm is not None:
-                accelerator.clip_grad_norm_(trained, options.clip_norm)
+                self.norms.append(float(accelerator.clip_grad_norm_(trained, options.clip_norm)))
             elif options.clip_value is not None:
                 accelerator.clip_grad_value_(trained, options.clip_value)
             optimizer.step()

@@ -26,6 +26,7 @@ class Method:
         wrong: a setting, and a value that it cannot have.
         frameworks: those that have it.
         exact_in_trainer: settings with which a Trainer's batches are DDP's, in addition to ``exact``.
+        own_norm: whether clipping returns the norm of this rank's gradient, as none has the mean.
         sharded_norm: whether the gradient's norm is a sum over shards: clipping by it is DDP's but for rounding.
         pipeline: whether it makes the forward and backward passes itself; all ranks then get the same batches.
     """
@@ -37,6 +38,7 @@ class Method:
     wrong: tuple[str, Any]
     frameworks: tuple[str, ...] = FRAMEWORKS
     exact_in_trainer: dict[str, Any] = field(default_factory=dict)
+    own_norm: bool = False
     sharded_norm: bool = False
     pipeline: bool = False
 
@@ -87,6 +89,7 @@ METHODS = {
             exact={"policy": "sync"},
             typical=({"policy": "sync", "compression": "int8"}, {"policy": "k_async", "servers": 1}),
             wrong=("policy", "async_sync"),
+            own_norm=True,
             sharded_norm=True,
         ),
         Method("averaging", Averaging, exact={}, typical=({"bucket_mb": 1e-4},), wrong=("bucket_mb", 0)),

@@ -21,7 +21,7 @@ class PipelineLoop(Loop):
 
     def __init__(self, method: Method | None, settings: Settings, options: Options) -> None:
         assert method is not None
-        self.options = options
+        super().__init__(method, settings, options)
         self.model = network(options, seed=0 if self.virtual_stages else rank_of_process())
         self.engine = self.make(method, {**settings, "clip_norm": options.clip_norm})
 

@@ -41,13 +41,13 @@ def train_by_ddp(framework: str, directory: Path) -> dict[str, Any]:
 def train_by_method(framework: str, name: str, directory: Path) -> dict[Any, Any]:
     """Trains all cases in exact and in typical settings: on the framework, and on the same batches in a plain loop."""
     method, outcomes = METHODS[name], {}
-    exact, (typical, *_) = exact_settings(framework, method), method.typical
-    for case in cases_of(framework, method):
-        options = CASES[case]
-        for kind, settings in (("exact", exact), ("typical", typical)):
-            outcomes[kind, case] = result = attempt(train, framework, method, settings, options)
-            if isinstance(result, Result) and replays(framework, method, kind, options):
-                outcomes[kind, "plain", case] = attempt(train_plainly, method, settings, options, result.seen)
+    exact = exact_settings(framework, method)
+    trainings = [("exact", case) for case in cases_of(framework, method)] + typical_of(framework, method)
+    for kind, case in trainings:
+        settings, options = exact if kind == "exact" else method.typical[kind], CASES[case]
+        outcomes[kind, case] = result = attempt(train, framework, method, settings, options)
+        if isinstance(result, Result) and replays(framework, method, kind, options):
+            outcomes[kind, "plain", case] = attempt(train_plainly, method, settings, options, result.seen)
     for index, settings in enumerate(method.typical):
         run = partial(attempt, train, framework, method, settings, RESUMED)
         path = directory / f"{name} {index}"
@@ -65,11 +65,17 @@ def train_by_method(framework: str, name: str, directory: Path) -> dict[Any, Any
     return outcomes
 
 
-def replays(framework: str, method: Method, kind: str, options: Options) -> bool:
+def typical_of(framework: str, method: Method) -> list[tuple[int, str]]:
+    """Returns the indices of typical settings, and their cases: the first ones have all."""
+    others = [(index, "sgd") for index in range(1, len(method.typical))]
+    return [(0, case) for case in cases_of(framework, method)] + others
+
+
+def replays(framework: str, method: Method, kind: str | int, options: Options) -> bool:
     """Returns whether a plain loop trains on the same batches; one of a pipeline is its reference, too."""
     if method.pipeline:
         return True
-    return framework != "plain" and kind == "typical" and options.precision != "16-mixed"
+    return framework != "plain" and kind != "exact" and options.precision != "16-mixed" and options.accumulate < 3
 
 
 def saving_is_compared(method: Method, index: int) -> bool:
@@ -112,21 +118,29 @@ def test_exact_settings_are_ddp(framework: str, name: str, case: str) -> None:
             torch.testing.assert_close(actual.weights, expected.weights)
         else:
             assert_equal(actual.weights, expected.weights)
+        if not method.own_norm:
+            rounding = {} if method.sharded_norm else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(actual.norms, expected.norms, equal_nan=True, **rounding)
 
 
 @pytest.mark.parametrize(
-    ("framework", "name", "case"), [(*pair, case) for pair in PAIRS for case in cases_of(pair[0], METHODS[pair[1]])]
+    ("framework", "name", "index", "case"),
+    [(*pair, *typical) for pair in PAIRS for typical in typical_of(pair[0], METHODS[pair[1]])],
 )
-def test_typical_settings_are_those_of_a_plain_loop(framework: str, name: str, case: str) -> None:
-    """Bit for bit; and the ranks agree on the consolidated weights, which have moved."""
+def test_typical_settings_are_those_of_a_plain_loop(framework: str, name: str, index: int, case: str) -> None:
+    """Bit for bit, before they are consolidated, too; then the ranks agree, and the weights have moved."""
     outcomes = by_method(framework, name)
     for of_rank in outcomes:
-        actual = result_of(of_rank, ("typical", case))
+        actual = result_of(of_rank, (index, case))
         assert actual.weights.isfinite().all()
         assert not torch.equal(actual.weights, flat(network(CASES[case])))
-        assert_equal(actual.weights, outcomes[0]["typical", case].weights)
-        if replays(framework, METHODS[name], "typical", CASES[case]):
-            assert_equal(actual.weights, result_of(of_rank, ("typical", "plain", case)).weights)
+        assert_equal(actual.weights, outcomes[0][index, case].weights)
+        if replays(framework, METHODS[name], index, CASES[case]):
+            expected = result_of(of_rank, (index, "plain", case))
+            assert_equal(actual.weights, expected.weights)
+            if actual.own is not None:
+                assert actual.norms == expected.norms
+                assert_equal(actual.own, expected.own)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.conformance.training import (
     scaler_of,
     scheduler_of,
 )
-from tests.lightning_models import dataset, trainer
+from tests.lightning_models import dataset, trainer, val_loader
 
 
 class Module(pl.LightningModule):
@@ -67,6 +67,9 @@ class Module(pl.LightningModule):
         self.lr_schedulers()[turn].step()
         return None
 
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        """Finds consolidated weights, from which the training does not continue."""
+
 
 def fit(
     method: Method | None,
@@ -81,6 +84,8 @@ def fit(
         "limit_train_batches": BATCHES,
         "accumulate_grad_batches": options.accumulate,
         "log_every_n_steps": BATCHES,
+        "limit_val_batches": 0 if options.dropout or (method is not None and method.pipeline) else 1,
+        "val_check_interval": 3,
     }
     if not options.several:  # otherwise the module clips
         arguments["gradient_clip_val"] = options.clip_norm or options.clip_value
@@ -104,7 +109,7 @@ def fit(
     torch.manual_seed(100 + int(os.environ["RANK"]) + (0 if resume is None else resume.at))
     run = trainer(strategy, options.ranks, "/tmp", accelerator=options.device, max_epochs=EPOCHS, **arguments)
     loader = DataLoader(dataset(), BATCH_SIZE, shuffle=True)
-    run.fit(module, loader, ckpt_path=None if resume is None else f"{resume.path}.ckpt")
+    run.fit(module, loader, val_loader(), ckpt_path=None if resume is None else f"{resume.path}.ckpt")
     scaler = getattr(run.precision_plugin, "scaler", None)
     return Result(flat(module.model), module.seen, module.loaded, 1.0 if scaler is None else scaler.get_scale())
 

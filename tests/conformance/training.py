@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,16 @@ class Result:
         seen: the samples of each batch.
         loaded: the weights right after a checkpoint was loaded.
         scale: of the loss at the end.
+        norms: of the gradients, each before it is clipped.
+        own: this rank's weights before they are consolidated.
     """
 
     weights: Tensor
     seen: list[list[int]]
     loaded: Tensor | None = None
     scale: float = 1.0
+    norms: list[float] = field(default_factory=list)
+    own: Tensor | None = None
 
 
 class Fault(nn.Tanh):
