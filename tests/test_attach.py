@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import assert_refused, raised
 from tests.models import OPTIMIZERS, loss, seeded_mlp, state
 
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -69,15 +71,91 @@ def attach_differently(name: str) -> dict[str, Outcome]:
     }
 
 
+def train(name: str, num_steps: int, before_step: Callable[[int, nn.Module, Optimizer], None]) -> Outcome:
+    """Trains with momenta from the start, and returns what is raised until the weights are flushed."""
+    method, settings = METHODS[name]
+    model = seeded_mlp()
+    optimizer = with_state(model)
+    sync = method(model, optimizer, **settings, timeout_s=20)
+
+    def run() -> None:
+        for step in range(num_steps):
+            before_step(step, model, optimizer)
+            optimizer.zero_grad()
+            loss(model, step, dist.get_rank()).backward()
+            sync.step()
+        sync.flush()
+
+    outcome = raised(run)
+    sync.detach()
+    return outcome
+
+
+def flip_a_bit(tensor: Tensor) -> None:
+    tensor.view(torch.int32)[0] ^= 1
+
+
+def load_damaged(name: str) -> dict[str, Outcome]:
+    """Loads a checkpoint, of which rank 1 gets one bit flipped, before the first step and after the third."""
+
+    def load_at(at: int, damaged: str = "") -> Outcome:
+        def load(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+            if step == 0:
+                saved.update(model=state(model), optimizer=deepcopy(optimizer.state_dict()))
+            if step != at:
+                return
+            if dist.get_rank() == 1 and damaged == "weights":
+                flip_a_bit(saved["model"]["2.bias"])
+            if dist.get_rank() == 1 and damaged == "state":
+                flip_a_bit(saved["optimizer"]["state"][3]["momentum_buffer"])
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+
+        saved: dict[str, Any] = {}
+        return train(name, 5, load)
+
+    return {
+        "none": load_at(0),
+        "none, later": load_at(3),
+        "weights": load_at(0, "weights"),
+        "state": load_at(0, "state"),
+        "weights, later": load_at(3, "weights"),
+    }
+
+
+def load_on_rank_0(name: str) -> Outcome:
+    """Rank 0 alone loads other weights before the first step."""
+
+    def load(_: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if dist.get_rank() == 0:
+            model.load_state_dict(state(seeded_mlp(seed=1)))
+
+    return train(name, 1, load)
+
+
+def load_optimizer_on_rank_0(name: str) -> Outcome:
+    """Rank 0 alone loads momenta in the training: at the next step or flush nobody waits for the other one."""
+
+    def load(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if step == 3 and dist.get_rank() == 0:
+            optimizer.load_state_dict(with_state(seeded_mlp()).state_dict())
+
+    return train(name, 6, load)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    cases: dict[Any, Any] = {("attach", name): partial(attach_differently, name) for name in METHODS}
+    for load in (load_damaged, load_on_rank_0, load_optimizer_on_rank_0):
+        cases |= {(load, name): partial(load, name) for name in SAME_WEIGHTS}
+    return launch_cases(cases, 2)
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_different_optimizers_are_refused(name: str) -> None:
-    for outcome in launch(attach_differently, 2, name):
-        assert outcome["class"] == (
-            "ValueError",
-            "The ranks differ in the class of the optimizer: rank 0 has torch.optim.sgd.SGD, rank 1 has "
-            "torch.optim.adamw.AdamW.",
-        )
+def test_different_optimizers_are_refused(name: str, outcomes: Outcomes) -> None:
+    for outcome in outcomes["attach", name]:
         for kind, words in {
+            "class": "the class of the optimizer: rank 0 has torch.optim.sgd.SGD, rank 1 has torch.optim.adamw.AdamW.",
             "lr": "lr of group 0 of SGD: rank 0 has 0.1, rank 1 has 0.2.",
             "field": "weight_decay of group 1 of SGD: rank 0 has 0.0, rank 1 has 0.01.",
             "tensor": "lr of group 0 of SGD: rank 0 has a tensor of 0.5, rank 1 has a tensor of 1.0.",
@@ -87,103 +165,26 @@ def test_different_optimizers_are_refused(name: str) -> None:
         if name in OWN_STATES:
             assert outcome["state"] is None
         else:
-            assert outcome["state"] is not None
-            assert outcome["state"][0] == "ValueError"
-            assert "The ranks differ in SGD's state of 0.weight: rank 0 has digest" in outcome["state"][1]
-            assert "rank 1 has none" in outcome["state"][1]
-            assert outcome["state"][1].endswith("Load the same on all ranks.")
-
-
-def load_damaged(name: str, path: Path) -> dict[str, Outcome]:
-    """Loads a checkpoint, of which rank 1 gets one bit flipped, before the first step and after the third."""
-    method, settings = METHODS[name]
-
-    def train(damaged: str | None, at: int) -> None:
-        model = seeded_mlp()
-        optimizer = with_state(model)
-        saved = {"model": state(model), "optimizer": optimizer.state_dict()}
-        sync = method(model, optimizer, **settings, timeout_s=20)
-        try:
-            for step in range(5):
-                if step == at:
-                    if dist.get_rank() == 1 and damaged == "weights":
-                        saved["model"]["2.bias"].view(torch.int32)[0] ^= 1
-                    if dist.get_rank() == 1 and damaged == "state":
-                        saved["optimizer"]["state"][3]["momentum_buffer"].view(torch.int32)[0] ^= 1
-                    model.load_state_dict(saved["model"])
-                    optimizer.load_state_dict(saved["optimizer"])
-                optimizer.zero_grad()
-                loss(model, step, dist.get_rank()).backward()
-                sync.step()
-            sync.flush()
-        finally:
-            sync.detach()
-
-    return {
-        "none": raised(lambda: train(None, at=0)),
-        "none, later": raised(lambda: train(None, at=3)),
-        "weights": raised(lambda: train("weights", at=0)),
-        "state": raised(lambda: train("state", at=0)),
-        "weights, later": raised(lambda: train("weights", at=3)),
-    }
+            assert_refused({"The ranks differ in SGD's state of 0.weight: rank 0 has digest": outcome["state"]})
+            assert outcome["state"][1].endswith("rank 1 has none. Load the same on all ranks.")
 
 
 @pytest.mark.parametrize("name", SAME_WEIGHTS)
-def test_a_damaged_checkpoint_is_noticed(name: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_noticed(name: str, outcomes: Outcomes) -> None:
     """At the first step, or at the next flush."""
-    for outcome in launch(load_damaged, 2, name, tmp_path):
+    for outcome in outcomes[load_damaged, name]:
         assert outcome["none"] is None
         assert outcome["none, later"] is None
         for kind, what in {"weights": "2.bias", "state": "SGD's state of 2.bias", "weights, later": ""}.items():
-            assert outcome[kind] is not None, kind
-            assert outcome[kind][0] == "ValueError", outcome[kind]
-            assert f"The ranks differ in {what}" in outcome[kind][1]
-
-
-def load_on_rank_0(name: str) -> Outcome:
-    method, settings = METHODS[name]
-    model = seeded_mlp()
-    sync = method(model, OPTIMIZERS["sgd"](model), **settings, timeout_s=20)
-    if dist.get_rank() == 0:
-        model.load_state_dict(state(seeded_mlp(seed=1)))
-    loss(model, 0, dist.get_rank()).backward()
-    outcome = raised(sync.step)
-    sync.detach()
-    return outcome
+            assert_refused({f"The ranks differ in {what}": outcome[kind]})
 
 
 @pytest.mark.parametrize("name", SAME_WEIGHTS)
-def test_weights_that_one_rank_loads_are_noticed(name: str) -> None:
-    for outcome in launch(load_on_rank_0, 2, name):
-        assert outcome is not None
-        assert "The ranks differ in 0.weight: rank 0 has digest" in outcome[1]
-
-
-def load_optimizer_on_rank_0(name: str) -> Outcome:
-    method, settings = METHODS[name]
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = method(model, optimizer, **settings, timeout_s=20)
-
-    def train() -> None:
-        for step in range(6):
-            if step == 3 and dist.get_rank() == 0:
-                optimizer.load_state_dict(with_state(seeded_mlp()).state_dict())
-            optimizer.zero_grad()
-            loss(model, step, dist.get_rank()).backward()
-            sync.step()
-        sync.flush()
-
-    outcome = raised(train)
-    sync.detach()
-    return outcome
-
-
-@pytest.mark.parametrize("name", SAME_WEIGHTS)
-def test_a_state_that_one_rank_loads_in_a_training_is_noticed(name: str) -> None:
-    """At the next step or flush: nobody waits for the other one."""
-    for outcome in launch(load_optimizer_on_rank_0, 2, name):
-        assert outcome is not None
-        assert outcome[0] == "ValueError", outcome
-        assert "The ranks differ in " in outcome[1]
-        assert outcome[1].endswith("Load the same on all ranks.")
+def test_what_one_rank_loads_is_noticed(name: str, outcomes: Outcomes) -> None:
+    for of_weights, of_state in zip(
+        *(outcomes[how, name] for how in (load_on_rank_0, load_optimizer_on_rank_0)), strict=True
+    ):
+        assert_refused(
+            {"The ranks differ in 0.weight: rank 0 has digest": of_weights, "The ranks differ in ": of_state}
+        )
+        assert of_state[1].endswith("Load the same on all ranks.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipesync import ParameterServerStrategy
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import assert_refused, raised
 from tests.lightning_models import SAMPLES, Classifier, dataset, train_loader, trainer, val_loader
 
 EPOCHS = 3
@@ -62,63 +64,12 @@ def fit(folder: Path, policy: str, size: int = 4, num_workers: int = 0, resume: 
     return {"epochs": module.of_epochs, "validated": module.validated_with, "position": position}
 
 
-@pytest.mark.parametrize(
-    ("policy", "size", "num_workers"), [("async", 4, 0), ("k_batch_async", 4, 2), ("sync", 5, 0), ("downpour", 5, 0)]
-)
-def test_every_sample_is_trained_on_once(policy: str, size: int, num_workers: int, tmp_path: Path) -> None:
-    """The fast rank has more of them, both validate the same weights, and schedulers follow the job, not a rank."""
-    fast, slow = launch(fit, 2, tmp_path, policy, size, num_workers, init=False)
-    for of_fast, of_slow in zip(fast["epochs"], slow["epochs"], strict=True):
-        assert sorted(of_fast + of_slow) == list(range(SAMPLES))
-        assert of_slow
-        if policy == "async":
-            assert len(of_fast) > len(of_slow)
-    assert fast["epochs"][0] != fast["epochs"][1]
-    assert len(fast["validated"]) == EPOCHS
-    for one, other in zip(fast["validated"], slow["validated"], strict=True):
-        assert torch.equal(one, other)
-    for outcome in (fast, slow):
-        assert outcome["position"] == EPOCHS * SIZES[size] // 2
-
-
-def test_resumes_after_an_epoch(tmp_path: Path) -> None:
-    launch(fit, 2, tmp_path, "async", init=False)
-    fast, slow = launch(fit, 2, tmp_path, "async", 4, 0, True, init=False)
-    assert len(fast["epochs"]) == len(slow["epochs"]) == EPOCHS - 1
-    for of_fast, of_slow in zip(fast["epochs"], slow["epochs"], strict=True):
-        assert sorted(of_fast + of_slow) == list(range(SAMPLES))
-    for outcome in (fast, slow):
-        assert outcome["position"] == EPOCHS * SIZES[4] // 2
-
-
-def fit_until(
-    folder: Path, max_steps: int, accumulated: int, given: dict[str, Any]
-) -> tuple[list[int], list[list[int]], int]:
-    """Returns the batches that a rank had in each epoch, these, and ``max_steps`` after the training."""
+def fit_until(folder: Path, accumulated: int, given: dict[str, Any]) -> tuple[list[list[int]], int]:
+    """Returns the samples that a rank had in each epoch, and ``max_steps`` after the training."""
     module = Uneven()
-    fitting = trainer(strategy(), 2, folder, max_steps=max_steps, accumulate_grad_batches=accumulated, **given)
+    fitting = trainer(strategy(), 2, folder, accumulate_grad_batches=accumulated, **given)
     fitting.fit(module, train_loader(4), val_loader())
-    return [len(epoch) // 4 for epoch in module.of_epochs], module.of_epochs, fitting.max_steps
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "accumulated", "per_epoch"),
-    [(10, 1, [16, 4]), (5, 2, [16, 4]), (8, 1, [16]), (3, 1, [6])],
-)
-def test_max_steps_are_those_of_an_average_rank(
-    max_steps: int, accumulated: int, per_epoch: list[int], tmp_path: Path
-) -> None:
-    """Two ranks together train on as many batches as two of DDP would."""
-    fast, slow = launch(fit_until, 2, tmp_path, max_steps, accumulated, {"max_epochs": -1}, init=False)
-    assert [one + other for one, other in zip(fast[0], slow[0], strict=True)] == per_epoch
-    for of_fast, of_slow, batches in zip(fast[1], slow[1], per_epoch, strict=True):
-        assert len(set(of_fast + of_slow)) == 4 * batches
-    assert fast[2] == slow[2] == max_steps
-
-
-def test_a_fast_dev_run_is_a_batch_on_each_rank(tmp_path: Path) -> None:
-    outcomes = launch(fit_until, 2, tmp_path, -1, 1, {"fast_dev_run": True}, init=False)
-    assert [batches for batches, *_ in outcomes] == [[1], [1]]
+    return module.of_epochs, fitting.max_steps
 
 
 class Numbers(IterableDataset):
@@ -133,20 +84,81 @@ def refuse(settings: dict[str, Any], folder: Path) -> tuple[str, str] | None:
     return raised(lambda: fitting.fit(Uneven(0.0), loader, val_loader()))
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"min_steps": 5}, "Trainer(min_steps=...) counts the steps of a rank"),
-        ({"max_time": {"seconds": 50}}, "Trainer(max_time=...) counts"),
-        ({"val_check_interval": 5}, "Trainer(val_check_interval=...) counts"),
-        ({"overfit_batches": 2}, "Trainer(overfit_batches=...) counts"),
-        ({"saves": {"every_n_train_steps": 3}}, "ModelCheckpoint(every_n_train_steps=...) counts"),
-        ({"loader": DataLoader(Numbers(), 4)}, "this loader has Numbers"),
-        ({"loader": train_loader(64)}, "1 batches to hand out, too few for 2 ranks"),
-    ],
-)
-def test_what_ranks_would_count_differently_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
-    for outcome in launch(refuse, 2, settings, tmp_path, init=False):
-        assert outcome is not None
-        assert outcome[0] == "ValueError"
-        assert words in outcome[1]
+#: The policy, the size of a batch, and the loader's workers, which are forked: first, before there are other threads.
+FITS = [("k_batch_async", 4, 2), ("async", 4, 0), ("sync", 5, 0), ("downpour", 5, 0)]
+#: Arguments of the Trainer, batches of a step, and the batches of all ranks in each epoch.
+UNTIL: list[tuple[dict[str, Any], int, list[int]]] = [
+    ({"max_steps": 10, "max_epochs": -1}, 1, [16, 4]),
+    ({"max_steps": 5, "max_epochs": -1}, 2, [16, 4]),
+    ({"max_steps": 8, "max_epochs": -1}, 1, [16]),
+    ({"max_steps": 3, "max_epochs": -1}, 1, [6]),
+    ({"fast_dev_run": True}, 1, [2]),
+]
+REFUSED: dict[str, dict[str, Any]] = {
+    "Trainer(min_steps=...) counts the steps of a rank": {"min_steps": 5},
+    "Trainer(max_time=...) counts": {"max_time": {"seconds": 50}},
+    "Trainer(val_check_interval=...) counts": {"val_check_interval": 5},
+    "Trainer(overfit_batches=...) counts": {"overfit_batches": 2},
+    "ModelCheckpoint(every_n_train_steps=...) counts": {"saves": {"every_n_train_steps": 3}},
+    "this loader has Numbers": {"loader": DataLoader(Numbers(), 4)},
+    "1 batches to hand out, too few for 2 ranks": {"loader": train_loader(64)},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("trained")
+    cases: dict[Any, Any] = {one: partial(fit, folder / one[0], *one) for one in FITS}
+    cases["resumed"] = partial(fit, folder / "async", "async", resume=True)
+    for given, accumulated, _ in UNTIL:
+        cases[str(given), accumulated] = partial(fit_until, folder, accumulated, given)
+    cases |= {words: partial(refuse, settings, folder) for words, settings in REFUSED.items()}
+    return launch_cases(cases, 2, init=False)
+
+
+def assert_whole_epochs(fast: dict[str, Any], slow: dict[str, Any], num_epochs: int, size: int) -> None:
+    """Every sample is trained on once an epoch, and schedulers follow the job, not a rank."""
+    assert len(fast["epochs"]) == num_epochs
+    for of_fast, of_slow in zip(fast["epochs"], slow["epochs"], strict=True):
+        assert sorted(of_fast + of_slow) == list(range(SAMPLES))
+    for outcome in (fast, slow):
+        assert outcome["position"] == EPOCHS * SIZES[size] // 2
+
+
+@pytest.mark.parametrize(("policy", "size", "num_workers"), FITS)
+def test_every_sample_is_trained_on_once(policy: str, size: int, num_workers: int, trained: Outcomes) -> None:
+    """The fast rank has more of them, and both validate the same weights."""
+    fast, slow = trained[policy, size, num_workers]
+    assert_whole_epochs(fast, slow, EPOCHS, size)
+    for of_fast, of_slow in zip(fast["epochs"], slow["epochs"], strict=True):
+        assert of_slow
+        if policy == "async":
+            assert len(of_fast) > len(of_slow)
+    assert fast["epochs"][0] != fast["epochs"][1]
+    assert len(fast["validated"]) == len(slow["validated"]) == EPOCHS
+    assert all(map(torch.equal, fast["validated"], slow["validated"]))
+
+
+def test_resumes_after_an_epoch(trained: Outcomes) -> None:
+    assert_whole_epochs(*trained["resumed"], EPOCHS - 1, 4)
+
+
+@pytest.mark.parametrize(("given", "accumulated", "per_epoch"), UNTIL)
+def test_max_steps_are_those_of_an_average_rank(
+    given: dict[str, Any], accumulated: int, per_epoch: list[int], trained: Outcomes
+) -> None:
+    """Two ranks together train on as many batches as two of DDP would; a fast run has one on each."""
+    fast, slow = trained[str(given), accumulated]
+    assert [len(one + other) for one, other in zip(fast[0], slow[0], strict=True)] == [4 * one for one in per_epoch]
+    for of_fast, of_slow in zip(fast[0], slow[0], strict=True):
+        assert len(set(of_fast + of_slow)) == len(of_fast + of_slow)
+    if "fast_dev_run" in given:
+        assert len(fast[0][0]) == len(slow[0][0]) == 4
+    else:
+        assert fast[1] == slow[1] == given["max_steps"]
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_ranks_would_count_differently_is_refused(words: str, trained: Outcomes) -> None:
+    for outcome in trained[words]:
+        assert_refused({words: outcome})

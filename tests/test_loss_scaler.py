@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import raised
 from tests.models import average_gradients, loss, seeded_mlp, state
 
 STEPS, OVERFLOW = 6, 3
@@ -47,6 +49,10 @@ def scaled_backward(model: nn.Module, scaler: GradScaler, step: int) -> None:
     scaler.scale(loss(model, step, dist.get_rank()) * factor).backward()
 
 
+def finite(model: nn.Module) -> bool:
+    return all(bool(value.isfinite().all()) for value in state(model).values())
+
+
 def train_plainly(optimizer_name: str) -> tuple[dict[str, Tensor], float]:
     model, optimizer, scaler = prepared(optimizer_name)
     for step in range(STEPS):
@@ -71,25 +77,6 @@ def train_with(method: str, optimizer_name: str) -> tuple[dict[str, Tensor], flo
     return state(model), scaler.get_scale()
 
 
-def train_all(optimizer_name: str) -> dict[str, tuple[dict[str, Tensor], float]]:
-    trained = {method: train_with(method, optimizer_name) for method in METHODS}
-    return {"plain": train_plainly(optimizer_name), **trained}
-
-
-@cache
-def trained(optimizer_name: str) -> list[dict[str, tuple[dict[str, Tensor], float]]]:
-    return launch(train_all, 2, optimizer_name)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_all_ranks_skip_a_step_that_overflows_on_one(optimizer: str, method: str) -> None:
-    for of_rank in trained(optimizer):
-        (weights, scale), (expected, expected_scale) = of_rank[method], of_rank["plain"]
-        assert scale == expected_scale < 2.0**12, "one of the steps was skipped"
-        torch.testing.assert_close(weights, expected)
-
-
 def scale_without_the_method(sync: Any, optimizer: Optimizer, scaler: GradScaler) -> None:
     sync.step(lambda: scaler.step(optimizer))
 
@@ -105,76 +92,36 @@ def unscale_first(sync: Any, optimizer: Optimizer, scaler: GradScaler) -> None:
     sync.step(lambda: scaler.step(optimizer))
 
 
-MISUSES = {step.__name__: step for step in (scale_without_the_method, unscale_without_the_method, unscale_first)}
+def misuse(how: Callable[..., None], method: str, optimizer_name: str) -> tuple[tuple[str, str] | None, bool]:
+    """Returns the error of a training, and whether the weights stayed finite."""
+    model, optimizer, scaler = prepared(optimizer_name)
+    sync = METHODS[method](model, optimizer, timeout_s=5)
 
-
-def misuse_all(misuse: str) -> dict[tuple[str, str], tuple[tuple[str, str] | None, bool]]:
-    """Returns by method and optimizer the error of a training, and whether the weights stayed finite."""
-    outcomes = {}
-    for optimizer_name in OPTIMIZERS:
-        for method in METHODS:
-            model, optimizer, scaler = prepared(optimizer_name)
-            sync = METHODS[method](model, optimizer, timeout_s=5)
-
-            def train_on() -> None:
-                for step in range(STEPS):
-                    scaled_backward(model, scaler, step)  # noqa: B023 - called at once
-                    MISUSES[misuse](sync, optimizer, scaler)  # noqa: B023
-                    scaler.update()  # noqa: B023
-
-            error = raised(train_on)
-            sync.detach()
-            finite = all(bool(torch.isfinite(value).all()) for value in state(model).values())
-            outcomes[method, optimizer_name] = error, finite
-    return outcomes
-
-
-@cache
-def misused(misuse: str) -> list[dict[tuple[str, str], tuple[tuple[str, str] | None, bool]]]:
-    return launch(misuse_all, 2, misuse)
-
-
-#: Methods that apply what is not in ``p.grad``; the others average what a scaler has unscaled before.
-APART = ("dear", "dear, sharded", "parameter_server")
-
-
-@pytest.mark.parametrize(
-    ("misuse", "method"), [(m, n) for m in MISUSES for n in METHODS if m != "unscale_first" or n in APART]
-)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_gradient_that_the_method_has_not_unscaled_is_refused(misuse: str, optimizer: str, method: str) -> None:
-    """On every rank, in the first step."""
-    for of_rank in misused(misuse):
-        error, finite = of_rank[method, optimizer]
-        assert error is not None
-        assert "sync.reduce(scaler=scaler)" in error[1]
-        assert finite
-
-
-def overlook_an_overflow() -> dict[str, tuple[str, str] | None]:
-    """A loop that steps without its scaler after a gradient that is not finite on one rank."""
-    outcomes = {}
-    for method in ("dear", "parameter_server"):
-        model, optimizer, scaler = prepared("momentum")
-        sync = METHODS[method](model, optimizer, timeout_s=5)
-        for step in range(OVERFLOW):
+    def train_on() -> None:
+        for step in range(STEPS):
             scaled_backward(model, scaler, step)
-            sync.reduce(scaler=scaler)
-            sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
+            how(sync, optimizer, scaler)
             scaler.update()
-        scaled_backward(model, scaler, OVERFLOW)
+
+    error = raised(train_on)
+    sync.detach()
+    return error, finite(model)
+
+
+def overlook_an_overflow(method: str) -> tuple[str, str] | None:
+    """Steps without the scaler after a gradient that is not finite on one rank."""
+    model, optimizer, scaler = prepared("momentum")
+    sync = METHODS[method](model, optimizer, timeout_s=5)
+    for step in range(OVERFLOW):
+        scaled_backward(model, scaler, step)
         sync.reduce(scaler=scaler)
-        outcomes[method] = raised(sync.step)
-        sync.detach()
-    return outcomes
-
-
-def test_a_step_that_overlooks_an_overflow_is_refused_on_all_ranks() -> None:
-    for of_rank in launch(overlook_an_overflow, 2):
-        for error in of_rank.values():
-            assert error is not None
-            assert "not finite" in error[1]
-            assert "sync.reduce(scaler=scaler)" in error[1]
+        sync.step(lambda: scaler.step(optimizer))
+        scaler.update()
+    scaled_backward(model, scaler, OVERFLOW)
+    sync.reduce(scaler=scaler)
+    error = raised(sync.step)
+    sync.detach()
+    return error
 
 
 def call_by_former_names() -> tuple[bool, float]:
@@ -188,15 +135,11 @@ def call_by_former_names() -> tuple[bool, float]:
     sync.step(lambda: scaler.step(optimizer))
     sync.flush()
     sync.detach()
-    return all(bool(value.isfinite().all()) for value in state(model).values()), scaler.get_scale()
-
-
-def test_former_names_of_reduce_warn() -> None:
-    assert launch(call_by_former_names, 2) == [(True, 2.0**10)] * 2
+    return finite(model), scaler.get_scale()
 
 
 def train_without_scaling() -> bool:
-    """A scaler that is not enabled, as scripts have it for other precisions, is none."""
+    """Returns whether a gradient that is not finite was applied, as it is by DDP: a disabled scaler is none."""
     model, optimizer, _ = prepared("momentum")
     scaler = GradScaler("cpu", enabled=False)
     sync = DeAR(model, optimizer)
@@ -209,27 +152,72 @@ def train_without_scaling() -> bool:
     return all(bool(value.isnan().any()) for value in state(model).values())
 
 
-def test_a_disabled_scaler_is_none() -> None:
-    """A gradient that is not finite is applied, as it is by DDP."""
-    assert all(launch(train_without_scaling, 2))
-
-
-def overflow_at_first() -> dict[str, bool]:
+def overflow_at_first(method: Callable[..., Any]) -> bool:
     """Returns whether the optimizer has a state after a first step that overflows on rank 1."""
-    states = {}
-    for name, method in (("selsync", SelSync), ("local_sgd", LocalSGD)):
-        model, optimizer, scaler = prepared("fused momentum")
-        sync = method(model, optimizer)
-        scaled_backward(model, scaler, OVERFLOW)
-        sync.reduce(scaler=scaler)
-        sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
-        states[name] = any(bool(state) for state in optimizer.state.values())
-        sync.detach()
-    return states
+    model, optimizer, scaler = prepared("fused momentum")
+    sync = method(model, optimizer)
+    scaled_backward(model, scaler, OVERFLOW)
+    sync.reduce(scaler=scaler)
+    sync.step(lambda: scaler.step(optimizer))
+    sync.detach()
+    return any(bool(state) for state in optimizer.state.values())
 
 
-def test_a_fused_optimizer_that_skips_its_first_step_gets_no_state() -> None:
+#: Methods that apply what is not in ``p.grad``; the others average what a scaler has unscaled before.
+APART = ("dear", "dear, sharded", "parameter_server")
+MISUSES = [
+    *product((scale_without_the_method, unscale_without_the_method), METHODS, OPTIMIZERS),
+    *product((unscale_first,), APART, OPTIMIZERS),
+]
+OVERLOOKING = ("dear", "parameter_server")
+LOCAL = (SelSync, LocalSGD)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    cases: dict[Any, Any] = {name: partial(train_plainly, name) for name in OPTIMIZERS}
+    cases |= {one: partial(train_with, *one) for one in product(METHODS, OPTIMIZERS)}
+    cases |= {one: partial(misuse, *one) for one in MISUSES}
+    cases |= {(overlook_an_overflow, name): partial(overlook_an_overflow, name) for name in OVERLOOKING}
+    cases |= {(overflow_at_first, method): partial(overflow_at_first, method) for method in LOCAL}
+    return launch_cases({**cases, "former names": call_by_former_names, "disabled": train_without_scaling}, 2)
+
+
+@pytest.mark.parametrize(("method", "optimizer"), product(METHODS, OPTIMIZERS))
+def test_all_ranks_skip_a_step_that_overflows_on_one(method: str, optimizer: str, outcomes: Outcomes) -> None:
+    for (weights, scale), expected in zip(outcomes[method, optimizer], outcomes[optimizer], strict=True):
+        assert scale == expected[1] < 2.0**12, "one of the steps was skipped"
+        torch.testing.assert_close(weights, expected[0])
+
+
+@pytest.mark.parametrize(("how", "method", "optimizer"), MISUSES)
+def test_a_gradient_that_the_method_has_not_unscaled_is_refused(
+    how: Callable[..., None], method: str, optimizer: str, outcomes: Outcomes
+) -> None:
+    """On every rank, in the first step."""
+    for error, is_finite in outcomes[how, method, optimizer]:
+        assert error is not None
+        assert "sync.reduce(scaler=scaler)" in error[1]
+        assert is_finite
+
+
+@pytest.mark.parametrize("method", OVERLOOKING)
+def test_a_step_that_overlooks_an_overflow_is_refused_on_all_ranks(method: str, outcomes: Outcomes) -> None:
+    for error in outcomes[overlook_an_overflow, method]:
+        assert error is not None
+        assert "not finite" in error[1]
+        assert "sync.reduce(scaler=scaler)" in error[1]
+
+
+def test_former_names_of_reduce_warn(outcomes: Outcomes) -> None:
+    assert outcomes["former names"] == [(True, 2.0**10)] * 2
+
+
+def test_a_disabled_scaler_is_none(outcomes: Outcomes) -> None:
+    assert outcomes["disabled"] == [True, True]
+
+
+@pytest.mark.parametrize("method", LOCAL)
+def test_a_fused_optimizer_that_skips_its_first_step_gets_no_state(method: Any, outcomes: Outcomes) -> None:
     """PyTorch would give it momentum from memory that nobody has written to."""
-    first, second = launch(overflow_at_first, 2)
-    assert all(first.values())
-    assert not any(second.values())
+    assert outcomes[overflow_at_first, method] == [True, False]
