@@ -233,7 +233,7 @@ def test_unusual_checkpoints(tmp_path: Path) -> None:
             assert (tmp_path / method / "model.safetensors").exists()
         assert torch.equal(loaded, weights)
         assert any("is of other weights than those that were loaded" in message for message in messages)
-    lost = "gradients that were on their way are dropped, and the pipeline fills anew."
+    lost = "gradients in flight are dropped, and the pipeline fills anew."
     for rank, (refused, messages) in enumerate(launch(partial(load_with_others, tmp_path), 3, init=False)):
         assert refused is not None
         assert refused[0] == "ValueError"

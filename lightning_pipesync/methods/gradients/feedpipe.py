@@ -28,11 +28,7 @@ class GatheredBucket(Protocol):
         """Starts to bring the weights up to date."""
 
     def wait(self) -> None:
-        """Blocks until the weights are up to date.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Blocks until the weights are up to date; raises a RuntimeError if a peer is lost."""
 
 
 B = TypeVar("B", bound=GatheredBucket)

@@ -104,7 +104,7 @@ class PipeSGDConfig(Settings):
     def lost_with_other_ranks(self) -> str | None:
         if self.staleness == 0:
             return None
-        return "gradients that were on their way are dropped, and the pipeline fills anew"
+        return "gradients in flight are dropped, and the pipeline fills anew"
 
     def without_effect(self) -> dict[str, str]:
         ignored, chosen = {}, f"with staleness={self.staleness!r}"
