@@ -15,8 +15,8 @@ from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
 from tests.harness import assert_refused, launch, raised
-from tests.models import OPTIMIZERS, seeded_mlp, train_ddp
-from tests.test_dear import STEPS, assert_same_state, train
+from tests.models import OPTIMIZERS, assert_same, seeded_mlp, train_ddp
+from tests.test_dear import STEPS, train
 
 
 def values(numel: int, rank: int) -> torch.Tensor:
@@ -91,8 +91,8 @@ def test_dear_on_a_torus_is_ddp(update: str) -> None:
     expected = launch(train_ddp, 4, "adamw", STEPS)[0]
     outcomes = launch(train, 4, "adamw", {"topology": "torus2d", "update": update, "bucket_mb": 1e-4})
     for outcome in outcomes:
-        assert_same_state(outcome, expected, exact=False)
-        assert_same_state(outcome, outcomes[0])
+        assert_same(outcome, expected, exact=False)
+        assert_same(outcome, outcomes[0])
 
 
 def misuse() -> dict[str, Any]:
