@@ -225,7 +225,6 @@ class GlooExchange:
         return gather_and_decode
 
     def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
-        """Starts sending this rank's slice to all others, and receiving theirs."""
         if worthwhile(slices[0].nbytes, self._world_size):
             return RingExchange(self._messages.tagged(tag), slices, first=self._rank)
         own = slices[self._rank]
