@@ -50,7 +50,7 @@ class SlowTransport:
 )
 def test_a_slow_network_is_measured_with_fewer_bytes(rate: float, buckets: list[int], smaller: int) -> None:
     transport = SlowTransport(rate)
-    with mock.patch.object(link, "Clock", lambda device: transport):
+    with mock.patch.object(link, "Clock", return_value=transport):
         cost = link.measure_link(transport, buckets)  # type: ignore[arg-type]
     assert sorted(transport.sizes - {link.FIRST}) == pytest.approx([smaller, link.FACTOR * smaller], abs=16)
     assert transport.sent < rate * link.SECONDS + 2 * link.FIRST
