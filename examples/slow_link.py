@@ -45,15 +45,15 @@ class SlowLink:
             wait_sent(messages, work, peer)
             sleep_until(sent.pop(id(work), 0.0))
 
-        def wrap_and_delay(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            wrap(module, *args, **kwargs)
-            module.register_comm_hook(self, all_reduce)
+        def wrap_and_delay(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            wrap(ddp, *args, **kwargs)
+            ddp.register_comm_hook(self, all_reduce)
 
         Messages.start_sending, Messages.wait_sent = start, wait  # type: ignore[method-assign]
         DistributedDataParallel.__init__ = wrap_and_delay  # type: ignore[method-assign]
 
 
-def all_reduce(link: SlowLink, bucket: dist.GradBucket) -> Future[Tensor]:
+def all_reduce(link, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
     """A communication hook of DDP: the mean, when a ring all-reduce could have sent it."""
     world_size = dist.get_world_size()
     mean = bucket.buffer().div_(world_size)
@@ -64,8 +64,7 @@ def all_reduce(link: SlowLink, bucket: dist.GradBucket) -> Future[Tensor]:
         sleep_until(sent)
         return mean
 
-    result: Future[Tensor] = work.get_future().then(delayed)
-    return result
+    return work.get_future().then(delayed)
 
 
 def sleep_until(moment: float) -> None:

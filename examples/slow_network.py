@@ -33,7 +33,7 @@ def main() -> int:
     if options.delays:
         if "RANK" in os.environ:
             return run_delayed(options)
-        return launch_delayed(options, "--delays was given")
+        return launch_delayed(options, "--delays.")
     enter_user_namespace()
     network = Network(options.hosts, options.rate)
     try:
