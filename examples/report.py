@@ -72,8 +72,8 @@ def print_table(runs: Sequence[Run], title: str) -> None:
     table = Table(
         title=title,
         caption=(
-            "Mean of the seeds; test accuracy: of a run's last three epochs (one image is 0.17); seconds: with validation; "
-            "MiB sent: by rank 0, for DDP what a ring all-reduce sends at least."
+            "Mean of the seeds; test accuracy: of a run's last three epochs (one image is 0.17); seconds: with "
+            "validation; MiB sent: by rank 0, for DDP what a ring all-reduce sends at least."
         ),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
