@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.lightning_models import Classifier, make_strategy, train_loader, trainer, val_loader
+from tests.lightning_models import Classifier, launched_trainer, make_strategy, train_loader, val_loader
 
 #: Each rank has a state of its own.
 STRATEGIES: dict[str, dict[str, Any]] = {"selsync": {"delta": 0.1}}
@@ -47,11 +47,9 @@ def fit(name: str, folder: Path, faults: list[pl.Callback]) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     model, begin = Classifier("adamw", dropout=0.3, scheduler=True), Begin()
     saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=SAVE_EVERY)
-    run = trainer(
+    run = launched_trainer(
         make_strategy({"name": name, **STRATEGIES[name]}),
-        int(os.environ["LOCAL_WORLD_SIZE"]),
         folder,
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_epochs=-1,
         max_steps=STEPS,
         callbacks=[begin, saving, *faults],

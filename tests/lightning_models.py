@@ -86,6 +86,27 @@ class Fetching(Classifier):
         return nn.functional.cross_entropy(self.model(x), y)
 
 
+class Manual(Classifier):
+    """Steps two optimizers by hand, the second one with every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.clip(optimizer)
+            optimizer.step()
+
+    def clip(self, optimizer: Any) -> None:
+        """Leaves the gradient as it is."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.model[0].parameters(), 0.1), torch.optim.AdamW(self.model[2].parameters(), 0.01)]
+
+
 class Memory(Logger):
     """Keeps what is logged, and at which steps."""
 
@@ -123,6 +144,12 @@ def trainer(strategy: Any, devices: int, directory: Path | str, **kwargs: Any) -
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
+
+
+def launched_trainer(strategy: Any, directory: Path, **kwargs: Any) -> pl.Trainer:
+    """A Trainer on the machines and processes that torchrun has started."""
+    devices, num_nodes = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    return trainer(strategy, devices, directory, num_nodes=num_nodes, **kwargs)
 
 
 def make_strategy(settings: dict[str, Any] | str) -> Any:

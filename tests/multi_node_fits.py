@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipesync import DeARStrategy, EAPipeStrategy, PipeSGDStrategy, SelSyncStrategy
 from tests.harness import raised
-from tests.lightning_models import Classifier, train_loader, trainer, val_loader
+from tests.lightning_models import Classifier, launched_trainer, make_strategy, train_loader, val_loader
 
 EPOCHS = 2
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "dear": lambda: DeARStrategy(topology="torus2d"),
-    "selsync": lambda: SelSyncStrategy(delta=0.1),
-    "pipe_sgd": PipeSGDStrategy,
-    "ea_pipe": EAPipeStrategy,
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "dear": {"name": "dear", "topology": "torus2d"},
+    "selsync": {"name": "selsync", "delta": 0.1},
+    "pipe_sgd": {"name": "pipe_sgd"},
+    "ea_pipe": {"name": "ea_pipe"},
 }
 #: Those whose refusal of unequal checkpoints is tried: there are two ways to set up a strategy.
 RESUMED = ("dear", "ea_pipe")
@@ -47,14 +45,7 @@ def fit(name: str, folder: Path) -> dict[str, Any]:
     """Returns what this rank saw of a training with the strategy of that name."""
     model, watch = Classifier(), Watch()
     initial = model.weights()
-    run = trainer(
-        STRATEGIES[name](),
-        int(os.environ["LOCAL_WORLD_SIZE"]),
-        folder,
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        max_epochs=EPOCHS,
-        callbacks=[watch],
-    )
+    run = launched_trainer(make_strategy(STRATEGIES[name]), folder, max_epochs=EPOCHS, callbacks=[watch])
     run.fit(model, train_loader(), val_loader())
     place = {"rank": run.global_rank, "local": run.local_rank, "machine": run.node_rank, "world": run.world_size}
     weights = {"initial": initial, "weights": model.weights()}
@@ -65,11 +56,9 @@ def resume(name: str, folder: Path) -> tuple[str, str] | None:
     """Returns what is raised if the machines do not see the same checkpoints."""
     kept = folder / f"{name} on machine {os.environ['GROUP_RANK']}"
     for steps in (2, 4):
-        run = trainer(
-            STRATEGIES[name](),
-            int(os.environ["LOCAL_WORLD_SIZE"]),
+        run = launched_trainer(
+            make_strategy(STRATEGIES[name]),
             folder,
-            num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
             max_steps=steps,
             num_sanity_val_steps=2,
             callbacks=[ModelCheckpoint(kept, save_last=True, every_n_train_steps=2)],

@@ -6,6 +6,7 @@ import sys
 import warnings
 from copy import deepcopy
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +23,8 @@ from lightning_pipesync.accelerate.launched import check_num_processes
 from lightning_pipesync.accelerate.optimizer import SynchronizedOptimizer
 from lightning_pipesync.training.module import SyncedModule
 from lightning_pipesync.training.registry import METHODS
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import raised
 from tests.lightning_models import dataset, train_loader
 from tests.models import OPTIMIZERS, batch, seeded_mlp
 
@@ -180,8 +182,9 @@ def test_a_launcher_that_starts_too_few(monkeypatch: pytest.MonkeyPatch) -> None
         check_num_processes(1)
 
 
-def train_adversaries(accelerator: Accelerator, twice: bool) -> Tensor:
+def train_adversaries(method: str, twice: bool) -> Tensor:
     """Two models with an optimizer each, and a third and fourth that share one; gradients accumulated by hand."""
+    accelerator = Accelerator(cpu=True) if method == "ddp" else accelerator_of(method, **EXACT[method])
     models = [seeded_mlp(seed + accelerator.process_index) for seed in (0, 10, 20, 30)]
     optimizers = [
         OPTIMIZERS["sgd"](models[0]),
@@ -206,24 +209,7 @@ def train_adversaries(accelerator: Accelerator, twice: bool) -> Tensor:
         shared.zero_grad()
     accelerator.wait_for_everyone()
     accelerator.free_memory()
-    return torch.cat([parameter.detach().flatten() for model in models for parameter in model.parameters()])
-
-
-def train_adversaries_by_all() -> list[dict[str, Tensor]]:
-    found = []
-    for twice in (False, True):
-        outcomes = {name: train_adversaries(accelerator_of(name, **one), twice) for name, one in EXACT.items()}
-        found.append(outcomes | {"ddp": train_adversaries(Accelerator(cpu=True), twice)})
-    return found
-
-
-def test_several_models_and_optimizers() -> None:
-    """As with plain Accelerate, bit for bit, whoever shares an optimizer."""
-    for once, twice in launch(train_adversaries_by_all, 2, init=False):
-        for name in EXACT:
-            assert torch.equal(once[name], once["ddp"]), name
-            # DDP adds to a gradient that is averaged already, the methods average the sum.
-            torch.testing.assert_close(twice[name], twice["ddp"])
+    return nn.utils.parameters_to_vector(nn.ModuleList(models).parameters()).detach()
 
 
 def trained_with_a_loss_scaler(method: str) -> dict[str, Any]:
@@ -252,7 +238,7 @@ def trained_with_a_loss_scaler(method: str) -> dict[str, Any]:
             optimizer.zero_grad()
             skipped.append(optimizer.step_was_skipped)
         accelerator.consolidate()
-        weights[scaled] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        weights[scaled] = nn.utils.parameters_to_vector(model.parameters()).detach()
         accelerator.free_memory()
     return {"weights": weights, "skipped": skipped, "scale": scaler.get_scale()}
 
@@ -272,7 +258,7 @@ def left_out(method: str) -> Tensor:
         network.zero_grad()
     accelerator.consolidate()
     accelerator.free_memory()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def refusals() -> dict[str, Any]:
@@ -332,26 +318,6 @@ def refusals() -> dict[str, Any]:
     return outcomes
 
 
-def unusual() -> Any:
-    scaled = {method: trained_with_a_loss_scaler(method) for method in EXACT}
-    return scaled, refusals(), {method: left_out(method) for method in EXACT}
-
-
-def test_unusual_loops_and_refusals() -> None:
-    """A loss scaler unscales what is applied and skips on all ranks; what cannot work says so on all ranks."""
-    ranks = launch(unusual, 2, init=False)
-    for method in EXACT:
-        assert torch.equal(ranks[0][2][method], ranks[1][2][method]), method
-    for scaled, refused, _ in ranks:
-        for method, outcome in scaled.items():
-            torch.testing.assert_close(outcome["weights"][True], outcome["weights"][False], rtol=1e-5, atol=1e-7)
-            assert outcome["skipped"] == [False] * 5 + [False, False, True, False, False, False], method
-            assert outcome["scale"] == 512, method
-        for words, outcome in refused.items():
-            assert outcome is not None, words
-            assert words in outcome[1], outcome
-
-
 def evaluate_alone() -> Any:
     """Rank 0 goes to an evaluation that rank 1 does not know of, in SelSync, where that is a collective call."""
     accelerator = accelerator_of("selsync", delta=1e9, timeout_s=5)
@@ -368,9 +334,46 @@ def evaluate_alone() -> Any:
     return None
 
 
-def test_an_evaluation_on_one_rank_is_an_error() -> None:
+@pytest.fixture(scope="module")
+def trained() -> Outcomes:
+    cases: dict[Any, Any] = {"refusals": refusals}
+    for twice in (False, True):
+        cases["ddp", twice] = partial(train_adversaries, "ddp", twice)
+        cases |= {(method, twice): partial(train_adversaries, method, twice) for method in EXACT}
+    for how in (trained_with_a_loss_scaler, left_out):
+        cases |= {(how, method): partial(how, method) for method in EXACT}
+    return launch_cases({**cases, "evaluation": evaluate_alone}, 2, init=False)
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_several_models_and_optimizers(method: str, trained: Outcomes) -> None:
+    """As with plain Accelerate, bit for bit, whoever shares an optimizer."""
+    for rank in (0, 1):
+        assert torch.equal(trained[method, False][rank], trained["ddp", False][rank])
+        # DDP adds to a gradient that is averaged already, the methods average the sum.
+        torch.testing.assert_close(trained[method, True][rank], trained["ddp", True][rank])
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_unusual_loops(method: str, trained: Outcomes) -> None:
+    """A loss scaler unscales what is applied and skips on all ranks; ranks that leave out a step agree."""
+    one, other = trained[left_out, method]
+    assert torch.equal(one, other)
+    for outcome in trained[trained_with_a_loss_scaler, method]:
+        torch.testing.assert_close(outcome["weights"][True], outcome["weights"][False], rtol=1e-5, atol=1e-7)
+        assert outcome["skipped"] == [False] * 5 + [False, False, True, False, False, False]
+        assert outcome["scale"] == 512
+
+
+def test_what_cannot_work_says_so_on_all_ranks(trained: Outcomes) -> None:
+    for refused in trained["refusals"]:
+        for words, outcome in refused.items():
+            assert outcome is not None, words
+            assert words in outcome[1], outcome
+
+
+def test_an_evaluation_on_one_rank_is_an_error(trained: Outcomes) -> None:
     """No rank waits for ever, and none goes on with what was meant for another exchange."""
-    outcomes = launch(evaluate_alone, 2, init=False)
-    for outcome in outcomes:
+    for outcome in trained["evaluation"]:
         assert outcome is not None
-        assert "Rank 0 is about to consolidate the weights" in outcome[1], outcomes
+        assert "Rank 0 is about to consolidate the weights" in outcome[1]

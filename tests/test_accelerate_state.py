@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_pipesync import PipeSyncAccelerator, PipeSyncPlugin
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import assert_refused, launch, raised
 from tests.lightning_models import Classifier, dataset, train_loader
 from tests.models import OPTIMIZERS
 
@@ -27,6 +29,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 #: Each in another order of the data.
 RESUMED = ("dear", "selsync", "ea_pipe")
+#: Prepared again, and then saved.
+AGAIN = ("dear", "selsync", "pipe_sgd")
 SAVED_AT = (1, 3)  # epoch, and batches of it
 LOSS = nn.functional.cross_entropy
 
@@ -88,21 +92,6 @@ def train(method: str, folder: Path, resumed: bool) -> tuple[Tensor, Tensor]:
     return weights, number
 
 
-def resume(directory: Path) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    return {method: [train(method, directory / method, resumed) for resumed in (False, True)] for method in RESUMED}
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Bit for bit, within an epoch: weights, residuals of codecs, injected rows, dropout."""
-    ranks = launch(partial(resume, tmp_path), 2, init=False)
-    for method in RESUMED:
-        for (uninterrupted, number), (resumed, other) in (outcome[method] for outcome in ranks):
-            assert torch.equal(uninterrupted, resumed), (method, (uninterrupted - resumed).abs().max())
-            assert torch.equal(number, other), method
-        assert torch.equal(ranks[0][method][0][0], ranks[1][method][0][0]), method
-        assert (tmp_path / method / "pipesync_1.bin").exists()
-
-
 def train_virtual_stages(folder: Path) -> list[Tensor]:
     """Returns the weights of a pipeline in one process after six batches, and again resumed after three of them."""
     trained = []
@@ -121,12 +110,6 @@ def train_virtual_stages(folder: Path) -> list[Tensor]:
         trained.append(model.weights())
         accelerator.free_memory()
     return trained
-
-
-def test_a_pipeline_in_one_process_resumes(tmp_path: Path) -> None:
-    [(uninterrupted, resumed)] = launch(train_virtual_stages, 1, tmp_path, init=False)
-    assert torch.equal(uninterrupted, resumed)
-    assert not torch.equal(resumed, Classifier().weights())
 
 
 def steps(accelerator: Accelerator, folder: Path | None, num_steps: int, save: Path | None) -> tuple[Tensor, float]:
@@ -215,60 +198,91 @@ def load_with_others(directory: Path) -> tuple[tuple[str, str] | None, list[str]
     return refused, [str(one.message) for one in caught if "The checkpoint is" in str(one.message)]
 
 
-def unusual(directory: Path) -> Any:
-    methods = ("dear", "selsync", "pipe_sgd")
+def save_with_pipe_sgd(directory: Path) -> None:
+    """With residuals of a codec, and without."""
     steps(accelerator_of("pipe_sgd"), None, 3, directory / "residuals")
     steps(accelerator_of("pipe_sgd", timeout_s=60), None, 3, directory / "in flight")
-    return {method: save_again(method, directory / method) for method in methods}, overwrite(directory / "over")
 
 
-def test_unusual_checkpoints(tmp_path: Path) -> None:
-    """Tied weights, a model that was prepared again, checkpoints that are not there, incomplete, or overwritten."""
-    for by_method, (weights, loaded, messages) in launch(partial(unusual, tmp_path), 2, init=False):
-        for method, outcomes in by_method.items():
-            assert "folder does not exist" in outcomes["nowhere"][1]
-            assert outcomes["incomplete"][0] == "ValueError", method
-            assert "Not all of the 2 processes find what they need" in outcomes["incomplete"][1]
-            assert outcomes["loaded"], method
-            assert (tmp_path / method / "model.safetensors").exists()
+def interchange(directory: Path) -> dict[str, Any]:
+    """Trains by DDP and by DeAR; loads DeAR's checkpoint with another method, and with other settings."""
+    return {
+        "ddp": steps(Accelerator(cpu=True), None, 3, directory / "ddp"),
+        "dear": steps(accelerator_of("dear", timeout_s=60), None, 3, directory / "dear"),
+        "selsync": steps(accelerator_of("selsync", timeout_s=60), directory / "dear", 0, None),
+        "settings": raised(lambda: steps(accelerator_of("dear", compression="int8"), directory / "dear", 0, None)),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Outcomes:
+    cases: dict[Any, Any] = {
+        (method, resumed): partial(train, method, folder / method, resumed)
+        for method in RESUMED
+        for resumed in (False, True)
+    }
+    cases |= {("again", method): partial(save_again, method, folder / f"{method} again") for method in AGAIN}
+    cases |= {how: partial(how, folder / how.__name__) for how in (overwrite, save_with_pipe_sgd, interchange)}
+    return launch_cases(cases, 2, init=False)
+
+
+@pytest.mark.parametrize("method", RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(method: str, trained: Outcomes, folder: Path) -> None:
+    """Bit for bit, within an epoch: weights, residuals of codecs, injected rows, dropout."""
+    whole = trained[method, False]
+    for (uninterrupted, number), (resumed, other) in zip(whole, trained[method, True], strict=True):
+        assert torch.equal(uninterrupted, resumed), (uninterrupted - resumed).abs().max()
+        assert torch.equal(number, other)
+        assert torch.equal(uninterrupted, whole[0][0])
+    assert (folder / method / "pipesync_1.bin").exists()
+
+
+def test_a_pipeline_in_one_process_resumes(tmp_path: Path) -> None:
+    [(uninterrupted, resumed)] = launch(train_virtual_stages, 1, tmp_path, init=False)
+    assert torch.equal(uninterrupted, resumed)
+    assert not torch.equal(resumed, Classifier().weights())
+
+
+@pytest.mark.parametrize("method", AGAIN)
+def test_unusual_checkpoints(method: str, trained: Outcomes, folder: Path) -> None:
+    """Tied weights, a model that was prepared again, checkpoints that are not there, or incomplete."""
+    for outcomes in trained["again", method]:
+        assert "folder does not exist" in outcomes["nowhere"][1]
+        assert_refused({"Not all of the 2 processes find what they need": outcomes["incomplete"]})
+        assert outcomes["loaded"]
+    assert (folder / f"{method} again" / "model.safetensors").exists()
+
+
+def test_a_checkpoint_that_another_one_has_overwritten(trained: Outcomes) -> None:
+    for weights, loaded, messages in trained[overwrite]:
         assert torch.equal(loaded, weights)
         assert any("is of other weights than those that were loaded" in message for message in messages)
-    lost = "gradients in flight are dropped, and the pipeline fills anew."
-    for rank, (refused, messages) in enumerate(launch(partial(load_with_others, tmp_path), 3, init=False)):
-        assert refused is not None
-        assert refused[0] == "ValueError"
-        assert "The checkpoint holds the state of 2 ranks, and there are 3." in refused[1]
+
+
+def test_another_number_of_processes(trained: Outcomes, folder: Path) -> None:
+    assert trained[save_with_pipe_sgd] == [None, None]
+    lost = "gradients that were on their way are dropped, and the pipeline fills anew."
+    outcomes = launch(load_with_others, 3, folder / save_with_pipe_sgd.__name__, init=False)
+    for rank, (refused, messages) in enumerate(outcomes):
+        assert_refused({"The checkpoint holds the state of 2 ranks, and there are 3.": refused})
         assert messages == ["The checkpoint is of 2 ranks, and there are 3: " + lost] * (rank == 0)
 
 
-def checkpoints(directory: Path) -> dict[str, Any]:
-    def make(kind: str) -> Accelerator:
-        return Accelerator(cpu=True) if kind == "ddp" else accelerator_of(kind, timeout_s=60)
-
-    outcomes: dict[str, Any] = {}
-    for kind in ("ddp", "dear"):
-        outcomes[f"{kind} alone"] = steps(make(kind), None, 6, None)
-        outcomes[f"{kind} first"] = steps(make(kind), None, 3, directory / kind)
-    for before, after in (("ddp", "dear"), ("dear", "ddp"), ("dear", "selsync")):
-        outcomes[f"{before} then {after}"] = steps(make(after), directory / before, 0, None)
-    outcomes["settings"] = raised(
-        lambda: steps(accelerator_of("dear", compression="int8"), directory / "dear", 0, None)
+def test_checkpoints_are_accelerates_own(trained: Outcomes, folder: Path) -> None:
+    """Two steps of the scheduler for each of three, and the same files; any method loads the weights."""
+    for outcomes in trained[interchange]:
+        weights, rate = outcomes["ddp"]
+        assert torch.equal(outcomes["dear"][0], weights)
+        assert torch.equal(outcomes["selsync"][0], weights)
+        assert outcomes["dear"][1] == rate == 0.01 * 0.5
+        assert_refused({"compression": outcomes["settings"]})
+    plain, dear = (
+        load_file(folder / interchange.__name__ / kind / "model" / "model.safetensors") for kind in ("ddp", "dear")
     )
-    return outcomes
-
-
-def test_checkpoints_are_accelerates_own(tmp_path: Path) -> None:
-    """DeAR trains what plain Accelerate does, with as many steps of the scheduler; either loads the other's."""
-    ranks = launch(partial(checkpoints, tmp_path), 2, init=False)
-    for outcomes in ranks:
-        weights, rate = outcomes["ddp alone"]
-        assert torch.equal(outcomes["dear alone"][0], weights)
-        assert outcomes["dear alone"][1] == rate == 0.01 * 0.5**3  # two steps of the scheduler for each of six
-        for loaded in ("ddp then dear", "dear then ddp", "dear then selsync"):
-            assert torch.equal(outcomes[loaded][0], outcomes["ddp first"][0]), loaded
-        kind, message = outcomes["settings"]
-        assert kind == "ValueError"
-        assert "compression" in message
-    plain, dear = (load_file(tmp_path / kind / "model" / "model.safetensors") for kind in ("ddp", "dear"))
     assert plain.keys() == dear.keys()
     assert all(torch.equal(plain[name], dear[name]) for name in plain)

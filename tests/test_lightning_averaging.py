@@ -11,13 +11,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 
-import lightning_pipesync  # noqa: F401  # registers the strategies
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, raised
-from tests.lightning_models import Classifier, train_loader, trainer, val_loader
+from tests.lightning_models import Classifier, make_strategy, train_loader, trainer, val_loader
 
 #: Methods, and settings, with which the weights are the same as DDP's.
 EXACT: dict[str, dict[str, Any]] = {
@@ -70,9 +68,7 @@ def average(
     directory: Path, strategy: str, settings: dict[str, Any], callback: Any, epochs: int = 2, batch_norm: bool = True
 ) -> Found:
     model, watch = Network(batch_norm), Watch()
-    chosen: Any = strategy
-    if strategy != "ddp":
-        chosen = StrategyRegistry[strategy]["strategy"](**settings)
+    chosen = strategy if strategy == "ddp" else make_strategy({"name": strategy, **settings})
     callbacks = [callback(), watch]
     trainer(chosen, 2, directory, callbacks=callbacks, max_epochs=epochs).fit(model, train_loader(), val_loader())
     return [*watch.found, model.parameters_and_buffers()]
@@ -138,8 +134,6 @@ KEEPING = {
     "local_sgd": {"warmup_steps": 1000},
     "selsync": {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"},
 }
-
-
 #: And whether the network has BatchNorm.
 SWA_CASES: list[tuple[str, dict[str, Any], bool]] = [
     *((*one, True) for one in KEEPING.items()),

@@ -112,13 +112,18 @@ def run_case(directory: Path, case: Case, resumed: str | None = None) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("resumed")
-    cases = {
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Outcomes:
+    cases: dict[Any, Any] = {
         (name, moment): partial(run_case, folder / name, case, moment)
         for name, case in CASES.items()
         for moment in (None, *case.moments)
     }
+    cases |= {how: partial(how, folder / how.__name__) for how in (local_steps, save_and_resume_wrongly, fit_saving)}
     return launch_cases(cases, 2, init=False)
 
 
@@ -146,7 +151,7 @@ def test_resume_with_workers_and_accumulation(tmp_path: Path) -> None:
     assert_resumed(whole, resumed, "accumulated")
 
 
-def checkpoints_of_local_steps(directory: Path) -> dict[str, Any]:
+def local_steps(directory: Path) -> dict[str, Any]:
     """Two epochs of local steps, with checkpoints of all replicas; and in two parts, without replicas."""
     settings, case = {"delta": 1e9}, Case((), {})
     savers = {"step": {"every_n_train_steps": 3}, "epoch": MOMENTS["validation"][0]}
@@ -166,14 +171,15 @@ def replicas_in(path: Path) -> list[Tensor]:
     return [torch.cat([value.flatten() for bucket in buckets for value in bucket]) for buckets in own]
 
 
-def test_a_checkpoint_holds_the_average_and_each_replica(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_average_and_each_replica(trained: Outcomes, folder: Path) -> None:
     """Without replicas it is small, and ranks resume from the average."""
-    first, second = launch(partial(checkpoints_of_local_steps, tmp_path), 2, init=False)
-    saved = torch.load(tmp_path / "epoch" / "step=8.ckpt", weights_only=True)["state_dict"]
+    first, second = trained[local_steps]
+    path = folder / local_steps.__name__
+    saved = torch.load(path / "epoch" / "step=8.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(torch.cat([value.flatten() for value in saved.values()]), first["whole"]["validated_with"][0])
-    one, other = replicas_in(tmp_path / "step" / "step=3.ckpt")
+    one, other = replicas_in(path / "step" / "step=3.ckpt")
     assert not torch.equal(one, other)
-    assert "ranks" not in torch.load(tmp_path / "small" / "step=8.ckpt", weights_only=True)["pipesync"]
+    assert "ranks" not in torch.load(path / "small" / "step=8.ckpt", weights_only=True)["pipesync"]
     assert torch.equal(first["without replicas"]["weights"], second["without replicas"]["weights"])
 
 
@@ -187,10 +193,10 @@ def save_and_resume_wrongly(directory: Path) -> tuple[str, str] | None:
     return resume_wrongly(directory, {"compression": "int8"})
 
 
-def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
-    for outcome in launch(save_and_resume_wrongly, 2, tmp_path, init=False):
+def test_what_cannot_be_resumed_is_named(trained: Outcomes, folder: Path) -> None:
+    for outcome in trained[save_and_resume_wrongly]:
         assert_refused({"int8": outcome})
-    for outcome in launch(resume_wrongly, 3, tmp_path, {}, init=False):
+    for outcome in launch(resume_wrongly, 3, folder / save_and_resume_wrongly.__name__, {}, init=False):
         assert_refused({"2 ranks": outcome})
         assert_refused({"3": outcome})
 
@@ -225,10 +231,10 @@ def fit_saving(directory: Path) -> list[tuple[list[Tensor], Tensor]]:
     return outcomes
 
 
-def test_saving_changes_nothing(tmp_path: Path) -> None:
+def test_saving_changes_nothing(trained: Outcomes, folder: Path) -> None:
     """Neither what training goes on from, nor what comes to see the weights after the checkpoint was written."""
-    for plain, saving in launch(fit_saving, 2, tmp_path, init=False):
+    for plain, saving in trained[fit_saving]:
         for before, after in zip(plain[0], saving[0], strict=True):
             assert torch.equal(before, after)
         assert torch.equal(plain[1], saving[1])
-    assert (tmp_path / "3.ckpt").exists()
+    assert (folder / fit_saving.__name__ / "3.ckpt").exists()

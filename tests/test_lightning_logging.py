@@ -15,28 +15,7 @@ from torch import Tensor
 from lightning_pipesync import SelSync, SelSyncStrategy
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, raised
-from tests.lightning_models import Classifier, Fetching, Memory, fit, train_loader, trainer
-
-
-class Manual(Classifier):
-    """Two optimizers; the second takes every other step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        loss = super().training_step(batch, batch_idx)
-        first, second = self.optimizers()
-        used = [first, second] if batch_idx % 2 else [first]
-        for optimizer in used:
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in used:
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.model[0], self.model[2])]
+from tests.lightning_models import Classifier, Fetching, Manual, Memory, fit, train_loader, trainer
 
 
 def fit_logging(directory: Path, kind: str, **kwargs: Any) -> tuple[list[Any], int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import read_plan
 from lightning_pipesync.lab.plan.trials import run_in_turns
 from lightning_pipesync.methods.laboratory import Prediction
-from tests.harness import launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import raised
 from tests.lightning_models import Classifier, Memory, train_loader, trainer
 
 EVERY = 4
@@ -58,17 +61,17 @@ def fit_both(folder: Path) -> tuple[Tensor, Tensor, str]:
     return planned, plain, as_markdown(*read_plan(folder / "plan.json", None, None))
 
 
-def test_a_run_makes_its_own_plan_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_makes_its_own_plan_and_goes_on(trained: Outcomes, folder: Path) -> None:
     """It trains what it does without, and what is read again is the same plan."""
-    for planned, plain, read_again in launch(fit_both, 2, tmp_path, init=False):
+    for planned, plain, read_again in trained["planned"]:
         assert torch.equal(planned, plain)
-        assert (tmp_path / "plan.md").read_text() == read_again
-    work, cluster, _ = read_plan(tmp_path / "plan.json", None, None)
+        assert (folder / "planned" / "plan.md").read_text() == read_again
+    work, cluster, _ = read_plan(folder / "planned" / "plan.json", None, None)
     assert cluster.world_size == 2
     network = Classifier()
     assert sum(tensor.num_bytes for tensor in work.profile.tensors) == 4 * sum(p.numel() for p in network.parameters())
     assert work.measured["pipe_sgd"].seconds > 0
-    assert (tmp_path / "plan.png").exists()
+    assert (folder / "planned" / "plan.png").exists()
 
 
 def refusals(folder: Path) -> list[Any]:
@@ -81,17 +84,17 @@ def refusals(folder: Path) -> list[Any]:
     return [fit_on(DeARStrategy(), PlanCallback(folder)), too_short, [str(one.message) for one in said]]
 
 
-def test_where_no_plan_is_made(tmp_path: Path) -> None:
+def test_where_no_plan_is_made(trained: Outcomes, folder: Path) -> None:
     with pytest.raises(ValueError, match="num_steps must be positive"):
         PlanCallback(num_steps=0)
     told: list[bool] = []
-    for strategy, too_short, said in launch(refusals, 2, tmp_path, init=False):
+    for strategy, too_short, said in trained["refused"]:
         assert "PlanCallback plans for several ranks in DDP, and this Trainer has 2 and DeARStrategy" in strategy[1]
         assert "DeARStrategy" in strategy[1]
         assert too_short is None
         told.append(any("no plan was made" in text for text in said))
     assert told == [True, False]
-    assert not (tmp_path / "plan.json").exists()
+    assert not (folder / "refused" / "plan.json").exists()
 
 
 # --- a plan of a LightningModule --------------------------------------------------------------------------------------
@@ -139,9 +142,15 @@ def run_all(name: str) -> dict[str, dict[str, Any]]:
     return run_in_turns(chosen, PlanSettings(f"tests.test_lightning_plan:{name}", 1, 1, 1, 1), lambda _: None)
 
 
+@pytest.fixture(scope="module")
+def modules() -> Outcomes:
+    cases: dict[Any, Any] = {name: partial(run_all, name) for name in ("scaled", "alone")}
+    return launch_cases({**cases, "gradients": gradients_in_ddp}, 2)
+
+
 @pytest.mark.parametrize("name", ["scaled", "alone"])
-def test_all_methods_run_a_lightning_module(name: str) -> None:
-    for measured in launch(run_all, 2, name):
+def test_all_methods_run_a_lightning_module(name: str, modules: Outcomes) -> None:
+    for measured in modules[name]:
         assert all("seconds" in outcome for outcome in measured.values()), measured
         assert len(measured) == 6
 
@@ -161,8 +170,8 @@ def gradients_in_ddp() -> tuple[list[Tensor], list[Tensor]]:
     return [gradient / 2 for gradient in expected], [p.grad for p in model.module.parameters() if p.grad is not None]
 
 
-def test_a_training_step_in_ddp_reduces_gradients() -> None:
-    for expected, found in launch(gradients_in_ddp, 2):
+def test_a_training_step_in_ddp_reduces_gradients(modules: Outcomes) -> None:
+    for expected, found in modules["gradients"]:
         assert len(found) == 3
         torch.testing.assert_close(found, expected)
 
@@ -175,28 +184,41 @@ def test_a_module_with_manual_optimization_has_no_loss() -> None:
 # --- a report ---------------------------------------------------------------------------------------------------------
 
 
-def report(folder: Path, strategy: str, fault: str) -> tuple[list[dict[str, float]], list[str]]:
+def report(folder: Path, fault: str) -> tuple[list[dict[str, float]], list[str]]:
     """Trains 48 batches; returns what was logged and said."""
+    folder = folder / os.environ["RANK"]
+    folder.mkdir(parents=True)
+    predictions = [
+        {"method": "dear", "settings": {"compression": "int8"}, "seconds": 1e-6},
+        {"method": "dear", "settings": {"compression": "none"}, "seconds": 10.0 if fault == "slow" else 1e-3},
+    ]
+    (folder / "plan.json").write_text(json.dumps({"results": [{"predictions": predictions}]}))
     memory, callback = Memory(), StepReport(folder / "plan.json", every_n_batches=EVERY)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer(strategy, 2, folder, callbacks=[callback], logger=memory, max_epochs=6).fit(
-            Slowing(fault), train_loader()
-        )
+        run = trainer("dear", 2, folder, callbacks=[callback], logger=memory, max_epochs=6)
+        run.fit(Slowing(fault), train_loader())
     return [row for _, row in memory.rows], [str(one.message) for one in said]
 
 
-def saved_predictions(folder: Path, seconds: float) -> None:
-    predictions = [
-        {"method": "dear", "settings": {"compression": "int8"}, "seconds": 1e-6},
-        {"method": "dear", "settings": {"compression": "none"}, "seconds": seconds},
-    ]
-    (folder / "plan.json").write_text(json.dumps({"results": [{"predictions": predictions}]}))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trained")
 
 
-def test_what_becomes_slower_is_told_where_it_does(tmp_path: Path) -> None:
-    saved_predictions(tmp_path, seconds=10.0)
-    (rows, first), (_, second) = launch(report, 2, tmp_path, "dear", "slow", init=False)
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Outcomes:
+    cases: dict[Any, Any] = {
+        "planned": partial(fit_both, folder / "planned"),
+        "refused": partial(refusals, folder / "refused"),
+    }
+    for fault in ("slow", "flat", ""):
+        cases[fault] = partial(report, folder / f"report {fault}", fault)
+    return launch_cases(cases, 2, init=False)
+
+
+def test_what_becomes_slower_is_told_where_it_does(trained: Outcomes) -> None:
+    (rows, first), (_, second) = trained["slow"]
     waited = [row["step_report/waited"] for row in rows if "step_report/waited" in row]
     assert all(0 <= share <= 1 for share in waited)
     assert waited[-1] > 0.5 > waited[0], "the others wait for rank 1"
@@ -207,9 +229,8 @@ def test_what_becomes_slower_is_told_where_it_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["flat", ""])
-def test_a_flat_loss_and_a_gradient_of_0_are_told(fault: str, tmp_path: Path) -> None:
-    saved_predictions(tmp_path, seconds=1e-3)
-    for rank, (_, said) in enumerate(launch(report, 2, tmp_path, "dear", fault, init=False)):
+def test_a_flat_loss_and_a_gradient_of_0_are_told(fault: str, trained: Outcomes) -> None:
+    for rank, (_, said) in enumerate(trained[fault]):
         for words in ("the loss has been 0 for 4 batches", "all gradients are 0"):
             assert sum(words in text for text in said) == (fault == "flat"), words
         assert sum("was planned to take 1 ms" in text for text in said) == (rank == 0), said

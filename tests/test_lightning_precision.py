@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_pipesync import SelSyncStrategy
 from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, raised
-from tests.lightning_models import Classifier, scaling, train_loader, trainer, val_loader
+from tests.lightning_models import Classifier, Manual, scaling, train_loader, trainer, val_loader
 
 EXACT = {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"}
 
@@ -35,32 +35,6 @@ class TwoGroups(Classifier):
         decayed = [p for p in self.parameters() if p.dim() > 1]
         rest = [p for p in self.parameters() if p.dim() <= 1]
         return torch.optim.AdamW([{"params": decayed, "lr": 0.02}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
-
-
-class Manual(Classifier):
-    """Two optimizers, stepped by hand at different rates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def clip(self, optimizer: Any) -> None:
-        """Leaves the gradient as it is."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        first, second = self.optimizers()
-        _, x, y = batch
-        first.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self.model(x), y))
-        self.clip(first)
-        first.step()
-        if batch_idx % 2:
-            second.zero_grad()
-            self.manual_backward(nn.functional.cross_entropy(self.model(x), y))
-            second.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.model[0].parameters(), 0.1), torch.optim.AdamW(self.model[2].parameters(), 0.01)]
 
 
 class ManualClipping(Manual):

@@ -6,6 +6,7 @@ The conformance suite has 32-true and bf16-mixed.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipesync import (
-    DeARStrategy,
-    EAPipeStrategy,
-    LocalSGDStrategy,
-    ParameterServerStrategy,
-    PipeSGDStrategy,
-    SelSyncStrategy,
-)
-from tests.harness import launch
-from tests.lightning_models import Classifier, scaling, train_loader, trainer
+from tests.case_table import Outcomes, launch_cases
+from tests.lightning_models import Classifier, make_strategy, scaling, train_loader, trainer
 
 #: By precision, the types of the weights and of what is computed with them.
 PRECISIONS = {
@@ -62,19 +55,19 @@ class Recorded(Classifier):
         return optimizer
 
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
-    "DeAR": lambda: DeARStrategy(update="sharded", elementwise=(RecordingSGD,)),
-    "DeAR, replicated": lambda: DeARStrategy(update="replicated"),
-    "SelSync, gradients": lambda: SelSyncStrategy(delta=0.0, aggregation="gradients", partition="defdp"),
-    "SelSync, parameters": lambda: SelSyncStrategy(partition="defdp"),
-    "local SGD": lambda: LocalSGDStrategy(period=2),
-    "local SGD, warm-up": lambda: LocalSGDStrategy(warmup_steps=1000),
-    "servers": lambda: ParameterServerStrategy(elementwise=(RecordingSGD,)),
-    "servers, synchronous": lambda: ParameterServerStrategy(policy="sync", elementwise=(RecordingSGD,)),
-    "Pipe-SGD, synchronous": lambda: PipeSGDStrategy(staleness=0),
-    "Pipe-SGD": PipeSGDStrategy,
-    "EA-Pipe": lambda: EAPipeStrategy(split=(2,)),
+STRATEGIES: dict[str, dict[str, Any] | str] = {
+    "ddp": "ddp",
+    "DeAR": {"name": "dear", "update": "sharded", "elementwise": (RecordingSGD,)},
+    "DeAR, replicated": {"name": "dear", "update": "replicated"},
+    "SelSync, gradients": {"delta": 0.0, "aggregation": "gradients", "partition": "defdp"},
+    "SelSync, parameters": {"partition": "defdp"},
+    "local SGD": {"name": "local_sgd", "period": 2},
+    "local SGD, warm-up": {"name": "local_sgd", "warmup_steps": 1000},
+    "servers": {"name": "parameter_server", "elementwise": (RecordingSGD,)},
+    "servers, synchronous": {"name": "parameter_server", "policy": "sync", "elementwise": (RecordingSGD,)},
+    "Pipe-SGD, synchronous": {"name": "pipe_sgd", "staleness": 0},
+    "Pipe-SGD": {"name": "pipe_sgd"},
+    "EA-Pipe": {"name": "ea_pipe", "split": (2,)},
 }
 EXACT = (
     "DeAR",
@@ -89,18 +82,14 @@ SHARDED = ("DeAR", "DeAR, replicated", "servers, synchronous")
 #: Each rank applies a part of the gradient.
 DIVIDED = ("DeAR", "EA-Pipe", "servers", "servers, synchronous")
 
-#: The method, and how it clips.
-Case = tuple[str, str]
 
-
-def fit(directory: Path, precision: str, case: Case) -> tuple[Tensor, list[Tensor]]:
+def fit(directory: Path, precision: str, method: str, clipping: str) -> tuple[Tensor, list[Tensor]]:
     """The weights, and the gradients that were applied on this rank."""
-    method, clipping = case
     torch.manual_seed(0)
     model = Recorded()
     how = {"plugins": [scaling()]} if precision == "16-mixed" else {"precision": precision}
     run = trainer(
-        STRATEGIES[method](),
+        make_strategy(STRATEGIES[method]),
         2,
         directory,
         max_epochs=1,
@@ -113,47 +102,46 @@ def fit(directory: Path, precision: str, case: Case) -> tuple[Tensor, list[Tenso
     return model.weights(), model.applied
 
 
-def fit_all(directory: Path, precision: str) -> dict[Case, tuple[Tensor, list[Tensor]]]:
-    clippings = [kind for kind in CLIPPING if kind != "none" or precision in UNCLIPPED]
-    cases = itertools.product(STRATEGIES, clippings)
-    refused = ("EA-Pipe", "16-mixed")  # by name: see the tests of EA-Pipe
-    return {case: fit(directory, precision, case) for case in cases if (case[0], precision) != refused}
+#: A precision, a method, and how it clips.
+CASES = [
+    (precision, method, clipping)
+    for precision, method, clipping in itertools.product(PRECISIONS, STRATEGIES, CLIPPING)
+    if (precision, method) != ("16-mixed", "EA-Pipe")  # refused: see the tests of EA-Pipe
+    and (clipping != "none" or precision in UNCLIPPED)
+]
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_every_method_trains(precision: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("trained")
+    return launch_cases({case: partial(fit, folder, *case) for case in CASES}, 2, init=False)
+
+
+@pytest.mark.parametrize(("precision", "method", "clipping"), CASES)
+def test_every_method_trains(precision: str, method: str, clipping: str, trained: Outcomes) -> None:
     """Exact methods are DDP, all others end with equal weights; what is applied is clipped as one gradient."""
-    ranks = launch(fit_all, 2, tmp_path, precision, init=False)
+    (weights, _), (other, _) = of_ranks = trained[precision, method, clipping]
     dtype, computed = PRECISIONS[precision]
     eps, initial = torch.finfo(computed).eps, Classifier().weights()
-    for case, (weights, _) in ranks[0].items():
-        method, clipping = case
-        assert weights.dtype == dtype, case
-        assert weights.isfinite().all(), case
-        assert not torch.equal(weights, initial.to(dtype)), case
-        assert torch.equal(weights, ranks[1][case][0]), case
-        check_applied([rank[case][1] for rank in ranks], case, eps)
-        expected = ranks[0]["ddp", clipping][0]
-        if method in SHARDED and clipping == "norm":  # of shards, and never in 16 bits, as DDP's may be
-            torch.testing.assert_close(weights, expected, rtol=2 * eps, atol=2 * eps * NUM_STEPS * CLIP)
-        elif method in EXACT:
-            assert torch.equal(weights, expected), case
-
-
-def check_applied(of_ranks: list[list[Tensor]], case: Case, eps: float) -> None:
-    """Asserts that as many gradients were applied as there are steps, each of them clipped as a whole."""
-    method, clipping = case
+    assert weights.dtype == dtype
+    assert weights.isfinite().all()
+    assert not torch.equal(weights, initial.to(dtype))
+    assert torch.equal(weights, other)
+    expected, _ = trained[precision, "ddp", clipping][0]
+    if method in SHARDED and clipping == "norm":  # of shards, and never in 16 bits, as DDP's may be
+        torch.testing.assert_close(weights, expected, rtol=2 * eps, atol=2 * eps * NUM_STEPS * CLIP)
+    elif method in EXACT:
+        assert torch.equal(weights, expected)
     if method in DIVIDED:
-        gradients = [torch.cat(parts) for parts in zip(*of_ranks, strict=True)]
+        gradients = [torch.cat(parts) for parts in zip(*(applied for _, applied in of_ranks), strict=True)]
     else:
-        gradients = [gradient for of_rank in of_ranks for gradient in of_rank]
-    num_updates = NUM_STEPS - (method == "Pipe-SGD")
-    assert len(gradients) == num_updates * (1 if method in DIVIDED else 2), case
+        gradients = [gradient for _, applied in of_ranks for gradient in applied]
+    assert len(gradients) == (NUM_STEPS - (method == "Pipe-SGD")) * (1 if method in DIVIDED else 2)
     for gradient in gradients:
         norm, largest = float(gradient.double().norm()), float(gradient.abs().max())
         if clipping == "norm":
-            assert norm == pytest.approx(CLIP, rel=max(2 * eps, 1e-4)), case  # torch adds 1e-6 to the norm
+            assert norm == pytest.approx(CLIP, rel=max(2 * eps, 1e-4))  # torch adds 1e-6 to the norm
         elif clipping == "value":
-            assert largest == float(torch.tensor(CLIP, dtype=gradient.dtype)), case
+            assert largest == float(torch.tensor(CLIP, dtype=gradient.dtype))
         else:
-            assert largest > CLIP, case
+            assert largest > CLIP

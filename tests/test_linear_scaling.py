@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
@@ -27,7 +28,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_pipesync import LinearScalingLR
-from tests.harness import launch
+from tests.case_table import launch_cases
 from tests.lightning_models import Classifier, train_loader, trainer
 from tests.models import loss, seeded_mlp
 
@@ -67,7 +68,7 @@ def train(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None,
 
 
 def test_values() -> None:
-    """Four times the batch, a warm-up of three steps: times 1, 2, 3, 4, 4 in each group."""
+    """Four times the batch, a warm-up of three steps: times 1, 2, 3, 4, 4 in each group; half the batch, and none."""
     model = seeded_mlp()
     optimizer = in_groups(model)
     scheduler = LinearScalingLR(optimizer, warmup_steps=3, factor=4)
@@ -77,9 +78,6 @@ def test_values() -> None:
     )
     assert scheduler.base_lrs == [0.1, 0.02]
     assert scheduler.get_last_lr() == [0.4, 0.08]
-
-
-def test_without_warm_up() -> None:
     optimizer = in_groups(seeded_mlp())
     LinearScalingLR(optimizer, warmup_steps=0, factor=0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.01]
@@ -211,21 +209,18 @@ class Scaled(Classifier):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
 
 
-def fit(directory: Path, epochs: int, resumed: bool) -> tuple[list[float], Tensor]:
-    """Trains eight steps an epoch on two ranks, and saves a checkpoint at the end."""
-    model, path = Scaled(), directory / "first.ckpt"
-    fitting = trainer("dear", int(os.environ["WORLD_SIZE"]), directory, max_epochs=epochs)
-    fitting.fit(model, train_loader(), ckpt_path=path if resumed else None)
-    if epochs == 1:
-        fitting.save_checkpoint(path)
+def fit(directory: Path, resumed: bool) -> tuple[list[float], Tensor]:
+    """Trains two epochs of eight steps on two ranks, with a checkpoint after the first."""
+    model, saver = Scaled(), ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
+    fitting = trainer("dear", 2, directory, callbacks=[saver], enable_checkpointing=True)
+    fitting.fit(model, train_loader(), ckpt_path=directory / "epoch=0.ckpt" if resumed else None)
     return model.rates, model.weights()
 
 
 def test_in_a_trainer(tmp_path: Path) -> None:
     """The number of ranks is the factor; a run resumed within the warm-up is the uninterrupted one bit for bit."""
-    [(whole, weights), _] = launch(fit, 2, tmp_path, 2, False, init=False)
-    [(first, _), _] = launch(fit, 2, tmp_path, 1, False, init=False)
-    [(second, resumed), _] = launch(fit, 2, tmp_path, 2, True, init=False)
+    fits = launch_cases({resumed: partial(fit, tmp_path, resumed) for resumed in (False, True)}, 2, init=False)
+    [(whole, weights), _], [(second, resumed), _] = fits[False], fits[True]
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.01)
     cosine, alone = CosineAnnealingLR(optimizer, 16), []
     for _ in range(16):
@@ -233,5 +228,5 @@ def test_in_a_trainer(tmp_path: Path) -> None:
         optimizer.step()
         cosine.step()
     assert whole == pytest.approx([rate * (1 + min(step, 10) / 10) for step, rate in enumerate(alone)])
-    assert first + second == whole
+    assert second == whole[8:]
     assert torch.equal(resumed, weights)

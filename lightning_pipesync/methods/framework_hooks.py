@@ -49,7 +49,8 @@ class FrameworkHooks:
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         """Called by a framework after the last step of a training; a collective call.
 
-        ``before_update`` is called before each further update, when ``p.grad`` holds its gradient.
+        Args:
+            before_update: called before each further update, when ``p.grad`` holds its gradient.
         """
 
     def return_optimizer_states(self) -> None:
