@@ -15,6 +15,9 @@ from lightning_pipesync.core.work import MethodWork, Work
 if TYPE_CHECKING:
     from lightning_pipesync.methods.method import Method
 
+#: The :class:`Exchange` that averages all weights with an outer step, by codec.
+AVERAGES = "averages"
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -7,9 +7,8 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import BenchCandidate, Exchange, LabEntry, Prediction, StandIn
+from lightning_pipesync.methods.laboratory import AVERAGES, BenchCandidate, Exchange, LabEntry, Prediction, StandIn
 from lightning_pipesync.methods.local_sgd.config import LocalSGDConfig
-from lightning_pipesync.methods.replicas.lab import AVERAGES
 
 #: The settings of an outer step that suit short periods, see docs/local_sgd.md.
 OUTER = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.3}

@@ -11,8 +11,7 @@ from typing import Any
 
 from lightning_pipesync.core.cluster import Cluster
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn
-from lightning_pipesync.methods.replicas.lab import AVERAGES
+from lightning_pipesync.methods.laboratory import AVERAGES, BenchCandidate, LabEntry, Prediction, StandIn
 from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
 #: The shares of local steps that are tried.
