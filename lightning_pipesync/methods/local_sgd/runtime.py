@@ -60,8 +60,7 @@ class LocalSGD(ElasticReplicaMethod):
     def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> AveragingPolicy:
         config = self.config
         if config.period == BY_GRADIENT:
-            tensors = [parameter.tensor for parameter in parameters]
-            return GradientTrigger(tensors, config, type(optimizer).__name__, self.transport)
+            return GradientTrigger(optimizer, parameters, config, self.transport)
         return PeriodClock(config.period, config.fragments, config.overlap_steps, self.data, self.transport)
 
     def _average_others(self, index: int) -> None:
@@ -116,13 +115,5 @@ class LocalSGD(ElasticReplicaMethod):
         return None
 
     def _shape_settings(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "compression": str(config.compression),
-            "error_feedback": config.uses_error_feedback,
-            "bucket_mb": config.bucket_mb,
-            "outer_optimizer": config.outer_optimizer,
-            "fragments": config.fragments,
-            "ranks_per_replica": config.ranks_per_replica,
-            "warmup_steps": config.warmup_steps,
-        }
+        names = ("outer_optimizer", "fragments", "ranks_per_replica", "warmup_steps")
+        return {**super()._shape_settings(), **{name: getattr(self.config, name) for name in names}}

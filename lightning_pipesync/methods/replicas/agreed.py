@@ -1,4 +1,4 @@
-"""The agreed weights, and the outer step that moves them towards the average of the replicas (DiLoCo, SlowMo)."""
+"""The agreed weights, and the outer step from them towards the average of the replicas (DiLoCo, SlowMo)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ Agreed: TypeAlias = tuple[Tensor, Any]
 
 
 class OuterStep:
-    """Steps an optimizer of torch's on the agreed weights, of which each rank updates its own shards.
+    """Updates this rank's shards of the agreed weights by an element-wise optimizer, which ``make`` returns.
 
     The outer gradient is the agreed weights minus the average of the replicas (DiLoCo, arXiv 2311.08105, Algorithm 1,
-    lines 12 to 14), so that SGD with a learning rate of 1 sets the agreed weights to that average. A rank has the state
-    of its shards only.
-
-    ``make`` returns the outer optimizer of a shard, which must be element-wise.
+    lines 12 to 14), so that SGD with a learning rate of 1 sets the agreed weights to that average.
     """
 
     def __init__(self, shards: Sequence[Tensor], make: MakeOptimizer) -> None:
@@ -38,7 +35,7 @@ class OuterStep:
 
     @torch.no_grad()
     def step(self, index: int, movement: Tensor) -> Tensor:
-        """Takes a step on a shard, and returns it; ``movement`` is the replicas' average minus the agreed weights."""
+        """Updates a shard, and returns it; ``movement`` is the replicas' average minus the agreed weights."""
         shard = self._shards[index]
         shard.grad = -movement
         self._optimizers[index].step()
@@ -46,17 +43,11 @@ class OuterStep:
         return shard
 
     def state_of(self, index: int) -> Any:
-        """Returns a copy on the CPU of the state of one shard."""
         state = self._optimizers[index].state_dict()["state"]
         return map_tensors(lambda tensor: tensor.to("cpu", copy=True), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank.
-
-        Raises:
-            ValueError: the state is of a version in which every rank had the whole of it.
-        """
-        if "states" not in state:
+        if "states" not in state:  # every rank had the whole state
             raise ValueError(
                 "The outer step's state in this checkpoint is of an earlier version: remove the key 'pipesync' from it "
                 "to start from the averaged weights."
@@ -66,13 +57,10 @@ class OuterStep:
 
 
 class AgreedWeights:
-    """What all ranks agreed on last, of each bucket, and by what an average moves it.
+    """The values of each bucket that all ranks agreed on last, and how an average changes them.
 
-    Lossy codecs encode how far the weights moved since then, never the weights themselves, and the outer step needs the
-    same difference. Without either, nothing is kept, and the average itself is what ranks agree on.
-
-    Attributes:
-        flats: the agreed values of each bucket, fused; empty if none are kept.
+    Lossy codecs encode the difference to them, never the weights themselves, and the outer step needs the same
+    difference. Without either, ranks agree on the average itself: then ``flats``, the fused values, is empty.
     """
 
     def __init__(
@@ -85,45 +73,42 @@ class AgreedWeights:
     ) -> None:
         self.flats = [torch.zeros_like(flat) for flat in buckets]
         self._replicas, self._codec = replicas, codec
-        self._feedback: list[ErrorFeedback | None] = [
-            replicas.feedback(flat) if error_feedback else None for flat in buckets
-        ]
+        self._feedback = [replicas.feedback(flat) for flat in buckets] if error_feedback else []
         self._outer = OuterStep([replicas.shard(flat) for flat in self.flats], outer) if outer else None
 
     def subtract_from(self, index: int, flat: Tensor) -> None:
-        """Makes values of a bucket the difference to the agreed ones."""
+        """Replaces values of a bucket by the difference to the agreed ones."""
         if self.flats:
             flat.sub_(self.flats[index])
 
     def feedback(self, index: int) -> ErrorFeedback | None:
-        """Returns what a bucket's codec has dropped."""
-        return self._feedback[index] if self.flats else None
+        """Returns the residuals of a bucket's codec."""
+        return self._feedback[index] if self._feedback else None
 
     def between(self, index: int, count: int | None) -> Callable[[Tensor], object] | None:
-        """Returns what replaces this rank's shard of a bucket's average, or sum to be divided by ``count``."""
+        """Returns what changes this rank's shard of a bucket's average, or of a sum that ``count`` divides."""
         return partial(self._outer_step, index, count) if self._outer or count else None
 
     @torch.no_grad()
     def update(self, index: int, flat: Tensor) -> None:
-        """Agrees on a bucket's average; ``flat`` is that, or with a lossy codec its difference, which becomes that."""
+        """Agrees on the average in ``flat``; with a lossy codec that is a difference, and becomes the average."""
         if self.flats and self._codec.lossless:
             self.flats[index].copy_(flat)
         elif self.flats:
             flat.copy_(self.flats[index].add_(flat))
 
     def copies(self, indices: Iterable[int]) -> dict[int, Agreed]:
-        """Returns copies on the CPU of the agreed values and the outer state of buckets; none if none are kept."""
+        """Returns copies on the CPU of the agreed values and the outer states of buckets."""
         outer = self._outer
         return {
             i: (self.flats[i].to("cpu", copy=True), outer.state_of(i) if outer else {}) for i in indices if self.flats
         }
 
     def state_dict(self, before: Mapping[int, Agreed] | None = None) -> dict[str, Any]:
-        """Returns, on the CPU, the agreed values, the codec's residuals and the outer step's state.
+        """Returns, on the CPU, the agreed values, the outer states and the codec's residuals.
 
-        Args:
-            before: the :meth:`copies` of buckets whose average is under way, from before that: the state is as if it
-                had not started, without residuals.
+        With ``before``, the :meth:`copies` of buckets from before their average under way, the state is as if no
+        average had started, and has no residuals.
         """
         if not self.flats:
             return {}
@@ -133,25 +118,24 @@ class AgreedWeights:
             "outer": {"states": [agreed[index][1] for index in range(len(self.flats))]} if self._outer else {},
         }
         if before is None:
-            state["feedback"] = [feedback.state_dict() for feedback in self._feedback if feedback is not None]
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from what :meth:`state_dict` returned, with the outer state of this rank's shards."""
         if not self.flats or "common" not in state:
             return
         for flat, values in zip(self.flats, state["common"], strict=True):
             flat.copy_(values)
         if self._outer:
             self._outer.load_state_dict(state["outer"])
-        kept = [feedback for feedback in self._feedback if feedback is not None]
-        for feedback, residuals in zip(kept, state.get("feedback", []), strict="feedback" in state):
-            feedback.load_state_dict(residuals)
+        if "feedback" in state:
+            for feedback, residuals in zip(self._feedback, state["feedback"], strict=True):
+                feedback.load_state_dict(residuals)
 
     @torch.no_grad()
     def _outer_step(self, index: int, count: int | None, shard: Tensor) -> None:
-        """Replaces this rank's shard of a sum by what is gathered: values, or with a lossy codec a difference."""
+        """Replaces this rank's shard of a sum by what all ranks gather: values, or with a lossy codec a difference."""
         if count is not None:
             shard.div_(count)
         if self._outer is None:
@@ -161,7 +145,7 @@ class AgreedWeights:
         stepped = self._outer.step(index, shard.to(agreed.device))
         if before is None:
             shard.copy_(stepped)
-        else:  # all ranks add the decoded difference, this one, too
+        else:  # all ranks, this one too, add the decoded difference to what they agreed on
             difference = stepped - before
             agreed.copy_(before)
-            shard.copy_(difference)  # last: it makes the host wait, if it has to
+            shard.copy_(difference)  # last: the copy may make the host wait

@@ -1,4 +1,4 @@
-"""What the flags of all ranks say, of one byte each, besides what they mean to one policy."""
+"""Flags of one byte, by which ranks learn what the others are about to do; a policy adds bits of its own."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ LOADED = 128
 #: It is about to consolidate the weights, and takes no step.
 CONSOLIDATE = 64
 
+_IF_ONLY_SOME = {
+    LOADED: "has loaded weights since the last step, and the others have not: all ranks have to load the same ones.",
+    CONSOLIDATE: "is about to consolidate the weights, for an evaluation or a checkpoint, and the others take a step: "
+    "all ranks have to do so together.",
+}
+
 
 def check_flags(flags: Sequence[int], ranks: Sequence[int] | None = None) -> None:
-    """Checks that all ranks have loaded weights, or none, and that all consolidate the weights, or all take a step.
-
-    Args:
-        flags: of ``ranks``; None: of all ranks.
+    """Checks that all of ``ranks`` (None: all ranks) have loaded weights or none, and all consolidate them or none.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: their flags differ.
     """
-
-    def only_some(bit: int) -> str:
+    for bit, message in _IF_ONLY_SOME.items():
         chosen = [rank for rank, flag in zip(ranks or range(len(flags)), flags, strict=True) if flag & bit]
-        return f"Rank {', '.join(map(str, chosen))}" if 0 < len(chosen) < len(flags) else ""
+        if 0 < len(chosen) < len(flags):
+            raise RuntimeError(f"Rank {', '.join(map(str, chosen))} {message}")
 
-    if some := only_some(LOADED):
-        raise RuntimeError(
-            f"{some} has loaded weights since the last step, and the others have not: all ranks have to load the same "
-            "ones."
-        )
-    if some := only_some(CONSOLIDATE):
-        raise RuntimeError(
-            f"{some} is about to consolidate the weights, for an evaluation or a checkpoint, and the others take a "
-            "step: all ranks have to do so together."
-        )
+
+def check_same(flags: Sequence[int], what: str, mask: int = 255) -> None:
+    """Calls :func:`check_flags`, and checks that all ranks have the same bits of ``mask``.
+
+    Raises:
+        RuntimeError: some differ from rank 0's; the message names them, and says ``what`` they and rank 0 have done.
+    """
+    check_flags(flags)
+    if others := [rank for rank, flag in enumerate(flags) if flag & mask != flags[0] & mask]:
+        raise RuntimeError(f"Rank {', '.join(map(str, others))} and rank 0 {what}")
 
 
 def exchange_flags(transport: Transport, flag: int) -> list[int]:
-    """All-gathers ``flag``, first in the group of ranks that train one replica, if there are such groups.
+    """All-gathers ``flag``, by rank; first among the ranks that train one replica, if there are such groups.
 
-    The ranks of a group meet in each step: a rank that consolidates or loads weights alone meets the others there.
-
-    Returns:
-        The flags by rank.
+    The ranks of a group communicate in each step: a rank that consolidates or loads weights alone meets the others
+    there.
 
     Raises:
         RuntimeError: only some ranks of the group do so; or a peer is lost.

@@ -16,42 +16,33 @@ from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.replicas.agreed import Agreed
-from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_flags, exchange_flags
+from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_same, exchange_flags
 from lightning_pipesync.methods.replicas.groups import replicas_of
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors, to_cpu
 
-#: A rank's flag has the number of its steps modulo this: when it consolidates the weights, and when an average starts.
-#: That has neither of the bits SKIPPED, of which the flag of a gradient always has one: no flag is taken for another.
+#: A rank's flag is the number of its steps modulo this: when it consolidates the weights, and when an average starts.
+#: The latter has no bit of SKIPPED, and the flag of a gradient always has one: no flag is taken for another.
 STEPS, STEPS_AT_START = 64, 8
+SAME_STEPS = "have not taken as many steps: all ranks take a step, or none."
 
 
 @dataclass
 class Flight:
-    """An average of a fragment that has started and is not applied yet.
+    """An average of a fragment that has started and is not applied yet."""
 
-    Attributes:
-        due: the step at whose end it is applied.
-        flags: of all ranks; None once they are checked.
-        results: the averages, once they have been moved out of the buffers.
-        starts: this rank's weights when it started, if what they have moved since is to stay.
-        agreed: what the buckets' ranks agreed on before it started, if it can be undone.
-    """
-
-    due: int
-    flags: Handle[list[int]] | None = None
+    due: int  # the step at whose end it is applied
+    flags: Handle[list[int]] | None = None  # of all ranks; None once they are checked
     handles: Sequence[Handle[Tensor]] = ()
-    results: Sequence[Tensor] = ()
-    starts: Sequence[Tensor] = ()
-    agreed: Mapping[int, Agreed] = field(default_factory=dict)
+    results: Sequence[Tensor] = ()  # once they have been moved out of the buffers
+    starts: Sequence[Tensor] = ()  # this rank's weights when it started, if their progress since then is to stay
+    agreed: Mapping[int, Agreed] = field(default_factory=dict)  # before it started, if it can be undone
 
 
 class Fragments:
     """Averages an optimizer's parameters fragment by fragment. One average of a fragment is under way at a time.
 
-    Attributes:
-        buckets: the parameters of each bucket.
-        replicas: averages the buckets.
+    ``replicas`` averages ``buckets``, the parameters of each bucket.
 
     Raises:
         ValueError: there are fewer layers than fragments.
@@ -74,19 +65,19 @@ class Fragments:
         self._flights: dict[int, Flight] = {}
 
     def __contains__(self, fragment: int) -> bool:
-        """Returns whether an average of the fragment is under way."""
         return fragment in self._flights
 
     def start(self, fragment: int, step: int, ranks: Sequence[int] | None) -> None:
-        """Starts to average a fragment at the end of this rank's step, and without overlap applies the average.
+        """Starts to average a fragment of ``ranks``, None: all, at the end of a step; without overlap, applies it.
 
-        The weights of ``ranks`` are averaged; None: of all. Raises a RuntimeError if ranks have taken other steps.
+        Raises:
+            RuntimeError: the ranks have not taken as many steps; or a peer is lost.
         """
         overlap, buckets = self._config.overlap_steps, self._fragments[fragment]
         flight = Flight(step + overlap)
         if self._config.compares_steps:
             flight.flags = self._transport.exchange_flags(step % STEPS_AT_START)
-        if not overlap:  # otherwise nobody waits yet
+        if not overlap:  # with overlap nobody waits yet
             _check(flight)
         if overlap and self._config.undoes_averages:
             flight.agreed = self.replicas.agreed.copies(buckets)
@@ -98,18 +89,17 @@ class Fragments:
             self._apply(fragment)
 
     def apply_due(self, step: int) -> None:
-        """Applies the averages that are due at the end of a step."""
         for fragment in [fragment for fragment, flight in self._flights.items() if flight.due == step]:
             self._apply(fragment)
 
     def check_consolidation(self, step: int) -> None:
         """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages."""
         if self._config.compares_steps:
-            _raise_if_they_differ(exchange_flags(self._transport, CONSOLIDATE | step % STEPS))
+            check_same(exchange_flags(self._transport, CONSOLIDATE | step % STEPS), SAME_STEPS)
         self.settle()
 
     def settle(self) -> None:
-        """Waits for the averages under way, and moves them out of the buffers, which others may use."""
+        """Waits for the averages under way, and moves them out of the buffers."""
         for fragment, flight in self._flights.items():
             if not flight.results:
                 self._wait(fragment, flight)
@@ -117,12 +107,12 @@ class Fragments:
                     flight.results = [self.replicas.result(index).clone() for index in self._fragments[fragment]]
 
     def drop(self) -> None:
-        """Drops the averages under way: training continues from other weights."""
+        """Drops the averages under way."""
         for fragment in list(self._flights):
             self._arrive(fragment)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns a state without the averages under way, as if they had not started; not a collective call."""
+        """Returns the state as if the averages under way had not started; not a collective call."""
         under_way = [flight.agreed for flight in self._flights.values() if not flight.results]
         before = {index: agreed for each in under_way for index, agreed in each.items()}
         return {"replicas": self.replicas.snapshot(before), "flights": {}}
@@ -144,14 +134,13 @@ class Fragments:
         self._flights = {fragment: Flight(**saved) for fragment, saved in flights.items()}
 
     def _wait(self, fragment: int, flight: Flight) -> None:
-        """Blocks until the average has arrived, on which all ranks then agree."""
+        """Waits for an average, and agrees on it."""
         _check(flight)
         for handle, index in zip(flight.handles, self._fragments[fragment], strict=True):
             handle.wait()
             self.replicas.agree_on_average(index)
 
     def _apply(self, fragment: int) -> None:
-        """Sets the weights of a fragment by its average."""
         own_share = self._config.own_share if self._config.overlap_steps else 0.0
         starts = self._arrive(fragment).starts
         for place, index in enumerate(self._fragments[fragment]):
@@ -163,7 +152,7 @@ class Fragments:
                 self.replicas.apply(index)
 
     def _arrive(self, fragment: int) -> Flight:
-        """Returns an average that is no longer under way, and whose results are in the buffers."""
+        """Ends an average; its results are in the buffers then."""
         flight = self._flights.pop(fragment)
         if flight.results:
             for index, result in zip(self._fragments[fragment], flight.results, strict=True):
@@ -174,11 +163,7 @@ class Fragments:
 
 
 def divide_layers(sizes: list[int], fragments: int) -> list[list[int]]:
-    """Divides layers of ``sizes`` bytes, in their order, into fragments of about the same size.
-
-    Returns:
-        The indices of each fragment's layers, at least one.
-    """
+    """Divides layers of ``sizes`` bytes, in order, into fragments of similar sizes; returns the indices of each."""
     total, passed = sum(sizes), 0
     divided: list[list[int]] = [[]]
     for index, size in enumerate(sizes):
@@ -203,16 +188,5 @@ def _divided(parameters: Sequence[NamedParameter], number: int) -> list[list[Nam
 
 def _check(flight: Flight) -> None:
     if flight.flags is not None:
-        _raise_if_they_differ(flight.flags.wait())
+        check_same(flight.flags.wait(), SAME_STEPS)
         flight.flags = None
-
-
-def _raise_if_they_differ(flags: Sequence[int]) -> None:
-    """Raises if ranks have taken other numbers of steps, or only some are about to consolidate the weights."""
-    if len(set(flags)) == 1:
-        return
-    check_flags(flags)
-    others = [rank for rank, flag in enumerate(flags) if flag != flags[0]]
-    raise RuntimeError(
-        f"Rank {', '.join(map(str, others))} and rank 0 have not taken as many steps: all ranks take a step, or none."
-    )

@@ -19,16 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_flags
+from lightning_pipesync.methods.replicas.flags import CONSOLIDATE, check_same
 from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 
-#: Step size of the search for ``delta="auto"``, in units of log delta.
-GAIN = 0.5
-#: The first threshold of ``delta="auto"`` as a share of ``smoothing``, to which relative changes are proportional. It
-#: is so low that the first steps are synchronized, until delta has grown to the size of the changes.
-FIRST_DELTA = 0.01
-#: Lower bound of ``delta="auto"``. Smaller changes are rounding errors.
-SMALLEST_DELTA = 1e-12
+# With ``delta="auto"``:
+GAIN = 0.5  # step size of the search, in units of log delta
+FIRST_DELTA = (
+    0.01  # first delta / smoothing, as relative changes are proportional to that; low: first steps synchronize
+)
+SMALLEST_DELTA = 1e-12  # smaller changes are rounding errors
 
 # The bits of a rank's flag (Algorithm 1, ``flags[n]``), which is one byte:
 SYNCHRONIZE = 1  # its relative gradient change is at least delta
@@ -53,7 +52,7 @@ class GradientChangeTracker:
         self._weights = [(1 - smoothing) ** age for age in range(window)]
         self._values: deque[float] = deque(maxlen=window)
         self._average = math.nan
-        self._before: tuple[list[float], float] | None = None
+        self._before: dict[str, Any] | None = None
 
     def update(self, squared_norm: float) -> float:
         """Adds the squared L2 norm of this step's gradient; returns the relative gradient change.
@@ -61,12 +60,10 @@ class GradientChangeTracker:
         The change is infinite for the first value and for one that is not finite. The average ignores a value that is
         not finite, so that one overflow does not disable the tracker.
         """
-        self._before = None
+        self._before = self.state_dict()
         if not math.isfinite(squared_norm):
             return math.inf
         previous = self._average
-        full = len(self._values) == self._values.maxlen
-        self._before = ([self._values[-1]] if full else [], previous)
         self._values.appendleft(squared_norm)
         weighted = sum(weight * value for weight, value in zip(self._weights, self._values, strict=False))
         self._average = weighted / sum(self._weights[: len(self._values)])
@@ -78,12 +75,8 @@ class GradientChangeTracker:
 
     def undo(self) -> None:
         """Undoes the last :meth:`update`. Only one update can be undone."""
-        if self._before is None:
-            return
-        dropped, self._average = self._before
-        self._values.popleft()
-        self._values.extend(dropped)
-        self._before = None
+        if self._before is not None:
+            self.load_state_dict(self._before)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the window, newest value first, and its average."""
@@ -121,12 +114,10 @@ class Threshold:
             self.delta, self._lssr = FIRST_DELTA * settings.smoothing, settings.lssr
 
     def update(self, synchronized: bool) -> None:
-        """Updates delta after a step in which the change of every rank was defined."""
         if self._lssr is not None:
             self.delta = max(self.delta * math.exp(GAIN * (synchronized - (1 - self._lssr))), SMALLEST_DELTA)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns delta with ``delta="auto"``, nothing otherwise."""
         return {} if self._lssr is None else {"delta": self.delta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,23 +128,15 @@ class Threshold:
 
 @dataclass(frozen=True)
 class SyncDecision:
-    """The decision about a step. All but the relative change is the same on all ranks.
+    """The decision about a step: the same on all ranks, except for this rank's ``relative_change`` (Eq. 2)."""
 
-    Attributes:
-        relative_change: this rank's relative gradient change (Eq. 2); infinite where it is not defined.
-        delta: the threshold of this step.
-        synchronized: whether some rank's change was at least delta.
-        missing_gradient: whether some rank had a parameter without a gradient.
-        not_finite: whether some rank's gradient was not finite.
-        undefined: whether some rank's change was not defined.
-    """
-
-    relative_change: float = math.inf
+    relative_change: float = math.inf  # where it is not defined
     delta: float = math.nan
-    synchronized: bool = False
-    missing_gradient: bool = False
-    not_finite: bool = False
-    undefined: bool = False
+    # Whether on some rank
+    synchronized: bool = False  # the change was at least delta
+    missing_gradient: bool = False  # a parameter had no gradient
+    not_finite: bool = False  # the gradient was not finite
+    undefined: bool = False  # the change was not defined
 
 
 class SelectiveSync:
@@ -207,14 +190,14 @@ class SelectiveSync:
         return self.decision
 
     def finish_step(self) -> None:
-        """Updates delta after a step; not after a step in which the change of some rank was not defined."""
+        """Updates delta, unless the change of some rank was not defined."""
         assert self.decision is not None
         if not self.decision.undefined:
             self.threshold.update(self.decision.synchronized)
         self.decision = None
 
     def skip_step(self, flags: Sequence[int]) -> None:
-        """Undoes :meth:`measure`, as the user has skipped the step; arguments and errors as of :meth:`decide`."""
+        """Undoes :meth:`measure`: the user has skipped the step. Arguments and errors as of :meth:`decide`."""
         self.check(flags)
         self.tracker.undo()
         self._num_skipped += 1
@@ -225,16 +208,14 @@ class SelectiveSync:
         return self._skipped_flag(skipping) | CONSOLIDATE
 
     def check(self, flags: Sequence[int]) -> None:
-        """Checks by :func:`check_flags`, and that all ranks have skipped the same steps, or raises a RuntimeError."""
-        check_flags(flags)
-        others = [rank for rank, flag in enumerate(flags) if flag & sum(SKIPPED) != flags[0] & sum(SKIPPED)]
-        if others:
-            raise RuntimeError(
-                f"Rank {', '.join(map(str, others))} and rank 0 have not skipped the same steps of {self._name}. Once "
-                "its gradient has been measured, by clipping it or by reduce(), a step is taken by all ranks "
-                "or by none: decide about it by what is the same on all ranks; to change nothing by a step, set the "
-                "gradients to zero."
-            )
+        """Raises a RuntimeError unless all ranks consolidate or none, and all have skipped the same steps."""
+        check_same(
+            flags,
+            f"have not skipped the same steps of {self._name}. Once its gradient has been measured, by clipping it or "
+            "by reduce(), all ranks take the step, or none: decide by what is the same on all ranks; for a step that "
+            "changes nothing, set the gradients to zero.",
+            mask=sum(SKIPPED),
+        )
 
     def _skipped_flag(self, skipping: bool) -> int:
         return SKIPPED[(self._num_skipped + skipping) % 2]

@@ -2,16 +2,15 @@
 
 That is local SGD between hosts or racks, and synchronous training within, as HSDP with DiLoCo. The ranks stand in rows,
 one for each group. Between groups each rank averages its part of the replica with the ranks of its column, which have
-the same part: 1 / ranks of a group is all that each link between groups carries.
+the same part: each link between groups carries 1 / ranks of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from lightning_pipesync.core.codecs import Codec
 from lightning_pipesync.core.comm.collectives import Collectives
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
@@ -19,40 +18,23 @@ from lightning_pipesync.core.feedback import ErrorFeedback
 
 
 class ReplicaGroups:
-    """The collectives among replicas, of which each group of ranks has one: those of a transport among ranks.
+    """The collectives among replicas, of which each group of ranks has one.
 
-    Attributes:
-        rank: number of this rank's group, and so of its replica.
-        world_size: number of groups.
-
-    Args:
-        row: the collectives in this rank's group, all of whose ranks have the same values.
-        column: those among the ranks with the same place in their groups.
+    ``row`` are the ranks of this rank's group, which have the same values; ``column`` those with the same place in
+    their groups. ``rank`` and ``world_size`` count groups.
     """
 
     def __init__(self, row: Collectives, column: Collectives) -> None:
         self._row, self._column = row, column
         self.rank, self.world_size = column.rank, column.world_size
 
-    def all_reduce(
-        self,
-        flat: Tensor,
-        *,
-        codec: str | Codec = "none",
-        mean: bool = False,
-        feedback: ErrorFeedback | None = None,
-        between: Callable[[Tensor], object] | None = None,
-        background: bool = False,
-    ) -> Handle[Tensor]:
-        """Sums ``flat`` over the groups; arguments as of :meth:`Collectives.all_reduce`.
+    def all_reduce(self, flat: Tensor, **settings: Any) -> Handle[Tensor]:
+        """Sums ``flat`` over the groups; ``settings`` as of :meth:`Collectives.all_reduce`.
 
-        In the group, each rank's part of the sum is gathered without loss when the handle is waited for: wait in the
-        order of the calls, on all ranks.
+        Waiting for the handle all-gathers each rank's part of the sum in the group, without loss: wait in the order of
+        the calls, on all ranks.
         """
-        part = self._row.shard(flat)
-        summed = self._column.all_reduce(
-            part, codec=codec, mean=mean, feedback=feedback, between=between, background=background
-        )
+        summed = self._column.all_reduce(self._row.shard(flat), **settings)
 
         def wait() -> Tensor:
             summed.wait()
@@ -77,11 +59,7 @@ def replicas_of(transport: Transport) -> Transport | ReplicaGroups:
 
 
 def check_group_size(size: int, world_size: int) -> None:
-    """Checks that ranks can be divided into groups.
-
-    Raises:
-        ValueError: they cannot; the message names the setting and what is possible.
-    """
+    """Raises a ValueError unless ``size`` divides the ranks into two or more groups."""
     possible = [number for number in range(1, world_size) if world_size % number == 0]
     if size not in possible:
         raise ValueError(

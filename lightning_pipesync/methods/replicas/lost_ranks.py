@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a section may change of a method, see :class:`Recovery`; ``rank`` had the shards of ``world_size`` ranks."""
+    """What a section may change of a method, see :class:`Recovery`, on ``rank`` of ``world_size`` ranks."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class Snapshot:
     units: list[dict[str, Any]]
 
     def with_outer_states(self, change: Callable[[int, Any], Any]) -> Snapshot:
-        """Returns a copy in which ``change`` has replaced each bucket's outer state, given its number of values."""
+        """Returns a copy with ``change(numel, state)`` in place of the outer state of each bucket."""
         units = []
         for unit in self.units:
             replicas = unit["fragments"]["replicas"]
@@ -78,14 +78,11 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps of the training so far, on all ranks, of the first optimizer."""
+        """Number of steps of the first optimizer since the start of the training, also before this process started."""
         return self._units[0].num_steps
 
     def flush(self) -> None:
-        """Sets the weights and buffers to the average of the replicas, as :meth:`ReplicaMethod.flush` does.
-
-        Ranks that come back take part from then on.
-        """
+        """See :meth:`ReplicaMethod.flush`; afterwards, admits ranks that come back."""
         if self.flushed:
             return
         super().flush()
@@ -99,21 +96,20 @@ class ElasticReplicaMethod(ReplicaMethod):
         return self._together(partial(super().prepare_train_loader, loader, seed, to_device))
 
     def follow(self, module: nn.Module) -> None:
-        """Makes :meth:`flush` average ``module``, too; in a process that comes back, it becomes that of rank 0."""
+        """See :meth:`ReplicaMethod.follow`; a process that comes back gets the tensors of rank 0's module."""
         super().follow(module)
         if self._followers_to_come:
             self._followers[-1].take_over(self._followers_to_come.pop(0))
 
     def snapshot(self) -> Snapshot:
-        """Returns what a section may change; not a collective call."""
         units = [unit.snapshot() for unit in self._units]
         return Snapshot(self.transport.rank, self.transport.world_size, self.flushed, replace(self._changes), units)
 
     def regroup(self, snapshot: Snapshot, newcomers: Sequence[int]) -> None:
         """Continues from ``snapshot`` with the ranks of the present default process group; a collective call.
 
-        Those of them who are ``newcomers`` continue from rank 0's, with the consolidated weights. Averages under way
-        are dropped, and a lossy codec's residuals start at zero.
+        ``newcomers`` among them continue from rank 0's snapshot, with the consolidated weights. Averages under way are
+        dropped, and a lossy codec's residuals start at zero.
         """
         traffic = self.transport.traffic.state_dict()
         self.transport = self._make_transport(self.transport.device, self.transport.backend)
@@ -137,7 +133,7 @@ class ElasticReplicaMethod(ReplicaMethod):
         self.flushed, self._changes = snapshot.flushed, replace(snapshot.changes)
 
     def undo_averages(self) -> None:
-        """Restores what averages have replaced that no optimizer updates; not a collective call."""
+        """Restores the tensors that no optimizer updates; not a collective call."""
         for tensors in (self._non_trainable, *self._followers):
             tensors.undo_average()
 
@@ -145,13 +141,12 @@ class ElasticReplicaMethod(ReplicaMethod):
         return section() if self._recovery is None else self._recovery.run(section)
 
     def _detach(self, timeout_s: float) -> None:
-        """Ends the method's threads and process groups. The weights stay as they are."""
         if self._recovery is not None:
             self._recovery.close()
         super()._detach(timeout_s)
 
     def _handover(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Returns what rank 0 sends to a rank that comes back, which must have the same model and settings."""
+        """Returns what rank 0 sends to a rank that comes back."""
         return {
             "described": describe(self.config, self._parameters, self._module),
             "tensors": [tensor.detach() for tensor in self._all_tensors()],
@@ -162,7 +157,7 @@ class ElasticReplicaMethod(ReplicaMethod):
 
     @torch.no_grad()
     def _take_over(self, handover: dict[str, Any]) -> Snapshot:
-        """Takes over what rank 0 has, in a rank that comes back; returns the snapshot to continue from.
+        """Copies rank 0's state into a rank that comes back; returns the snapshot to continue from.
 
         Raises:
             ValueError: this rank has other settings, or another model.
@@ -182,9 +177,9 @@ class ElasticReplicaMethod(ReplicaMethod):
 
 
 def _resharded(rank: int, world_size: int, transport: Transport, numel: int, outer: Any) -> Any:
-    """Returns an outer state of this rank's present shard of ``numel`` values; a collective call.
+    """Returns the outer state of this rank's present shard of a bucket of ``numel`` values; a collective call.
 
-    ``outer`` is of the shard that ``rank`` had among ``world_size`` ranks. A lost rank's part of the state is zero.
+    ``outer`` is that of the shard of ``rank`` among ``world_size`` ranks. A lost rank's part of the state is zero.
     """
 
     def resharded(tensor: Tensor) -> Tensor:
@@ -198,5 +193,5 @@ def _resharded(rank: int, world_size: int, transport: Transport, numel: int, out
 
 
 def _zeroed(numel: int, outer: Any) -> Any:
-    """Returns zeros for rank 0's part of an outer state, which its shards have."""
+    """Returns an outer state of zeros: rank 0 contributes its part when the state is resharded."""
     return map_tensors(lambda tensor: torch.zeros_like(tensor) if tensor.dim() else tensor, outer)

@@ -30,24 +30,17 @@ T = TypeVar("T")
 
 @dataclass
 class Changes:
-    """What has happened to this rank's weights besides steps.
+    """What has changed this rank's weights besides steps."""
 
-    Attributes:
-        loaded: they were loaded since the last step.
-        loaded_since_flush: they were loaded while they were the consolidated ones.
-        followers: those of modules that :meth:`ReplicaMethod.follow` was given may differ between ranks.
-    """
-
-    loaded: bool = False
-    loaded_since_flush: bool = False
-    followers: bool = False
+    loaded: bool = False  # weights were loaded since the last step
+    loaded_since_flush: bool = False  # they were loaded while they were the consolidated ones
+    followers: bool = False  # the parameters of modules that are followed may differ between ranks
 
 
 class ReplicaMethod(SyncMethod):
-    """Each rank trains a replica of the weights with an optimizer of its own. Consolidated, they are their average.
+    """Each rank trains a replica of the weights with an optimizer of its own; consolidated weights are their average.
 
-    A method implements :meth:`_policy` and :meth:`_shape_settings`. Arguments, errors and further calls are those of
-    :class:`SyncMethod`.
+    A method implements :meth:`_policy`. Arguments, errors and further calls are those of :class:`SyncMethod`.
     """
 
     config: ReplicaSettings
@@ -70,9 +63,14 @@ class ReplicaMethod(SyncMethod):
     def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> AveragingPolicy:
         """Returns what decides when the averages of an optimizer's parameters start."""
 
-    @abstractmethod
     def _shape_settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the structure of :meth:`state_dict`."""
+        """Returns the settings that determine the structure of :meth:`state_dict`, which a method extends."""
+        config = self.config
+        return {
+            "compression": str(config.compression),
+            "error_feedback": config.uses_error_feedback,
+            "bucket_mb": config.bucket_mb,
+        }
 
     @property
     def same_optimizer_states(self) -> bool:
@@ -85,17 +83,16 @@ class ReplicaMethod(SyncMethod):
 
     @property
     def _replicas(self) -> list[ReplicatedTensors]:
-        """The parameters of each optimizer."""
         return [unit.replicas for unit in self._units]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int, loss_scale: float | None) -> None:
-        """Averages the gradient in a warm-up or a group; continues from weights that were consolidated or loaded."""
+        """Averages the gradient in a warm-up or a group; adopts weights that were consolidated or loaded."""
         self._units[index].average_gradient()
         if self.flushed:  # the gradient was computed at the consolidated weights
             self._drop_averages()
-            self._keep_average()
+            self._end_flush(keeps_average=True)
         if self._changes.loaded:
             self._together(self._agree_on_loaded)
 
@@ -128,13 +125,12 @@ class ReplicaMethod(SyncMethod):
             self.synchronize()
         return result
 
-    def _end_step(self, index: int) -> bool:
-        """Ends the step of a unit, and averages the other tensors at the end of a round; returns whether that ended."""
-        if self._overlap is None:
-            if ended := self._units[index].end_step():
-                self._average_others(index)
-            return ended
-        return self._units[index].end_step(start=partial(self._start_under_forward, index))
+    def _end_step(self, index: int) -> None:
+        """Ends the step of a unit; at the end of a round, averages the other tensors, too."""
+        if self._overlap is not None:
+            self._units[index].end_step(start=partial(self._start_under_forward, index))
+        elif self._units[index].end_step():
+            self._average_others(index)
 
     def _start_under_forward(self, index: int) -> None:
         assert self._overlap is not None
@@ -156,16 +152,16 @@ class ReplicaMethod(SyncMethod):
             self._overlap.wait()
 
     def _together(self, section: Callable[[], T]) -> T:
-        """Runs a section of a step, or of a flush, in which all ranks communicate."""
+        """Runs a part of a step, or of a flush, in which all ranks communicate."""
         return section()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def follow(self, module: nn.Module) -> None:
-        """Makes :meth:`flush` average ``module``, too, such as a running average of this rank's weights (EMA).
+        """Makes :meth:`flush` also average ``module``, a running average of this rank's weights (EMA).
 
         As averages commute, it becomes the running average of the averaged weights. :meth:`resume` does not undo that.
-        A step waits for its average then, which the running average reads.
+        A step then waits for its average, which the running average reads.
         """
         self._followers.append(self._non_trainable_tensors(list(module.parameters()), module))
 
@@ -184,18 +180,13 @@ class ReplicaMethod(SyncMethod):
 
     def resume(self) -> None:
         """Restores this rank's replica, except the tensors that were written to since the flush."""
-        self._end_flush()
-        for replicas in self._replicas:
-            replicas.swap_back()
-        self._non_trainable.swap_back()
-        self.flushed = False
+        self._end_flush(keeps_average=False)
 
     def return_optimizer_states(self) -> None:
-        """Waits for the average of the last step: the optimizers have had their states all along."""
+        """Waits for the average of the last step: the optimizers already have their states."""
         self.synchronize()
 
     def _consolidate(self) -> None:
-        """Sets the weights and buffers to the average of the replicas, see :meth:`flush`."""
         for unit in self._units:
             unit.check_consolidation()
         for replicas in self._replicas:
@@ -207,40 +198,34 @@ class ReplicaMethod(SyncMethod):
         self.flushed = True
 
     def _after_loading(self, *_: Any) -> None:
-        """Notes that weights were loaded, from which the next steps move away."""
+        """Notes that weights were loaded, which differ from the agreed ones."""
         if self.flushed:
             self._changes.loaded_since_flush = True
         else:
             self._changes.loaded = True
 
-    def _end_flush(self) -> None:
-        """Finds out whether weights that were loaded since the flush are still there, as they are not after a swap."""
-        if self._changes.loaded_since_flush:
+    def _end_flush(self, keeps_average: bool) -> None:
+        """Continues from the average, or restores this rank's replica except tensors that were written to."""
+        if self._changes.loaded_since_flush:  # another swap may have replaced what was loaded
             self._changes.loaded |= any(replicas.written_since_swap() for replicas in self._replicas)
         self._changes.loaded_since_flush = False
+        swapped: list[ReplicatedTensors | NonTrainableTensors] = [*self._replicas, self._non_trainable]
+        for tensors in swapped:
+            if keeps_average:
+                tensors.keep_average()
+            else:
+                tensors.swap_back()
+        self.flushed = False
 
     def _agree_on_loaded(self) -> None:
-        """Makes weights that were loaded since the last step the agreed ones; a collective call.
-
-        Raises:
-            RuntimeError: not all ranks have loaded weights; or a peer is lost.
-        """
+        """Makes weights that were loaded since the last step the agreed ones; a collective call."""
         self._drop_averages()
         self._changes.loaded = False
         check_flags(exchange_flags(self.transport, LOADED))
         for replicas in self._replicas:
             replicas.agree_on_present()
 
-    def _keep_average(self) -> None:
-        """Continues from the consolidated weights."""
-        self._end_flush()
-        for replicas in self._replicas:
-            replicas.keep_average()
-        self._non_trainable.keep_average()
-        self.flushed = False
-
     def _drop_averages(self) -> None:
-        """Drops the averages under way: training continues from other weights."""
         for unit in self._units:
             unit.drop_averages()
 
@@ -261,7 +246,7 @@ class ReplicaMethod(SyncMethod):
         """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated weights were loaded.
 
         Raises:
-            ValueError: the state is of other settings that determine its structure.
+            ValueError: the state was saved with other settings that determine its structure.
         """
         former = self.config.former_names
         settings = {former.get(name, name): value for name, value in state["settings"].items()}
@@ -276,7 +261,6 @@ class ReplicaMethod(SyncMethod):
             self.data.injection.load_state_dict(state["injection"])
 
     def _detach(self, timeout_s: float) -> None:
-        """Ends the method's threads and process groups. The weights stay as they are."""
         for hook in getattr(self, "_load_hooks", ()):
             hook.remove()
         for unit in getattr(self, "_units", ()):
@@ -286,7 +270,7 @@ class ReplicaMethod(SyncMethod):
         super()._detach(timeout_s)
 
     def _new_units(self) -> list[ReplicaUnit]:
-        """Returns what the method has of each optimizer, among the ranks of the transport."""
+        """Returns a unit of each optimizer, among the ranks of the transport."""
         # Of several optimizers the gradients may become ready in another order on another rank.
         starts_in_pass = (lambda _: self.syncing) if len(self.optimizers) == 1 else None
         units = []
@@ -297,7 +281,7 @@ class ReplicaMethod(SyncMethod):
         return units
 
     def _ordered(self, parameters: list[NamedParameter]) -> list[NamedParameter]:
-        """Returns parameters, which are in the order of their layers, in that in which buckets are filled."""
+        """Returns parameters, given layer by layer, in the order in which buckets are filled."""
         return parameters
 
     def _non_trainable_tensors(self, parameters: list[Tensor], module: nn.Module) -> NonTrainableTensors:

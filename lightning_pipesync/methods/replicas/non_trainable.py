@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,13 @@ class NonTrainableTensors:
     """Averages those tensors that some rank has changed since all ranks had the same values.
 
     Tensors that no rank changes cause no traffic and keep their bits: a mask of -inf, a table of positions, frozen
-    weights. Integers, booleans, complex numbers and 8-bit floats are not averaged: all ranks copy those of rank 0.
+    weights. All ranks copy rank 0's integers, booleans, complex numbers and 8-bit floats.
 
     [Note: what counts as changed]
     Buffers are compared with a copy. Parameters may be many, and are compared by autograd's version counter and by
     their norm, since ``p.data.copy_(...)`` does not change the counter.
 
-    Attributes:
-        transport: carries communication; to be replaced when there are others.
-
-    ``read_buffers`` returns the current buffers; modules may replace them during training.
+    ``read_buffers`` returns the current buffers, which modules may replace; ``transport`` may be replaced, too.
     """
 
     def __init__(
@@ -45,12 +42,11 @@ class NonTrainableTensors:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parameters and the current buffers."""
         return [*self._parameters, *self._read_buffers()]
 
     @torch.no_grad()
     def take_over(self, values: Sequence[Tensor]) -> None:
-        """Makes the tensors those that all other ranks have."""
+        """Sets the tensors to the values that all other ranks have."""
         for tensor, value in zip(self.tensors, values, strict=True):
             tensor.copy_(value)
         self.agree()
@@ -62,28 +58,34 @@ class NonTrainableTensors:
             keep: whether to keep this rank's values for :meth:`undo_average`, until :meth:`keep_average`.
             with_parameters: False: all ranks have changed the parameters alike.
         """
-        changed = [index for index in self._changed_anywhere() if with_parameters or self._is_buffer(index)]
+        changed = self._changed()
+        anywhere = self.transport.union(changed).wait() if changed else []
+        tensors = self._pick(i for i, some in enumerate(anywhere) if some and (with_parameters or self._is_buffer(i)))
         if keep:
-            self._kept = {index: tensor.detach().clone() for index, tensor in self._pick(changed).items()}
-        self._average_tensors(changed)
+            self._kept = _copies(tensors)
+        mean = [tensor for tensor in tensors.values() if can_be_averaged(tensor)]
+        rank_0 = [tensor for tensor in tensors.values() if not can_be_averaged(tensor)]
+        exchange_fused(mean, self._bucket_mb, lambda flat: self.transport.all_reduce(flat, mean=True))
+        exchange_fused(rank_0, self._bucket_mb, self.transport.broadcast)
+        if tensors:
+            self._record_common()
 
     @torch.no_grad()
     def undo_average(self) -> None:
         """Restores the values that an average, complete or not, has kept."""
-        for index, tensor in self._pick(list(self._kept)).items():
+        for index, tensor in self._pick(self._kept).items():
             tensor.copy_(self._kept[index])
         self.keep_average()
 
     def swap_in_average(self) -> None:
         """Calls :meth:`average`, and keeps this rank's values for :meth:`swap_back`."""
-        if self._kept:
-            return
-        self.average(keep=True)
-        self._average = {index: tensor.detach().clone() for index, tensor in self._pick(list(self._kept)).items()}
+        if not self._kept:
+            self.average(keep=True)
+            self._average = _copies(self._pick(self._kept))
 
     def swap_back(self) -> None:
         """Restores this rank's values, except those of tensors that were written to since the swap."""
-        tensors = self._pick(list(self._kept))
+        tensors = self._pick(self._kept)
         restore_unwritten(list(tensors.values()), list(self._average.values()), list(self._kept.values()))
         self.keep_average()
 
@@ -92,13 +94,13 @@ class NonTrainableTensors:
         self._kept, self._average = {}, {}
 
     def agree(self) -> None:
-        """Makes the present values those that all ranks have."""
+        """Notes that all ranks have the present values."""
         self.keep_average()
         self._record_common()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns, on the CPU, the tensors that this rank has changed, and what the buffers among them were before."""
-        own = self._kept or self._pick([index for index, changed in enumerate(self._changed()) if changed])
+        own = self._kept or self._pick(index for index, changed in enumerate(self._changed()) if changed)
         common = {index: self._common_buffers[index - len(self._parameters)] for index in own if self._is_buffer(index)}
         return {
             "own": dict(zip(own, to_cpu(list(own.values())), strict=True)),
@@ -111,29 +113,14 @@ class NonTrainableTensors:
         self.agree()
         for index, value in state["common"].items():
             self._common_buffers[index - len(self._parameters)].copy_(value)
-        for index, tensor in self._pick(list(state["own"])).items():
+        for index, tensor in self._pick(state["own"]).items():
             tensor.copy_(state["own"][index])
-
-    def _average_tensors(self, indices: list[int]) -> None:
-        tensors = list(self._pick(indices).values())
-        mean = [tensor for tensor in tensors if can_be_averaged(tensor)]
-        rank_0 = [tensor for tensor in tensors if not can_be_averaged(tensor)]
-        exchange_fused(mean, self._bucket_mb, lambda flat: self.transport.all_reduce(flat, mean=True))
-        exchange_fused(rank_0, self._bucket_mb, self.transport.broadcast)
-        if indices:
-            self._record_common()
-
-    def _changed_anywhere(self) -> list[int]:
-        """Returns the indices of the tensors that some rank has changed; a collective call."""
-        changed = self._changed()
-        return [i for i, anywhere in enumerate(self.transport.union(changed).wait()) if anywhere] if changed else []
 
     def _changed(self) -> list[bool]:
         parameters = [now != then for now, then in zip(self._marks(), self._common_marks, strict=True)]
         return parameters + differing(self._read_buffers(), self._common_buffers)
 
     def _record_common(self) -> None:
-        """Records the tensors, which are now the same on all ranks, to find later changes."""
         self._common_marks = self._marks()
         self._common_buffers = [buffer.detach().clone() for buffer in self._read_buffers()]
 
@@ -146,12 +133,16 @@ class NonTrainableTensors:
             for parameter in self._parameters
         ]
 
-    def _pick(self, indices: Sequence[int]) -> dict[int, Tensor]:
+    def _pick(self, indices: Iterable[int]) -> dict[int, Tensor]:
         tensors = self.tensors
         return {index: tensors[index] for index in indices}
 
     def _is_buffer(self, index: int) -> bool:
         return index >= len(self._parameters)
+
+
+def _copies(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {index: tensor.detach().clone() for index, tensor in tensors.items()}
 
 
 def can_be_averaged(tensor: Tensor) -> bool:

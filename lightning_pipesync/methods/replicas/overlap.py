@@ -1,7 +1,6 @@
-"""Averages of parameters under the next forward pass: the first layers first, each until a module needs it.
+"""Averages of parameters under the next forward pass: first layers first, each until a module needs it.
 
-The average of a synchronized step comes after the update, and the first weights that forward needs are the first to
-arrive: a step takes t_bp + max(t_ff, t_ar) instead of t_ff + t_bp + t_ar.
+A step takes t_bp + max(t_ff, t_ar) instead of t_ff + t_bp + t_ar.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 
 
 class AveragedBucket:
-    """One bucket of replicated tensors, by its index there."""
+    """One bucket of replicated tensors, by its index."""
 
     def __init__(self, replicas: ReplicatedTensors, index: int) -> None:
         self._replicas, self._index = replicas, index
@@ -28,12 +27,10 @@ class AveragedBucket:
         self._average: Queued[Tensor] | None = None
 
     def start_update(self, queue: CommQueue) -> None:
-        """Starts the average."""
         start, finish = partial(self._replicas.start, self._index), partial(self._replicas.finish, self._index)
         self._average = queue.submit("all_reduce", start, finish)
 
     def wait(self) -> None:
-        """Blocks until the tensors are averaged."""
         if self._average is not None:
             self._average.wait()
 
@@ -44,7 +41,7 @@ class ForwardOverlap:
     def __init__(self, module: nn.Module, replicas: Sequence[ReplicatedTensors], transport: Transport) -> None:
         order = ExecutionOrder(module, transport.device)
         self._queue = CommQueue("pipesync-averages", transport.device, transport.traffic)
-        # Of one optimizer: the buckets are in the reverse order of the parameters, which stands for that of forward.
+        # Buckets are in the reverse order of the parameters, which is taken for that of the forward pass.
         self._of_optimizer = [[AveragedBucket(r, i) for i in reversed(range(len(r.tensors)))] for r in replicas]
         self.buckets = [bucket for buckets in self._of_optimizer for bucket in buckets]
         needed = [parameter for bucket in self.buckets for parameter in bucket.parameters]
@@ -53,15 +50,15 @@ class ForwardOverlap:
         self._hooks = [hook_gradient(parameter, order.gradient_is_ready) for parameter in needed]
 
     def start(self, optimizer: int) -> None:
-        """Starts the averages of the parameters of the optimizer of index ``optimizer``."""
+        """Starts the averages of one optimizer's parameters."""
         self._feedpipe.start(self._of_optimizer[optimizer])
 
     def end_step(self) -> None:
-        """Blocks until the weights are averaged that may be read where no module's forward pass waits for them."""
+        """Waits for the weights that may be read where no module's forward pass waits for them."""
         self._feedpipe.end_step()
 
     def wait(self) -> None:
-        """Blocks until all weights are averaged."""
+        """Waits for all averages."""
         self._feedpipe.wait()
 
     def close(self, timeout_s: float) -> None:

@@ -9,14 +9,13 @@ class AveragingPolicy:
     """Decides at the end of which steps of an optimizer averages start, the same on all ranks.
 
     Attributes:
-        averages_gradients: whether it averages the gradients of such a step before the update, in place of the weights
-            after it.
+        averages_gradients: whether it averages the gradients before the update, not the weights after it.
     """
 
     averages_gradients = False
 
     def may_start(self, step: int) -> bool:
-        """Returns whether averages may start at the end of a step, from 1 on, without those of a warm-up."""
+        """Returns whether averages may start at the end of a step; the first one after a warm-up is 1."""
         raise NotImplementedError
 
     def num_started(self, step: int) -> int:
@@ -24,7 +23,7 @@ class AveragingPolicy:
         raise NotImplementedError
 
     def complete_gradient(self) -> bool:
-        """Called with a gradient that is complete and not yet clipped; returns as :meth:`SyncMethod._complete`."""
+        """Called when a gradient is complete, before it is clipped; returns as :meth:`SyncMethod._complete`."""
         return False
 
     def skip_step(self) -> None:

@@ -1,53 +1,41 @@
 """Continuing without a lost rank, and with one that comes back (``on_lost_rank="continue"``).
 
 [Note: what is undone]
-All ranks that are left complete a section, or none. Ranks communicate in sections: the end of a step in which an
-average starts or is applied, a flush, the agreement on weights that were loaded. A rank that has all data of a section
-tells all others so, with one byte, and ends the section when all have told it. If that fails, the ranks that are left
-agree on the last section that all of them have completed (:class:`Membership`), undo a further one, and make new
-groups, in another section. What was undone, or not completed, is repeated from each rank's weights before it: the
-outcome is a round of the ranks that are left.
+Ranks communicate in sections: the end of a step in which an average starts or is applied, a flush, the agreement on
+loaded weights. All remaining ranks complete a section, or none does. A rank that has all data of a section sends one
+byte to all others, and ends the section when it has theirs. If that fails, the remaining ranks agree on the last
+section that all of them have completed (:class:`Membership`), undo a further one, and make new groups, in another
+section. Then they repeat what was undone from each rank's weights before it: the outcome is a round of the remaining
+ranks.
 
 [Note: who comes back]
-After a flush rank 0 looks for processes that want to take a lost rank's place (:class:`Applicants`), and tells all
-others, in a section. If there are some, all agree on them as on a loss, and in the new groups rank 0 sends them its
-state. That section is then repeated, also by the newcomers, until there are none: a loss meanwhile is like any other.
+After a flush rank 0 looks for processes that apply for a lost rank's place (:class:`Applicants`), and tells all others,
+in a section. If there are some, all agree on them as on a loss, and in the new groups rank 0 sends them its state. All
+ranks, the newcomers too, repeat that section until nobody applies.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.faults.admission import Applicants, Application, Job
 from lightning_pipesync.core.faults.errors import is_lost_peer
 from lightning_pipesync.core.faults.heartbeat import interval_of
 from lightning_pipesync.core.faults.membership import LEADER, Agreement, Membership
 from lightning_pipesync.core.torch_private import store_of
 
+if TYPE_CHECKING:
+    from lightning_pipesync.methods.replicas.lost_ranks import ElasticReplicaMethod, Snapshot
+
 #: The most seconds that each thread of a broken transport is waited for.
 CLOSE_S = 1.0
 
 T = TypeVar("T")
-
-
-class Recoverable(Protocol):
-    """A method that can undo a section, see :class:`ElasticReplicaMethod`."""
-
-    transport: Transport
-
-    def snapshot(self) -> Any: ...
-
-    def regroup(self, snapshot: Any, newcomers: Sequence[int]) -> None: ...
-
-    def undo_averages(self) -> None: ...
-
-    def metrics(self) -> dict[str, float]: ...
 
 
 class Recovery:
@@ -56,21 +44,21 @@ class Recovery:
     Args:
         method: attached; in a process that comes back, in a group of this process alone. Its metrics have ``rounds``.
         timeout_s: seconds after which a rank that does not answer counts as lost.
-        job: the job, if others can take the place of a lost rank.
+        job: None if no process can take the place of a lost rank.
 
     Raises:
         RuntimeError: this process cannot come back, as rank 0 is lost or has ended.
         ValueError: it has other settings, or another model, than rank 0.
     """
 
-    def __init__(self, method: Recoverable, timeout_s: float, job: Job | None = None) -> None:
+    def __init__(self, method: ElasticReplicaMethod, timeout_s: float, job: Job | None = None) -> None:
         self._method, self._timeout_s = method, timeout_s
         self._completed = 0  # sections
         self._lost: dict[int, str] = {}  # since the last regrouping
         self._newcomers: dict[int, str] = {}  # who do not know what the others do
         if job is None:
             self._first_rank, world_size = dist.get_rank(), dist.get_world_size()
-            # The process groups go, their store stays. Its keys are not those of an earlier method of this process.
+            # The store outlives the process groups. Its keys are not those of an earlier method of this process.
             assert dist.group.WORLD is not None
             store = store_of(dist.group.WORLD)
             number = (store.add("pipesync/memberships", 1) - 1) // world_size
@@ -82,8 +70,7 @@ class Recovery:
         self._membership = Membership(self._store, self._first_rank, world_size, timeout_s, joins)
         self._applicants: Applicants | None = None
         if job is not None:
-            interval = interval_of(timeout_s)
-            self._applicants = Applicants(job, interval, self._membership.call)
+            self._applicants = Applicants(job, interval_of(timeout_s), self._membership.call)
         if joins is not None:
             self._come_back(joins)
 
@@ -103,9 +90,9 @@ class Recovery:
             self._method.undo_averages()
 
     def admit(self) -> None:
-        """Takes in those who want to take the place of lost ranks; a collective call with the errors of :meth:`run`."""
+        """Admits processes that apply for lost ranks' places; a collective call with the errors of :meth:`run`."""
         while self._applicants is not None and max(self.run(self._exchange_applicants)):
-            self._membership.forget_pauses()  # all others are there, or there are none
+            self._membership.forget_pauses()  # all others have answered, or there are none
             agreement = self._agree(RuntimeError(f"Rank {LEADER} is lost, which leads the others."))
             self._regroup_as_agreed(agreement, self._method.snapshot())
 
@@ -113,8 +100,8 @@ class Recovery:
         """Tells the others that this rank has left."""
         self._membership.close()
 
-    def _completes(self, section: Callable[[], object], before: Any) -> bool:
-        """Runs a section; returns whether it stands. After a loss there are new groups, and otherwise it is undone."""
+    def _completes(self, section: Callable[[], object], before: Snapshot) -> bool:
+        """Runs a section; returns whether all ranks have completed it. After a loss makes new groups, and undoes it."""
         has_all_data = False
         try:
             section()
@@ -132,14 +119,14 @@ class Recovery:
         return stands
 
     def _exchange_applicants(self) -> list[int]:
-        """Returns by rank whether a rank knows of processes that want to come back, of which rank 0 knows."""
+        """Returns by rank whether that rank, rank 0, knows of processes that apply."""
         if self._first_rank == LEADER and self._applicants is not None:
             absent = set(range(self._first_world_size)) - set(self._membership.ranks)
             self._newcomers = self._applicants.living(absent)
         return self._method.transport.exchange_flags(int(bool(self._newcomers))).wait()
 
     def _come_back(self, joins: Agreement) -> None:
-        """Takes the place of a lost rank, by the agreement of all others."""
+        """Takes the place of a lost rank, as all others have agreed."""
         try:
             self._method.transport.close(CLOSE_S)
             self._regroup_as_agreed(joins, self._method.snapshot())
@@ -149,11 +136,11 @@ class Recovery:
             raise
 
     def _commit(self) -> None:
-        """Tells all ranks that this rank has all data of the section, and waits until all have told it."""
+        """Sends all ranks that this rank has all data of the section, and waits for the same from them."""
         self._method.transport.exchange_flags(1).wait()
 
     def _agree(self, error: RuntimeError) -> Agreement:
-        """Agrees on the ranks that are left; raises ``error`` if rank 0 is lost."""
+        """Agrees on the remaining ranks; raises ``error`` if rank 0 is lost."""
         self._method.transport.close(CLOSE_S)
         agreement = self._membership.agree(self._completed, self._newcomers)
         if agreement is None:
@@ -162,7 +149,7 @@ class Recovery:
             self._applicants.admit(agreement)
         return agreement
 
-    def _regroup_as_agreed(self, agreement: Agreement, snapshot: Any) -> None:
+    def _regroup_as_agreed(self, agreement: Agreement, snapshot: Snapshot) -> None:
         """Makes new groups, and continues from ``snapshot`` in them; again, if another rank is lost meanwhile."""
         self._completed = agreement.completed
         self._lost |= agreement.lost
@@ -170,7 +157,7 @@ class Recovery:
         self._completes(lambda: self._regroup(snapshot), snapshot)
         self._newcomers = {}
 
-    def _regroup(self, snapshot: Any) -> None:
+    def _regroup(self, snapshot: Snapshot) -> None:
         """Makes the default process group, and all of the method's, of the members; a collective call."""
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -189,7 +176,6 @@ class Recovery:
         self._warn()
 
     def _warn(self) -> None:
-        """Warns on rank 0 which ranks are lost, or have come back, and who is left."""
         lost, self._lost = self._lost, {}
         if self._first_rank != LEADER:
             return

@@ -1,4 +1,4 @@
-"""What the engine reads of the settings of a method whose ranks train replicas of the weights."""
+"""The settings that the engine reads, of a method whose ranks train replicas of the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipesync.methods.settings import Settings
 
 
 class ReplicaSettings(Settings):
-    """Base of these settings, which a dataclass documents; what a method does not let users set is as it is here."""
+    """Base of a method's settings; a method declares and documents those that users may set."""
 
     # When the gradient decides which steps are synchronized (SelSync, Algorithm 1).
     delta: float | Literal["auto"] = "auto"

@@ -6,13 +6,14 @@ only G + S / P. So the replicas, and with them their average, move as if the lea
 
     (G + S) / (G + S / P) = 1 / (1 - (1 - 1 / P) f),        f = S / (G + S),
 
-at most by sqrt(P). With a learning rate that is larger by as much, each step has the length that it has with DDP. Where
-the second moment is in part still of averaged gradients, as after a warm-up, it counts for its other part l only:
+at most by sqrt(P). A learning rate that is larger by this factor gives each step its length with DDP. Where only a
+share l of the second moment is of this rank's gradients, as after a warm-up:
 
     (l (G + S) + (1 - l) (G + S / P)) / (G + S / P) = 1 + l ((G + S) / (G + S / P) - 1).
 
-The first moment tells the share of noise, f, and nothing need be sent. It averages gradients with weights w_i, so that
-its expected square is G + c S, where c is the sum of the squared weights, (1 - beta1) / (1 + beta1) after many steps.
+The share of noise, f, follows from the first moment without communication. That averages gradients with weights w_i, so
+that its expected square is G + c S, where c is the sum of the squared weights, (1 - beta1) / (1 + beta1) after many
+steps.
 """
 
 from __future__ import annotations
@@ -41,12 +42,8 @@ EVERY, SMOOTHING = 8, 0.1
 class StepSize:
     """Makes the local steps of an optimizer as long as they are with averaged gradients.
 
-    Args:
-        scale: factor on its learning rates; ``"auto"``: as measured, for torch's Adam and its kin, else 1.
-        num_replicas: number of replicas that are averaged, P.
-
-    Attributes:
-        noise: the share of noise in the squared norm of this rank's gradient, a moving average; None: not measured.
+    ``scale`` is the factor on its learning rates; ``"auto"``: as measured for :data:`ADAMS`, 1 for others. ``noise`` is
+    f, the share of noise in the squared norm of this rank's gradient, as a moving average; None: not measured.
     """
 
     def __init__(self, optimizer: Optimizer, scale: float | Literal["auto"], num_replicas: int) -> None:
@@ -68,10 +65,9 @@ class StepSize:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Context manager in which ``optimizer.step`` is a local step; a closure finds the user's learning rates.
+        """Context manager in which ``optimizer.step`` is a local step; a closure sees the user's learning rates.
 
-        Decoupled weight decay, which is a share of the learning rate, stays what it is, if the optimizer's group says
-        by torch's ``decoupled_weight_decay`` that it is decoupled.
+        Decoupled weight decay does not change: torch's ``decoupled_weight_decay`` in a parameter group says that it is.
         """
         if (scale := self.scale) == 1:
             yield
@@ -83,11 +79,9 @@ class StepSize:
             self._measure()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was measured."""
         return {"noise": self.noise, "steps": self._num_steps, "before": self._num_before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
         self.noise, self._num_steps, self._num_before = state["noise"], state["steps"], state["before"]
 
     def _step(
@@ -113,12 +107,9 @@ class StepSize:
 
 
 def scale_of(noise: float, num_replicas: int, local: float = 1.0) -> float:
-    """Returns by what factor the noise of a rank's gradient shortens Adam's steps, from 1 to ``sqrt(num_replicas)``.
+    """Returns the factor by which ``noise``, f, shortens Adam's steps, from 1 to ``sqrt(num_replicas)``.
 
-    Args:
-        noise: f, the share of noise in the squared norm of the gradient.
-        num_replicas: P.
-        local: l, the share of the second moment that is of this rank's gradients.
+    ``local`` is l, the share of the second moment that is of this rank's gradients.
     """
     averaged = 1 - (1 - 1 / num_replicas) * noise
     return math.sqrt(1 + local * (1 / averaged - 1))
@@ -126,15 +117,14 @@ def scale_of(noise: float, num_replicas: int, local: float = 1.0) -> float:
 
 @torch.no_grad()
 def measured_noise(optimizer: Optimizer) -> float | None:
-    """Returns the share of noise in the squared norm of the present gradients, from 0 to 1.
+    """Returns f, the share of noise in the squared norm of the present gradients, from 0 to 1.
 
-    Returns:
-        None if that cannot be told: the optimizer is not torch's Adam or of its kin, no parameter has a gradient and
-        moments, they are of the first step, or a value is not finite.
+    None if it is unknown: the optimizer is none of :data:`ADAMS`, no parameter has a gradient and moments, they are of
+    the first step, or a value is not finite.
     """
     if not isinstance(optimizer, ADAMS):
         return None
-    gradient = moment = by_chance = 0.0  # squared norms; the last one is the moment's if all is noise
+    gradient = moment = by_chance = 0.0  # squared norms; by_chance is the moment's if all is noise
     for group in optimizer.param_groups:
         moved = [p for p in group["params"] if p.grad is not None and "exp_avg" in optimizer.state[p]]
         if not moved:
@@ -150,7 +140,6 @@ def measured_noise(optimizer: Optimizer) -> float | None:
 
 
 def _steps(group: Mapping[str, Any], optimizer: Optimizer) -> int:
-    """Returns the number of steps of an optimizer on a parameter group."""
     states = [optimizer.state[p] for p in group["params"] if p.grad is not None and "step" in optimizer.state[p]]
     return int(states[0]["step"]) if states else 0
 

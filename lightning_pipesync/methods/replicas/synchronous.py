@@ -1,4 +1,4 @@
-"""Gradients that are averaged in each step: in a warm-up (post-local SGD), and in a group that trains one replica."""
+"""Gradients averaged in each step: in a warm-up (post-local SGD), and in a group that trains one replica."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ CLOSE_S = 1.0
 class SynchronousGradients(BackPipePolicy):
     """Averages the gradients of an optimizer in each step, as DDP does: buckets start under the backward pass.
 
-    Before the first all-reduce of a pass the ranks exchange flags. So a rank that does something else meanwhile is
-    named, and no all-reduce waits for it.
+    Before the first all-reduce of a pass the ranks exchange flags, so that a rank that does something else is named,
+    and no all-reduce waits for it.
 
     Args:
-        optimizer: the user's.
-        buckets: its parameters, in the order of the forward pass.
-        transport: of all ranks.
-        in_group: whether the ranks of a group average them, or all.
-        starts_in_pass: returns whether a backward pass starts all-reduces, now that a gradient is ready; None: they
-            start after it.
+        buckets: the optimizer's parameters, in the order of the forward pass.
+        in_group: whether the ranks of a group average them, or all ranks of ``transport``.
+        starts_in_pass: returns whether all-reduces start under the backward pass, now that a gradient is ready; None:
+            they start after it.
     """
 
     def __init__(
@@ -58,13 +56,13 @@ class SynchronousGradients(BackPipePolicy):
         A missing gradient counts as zero. A gradient that no rank has stays None, as in DDP.
 
         Raises:
-            RuntimeError: the optimizer has got parameters that are not averaged; some rank is about to consolidate the
-                weights; or a peer is lost.
+            RuntimeError: the optimizer has new parameters; some rank is about to consolidate the weights; or a peer is
+                lost.
         """
         averaged = self._gradients.index_of
         if any(id(p) not in averaged and p.requires_grad for p in parameters_of(self._optimizer)):
             raise RuntimeError(
-                f"{type(self._optimizer).__name__} has got further parameters, whose gradients are not averaged: set "
+                f"{type(self._optimizer).__name__} has new parameters, whose gradients are not averaged: set "
                 f"{'warmup_steps=0' if self._row is None else 'ranks_per_replica=1'}, or add them before the training."
             )
         flags = self._backpipe.finish(self._exchange)
@@ -74,7 +72,7 @@ class SynchronousGradients(BackPipePolicy):
         self._gradients.unpack()
 
     def drop(self) -> None:
-        """Waits for what a pass has started that no step follows; a collective call if there is any."""
+        """Waits for all-reduces that no step follows; a collective call if there are any."""
         if self._backpipe.in_step:
             self._backpipe.finish(self._exchange, unless=OUTDATED)
             self._forget_gradients()
@@ -94,7 +92,7 @@ class SynchronousGradients(BackPipePolicy):
         self._gradients.buckets[index].note_gradients()
 
     def were_written(self) -> bool:
-        """Whether a further backward pass has changed a gradient, or the user's loop, which may until it steps."""
+        """Whether a further backward pass, or the user's loop before its step, has changed a gradient."""
         return any(bucket.written() is not None for bucket in self._gradients.buckets)
 
     def _forget_gradients(self) -> None:
@@ -102,7 +100,7 @@ class SynchronousGradients(BackPipePolicy):
             bucket.forget_gradients()
 
     def _exchange(self, flag: int) -> Queued[list[int]]:
-        """Queues an exchange of flags, after which nothing starts if a rank has not come for a step."""
+        """Queues an exchange of flags, after which nothing starts if some rank takes no step."""
         row, transport = self._row, self._transport
         ranks = (row or transport).ranks
 

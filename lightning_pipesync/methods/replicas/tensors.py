@@ -1,4 +1,4 @@
-"""The parameters of which every rank trains its own replica, and their average over the ranks."""
+"""Parameters of which each rank trains its own replica, and their average over the ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ class ReplicatedTensors:
 
     Args:
         buckets: tensors of each bucket, floating-point, of one dtype on one device, the same on all ranks.
-        transport: carries communication.
-        outer: makes the optimizer of the agreed values; None: they become the plain average.
-        elastic_force: if not 0, a rank does not continue from the agreed values: they attract its values by this share
-            of their distance (EASGD).
+        outer: makes the optimizer of the agreed values; None: they become the average.
+        elastic_force: if not 0, the agreed values do not replace a rank's, but attract them by this share of their
+            distance (EASGD).
 
     Attributes:
-        tensors: those of each bucket.
         agreed: what codecs and the outer step start from.
         diverged: whether the replicas may differ, the same on all ranks; set by the owner after a local step.
     """
@@ -61,12 +59,12 @@ class ReplicatedTensors:
         return [Bucket(tensors) for tensors in self.tensors]
 
     def agree(self) -> None:
-        """Makes the present values, which are the same on all ranks, the agreed ones, if there are any."""
+        """Agrees on the present values, which are the same on all ranks."""
         for index, agreed in enumerate(self.agreed.flats):
             agreed.copy_(self.packed(index))
 
     def agree_on_present(self) -> None:
-        """Makes the present values the agreed ones, their average if the ranks' differ; a collective call."""
+        """Agrees on the present values, or on their average if they differ between ranks; a collective call."""
         if not self.agreed.flats:
             return
         if len(set(self._transport.gather_objects(digest(self.tensors)))) > 1:
@@ -74,7 +72,7 @@ class ReplicatedTensors:
         self.agree()
 
     def packed(self, index: int) -> Tensor:
-        """Returns the tensors of a bucket, fused; until :meth:`start`, or another average, uses the buffer."""
+        """Returns the tensors of a bucket, fused, in the buffer that the next average uses."""
         self._buckets[index].pack(self.tensors[index])
         return self._buckets[index].flat
 
@@ -89,7 +87,7 @@ class ReplicatedTensors:
 
     @torch.no_grad()
     def start(self, index: int, participants: Sequence[int] | None = None, background: bool = False) -> Handle[Tensor]:
-        """Starts to average a bucket over the ``participants``, or all replicas; collective. :meth:`finish` ends it."""
+        """Starts to average a bucket over ``participants``, or all replicas; :meth:`finish` ends it; collective."""
         bucket = self._buckets[index]
         bucket.pack(self.tensors[index])
         self.agreed.subtract_from(index, bucket.flat)
@@ -108,19 +106,19 @@ class ReplicatedTensors:
         )
 
     def finish(self, index: int, _: object = None) -> None:
-        """Calls :meth:`agree_on_average` and :meth:`apply` for a bucket whose average has arrived."""
+        """Agrees on a bucket's average, which has arrived, and applies it."""
         self.agree_on_average(index)
         self.apply(index)
 
     def agree_on_average(self, index: int) -> None:
-        """Updates the agreed values of a bucket whose average has arrived; once, and on all ranks."""
+        """Updates the agreed values of a bucket whose average has arrived."""
         self.agreed.update(index, self._buckets[index].flat)
 
     @torch.no_grad()
     def apply(self, index: int, own_share: float = 0.0) -> None:
-        """Sets the tensors of a bucket, of which ``own_share`` stays; an elastic force alone has moved them already."""
+        """Sets the tensors of a bucket to its average, but for ``own_share`` of their values."""
         bucket = self._buckets[index]
-        if self._elastic_force:
+        if self._elastic_force:  # :meth:`start` has moved them
             return
         if own_share:
             foreach_lerp_(self.tensors[index], bucket.views, 1 - own_share)
@@ -129,9 +127,9 @@ class ReplicatedTensors:
 
     @torch.no_grad()
     def add_progress(self, index: int, before: Tensor) -> None:
-        """Adds to the average of a bucket, which has arrived, what its tensors have moved since it started.
+        """Sets the tensors of a bucket to its average plus their progress since it started, when they were ``before``.
 
-        They were ``before`` then, fused; that is on the CPU after a resume.
+        ``before`` is fused, and on the CPU after a resume.
         """
         bucket = self._buckets[index]
         if not self._elastic_force:
@@ -150,7 +148,7 @@ class ReplicatedTensors:
     def swap_in_average(self) -> None:
         """Sets the tensors to their average, and keeps this rank's values for :meth:`swap_back`; collective.
 
-        Nothing happens if none diverged. With an elastic force the tensors become the agreed ones.
+        With an elastic force, sets them to the agreed values. Does nothing if the replicas have not diverged.
         """
         if self._swapped_in or not self.diverged:
             return
@@ -171,25 +169,21 @@ class ReplicatedTensors:
         self.diverged = True
 
     def written_since_swap(self) -> bool:
-        """Returns whether tensors were written to since :meth:`swap_in_average`; True if that has kept no values."""
+        """Returns whether tensors were written to since :meth:`swap_in_average`; True if nothing is swapped in."""
         pairs = zip(self._buckets, self.tensors, strict=True)
         return not self._swapped_in or any(any(differing(tensors, average.views)) for average, tensors in pairs)
 
     def keep_average(self) -> None:
-        """Drops the values that :meth:`swap_in_average` kept: training continues from the average."""
+        """Continues from the average, without the values that :meth:`swap_in_average` has kept."""
         self._swapped_in = False
 
     def adopt_average(self) -> None:
-        """Makes the average, if it is swapped in, also what :meth:`swap_back` restores."""
+        """Makes :meth:`swap_back` restore the average, if it is swapped in."""
         for kept, average in zip(self._kept if self._swapped_in else [], self._buckets, strict=False):
             kept.flat.copy_(average.flat)
 
     def snapshot(self, before: Mapping[int, Agreed]) -> dict[str, Any]:
-        """Returns a state from which an average can be undone, and repeated with other ranks; not a collective call.
-
-        Args:
-            before: as in :meth:`AgreedWeights.state_dict`.
-        """
+        """Returns a state that undoes an average; ``before`` as in :meth:`AgreedWeights.state_dict`."""
         average = to_cpu([bucket.flat for bucket in self._buckets]) if self._swapped_in else None
         return {
             "own": self._values(),
@@ -199,16 +193,17 @@ class ReplicatedTensors:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, on the CPU, this rank's values if they differ, and what the codec and the outer step need."""
+        """Returns, on the CPU, this rank's values if they may differ, and the state of the agreed weights."""
         own = {"own": self._values()} if self._swapped_in or self.diverged else {}
         return {**own, **self.agreed.state_dict()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from what :meth:`state_dict` or :meth:`snapshot` returned on this rank."""
         self.diverged = state.get("diverged", "own" in state)
         self._swapped_in = False
-        if "own" in state:
-            self._set_values(state["own"])
+        for tensors, values in zip(self.tensors, state.get("own", []), strict="own" in state):
+            foreach_copy_(tensors, values)
         self.agreed.load_state_dict(state)
         if state.get("average") is not None:
             self._keep_present()
@@ -216,14 +211,8 @@ class ReplicatedTensors:
             self._swapped_in = True
 
     def _values(self) -> list[list[Tensor]]:
-        """Returns copies on the CPU of this rank's values, of each bucket."""
         present = [bucket.views for bucket in self._kept] if self._swapped_in else self.tensors
         return [to_cpu(tensors) for tensors in present]
-
-    @torch.no_grad()
-    def _set_values(self, values: Sequence[list[Tensor]]) -> None:
-        for tensors, of_bucket in zip(self.tensors, values, strict=True):
-            foreach_copy_(tensors, of_bucket)
 
     def _keep_present(self) -> None:
         self._kept = self._kept or [Bucket(tensors) for tensors in self.tensors]
@@ -231,7 +220,6 @@ class ReplicatedTensors:
             kept.pack(tensors)
 
     def _set(self, flats: Sequence[Tensor]) -> None:
-        """Sets the tensors to the values of flat buffers."""
         for bucket, flat, tensors in zip(self._buckets, flats, self.tensors, strict=True):
             bucket.flat.copy_(flat)
             bucket.unpack(tensors)
@@ -239,7 +227,7 @@ class ReplicatedTensors:
 
 @torch.no_grad()
 def restore_unwritten(tensors: Sequence[Tensor], average: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    """Sets tensors that still have the values of ``average`` to those that were kept; others have been written to."""
+    """Restores the ``kept`` values of tensors that nobody has written to: they still equal ``average``."""
     for tensor, value, written in zip(tensors, kept, differing(tensors, average), strict=True):
         if not written:
             tensor.copy_(value)
@@ -260,7 +248,6 @@ def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]
 
 
 def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies on the CPU."""
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 

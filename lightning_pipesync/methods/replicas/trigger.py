@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.norm import SquaredNorm
+from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.replicas.flags import exchange_flags
 from lightning_pipesync.methods.replicas.gradient_change import SelectiveSync, SyncDecision
 from lightning_pipesync.methods.replicas.policy import AveragingPolicy
@@ -23,19 +24,23 @@ MANY_LOCAL_STEPS = 500
 class GradientTrigger(AveragingPolicy):
     """Exchanges the flags of an optimizer's gradient, by which all ranks take the same decision (Algorithm 1).
 
-    Error messages call the optimizer ``name``. ``last`` is the decision about the last step.
+    ``last`` is the decision about the last step.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], settings: ReplicaSettings, name: str, transport: Transport
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[NamedParameter],
+        settings: ReplicaSettings,
+        transport: Transport,
     ) -> None:
-        self.algorithm = SelectiveSync(settings, name)
+        self.algorithm = SelectiveSync(settings, type(optimizer).__name__)
         self.last = SyncDecision(delta=self.algorithm.threshold.delta)
-        self._flag_sent = False
-        self._parameters, self._settings, self._transport = parameters, settings, transport
+        self._parameters = [parameter.tensor for parameter in parameters]
+        self._settings, self._transport = settings, transport
         self._norm: SquaredNorm | None = None
         self._some_missing = False
-        self._flags: Handle[list[int]] | None = None
+        self._flags: Handle[list[int]] | None = None  # of this step, once this rank has sent its own
         self._steps_in_a_row, self._largest_change = 0, 0.0
 
     def may_start(self, step: int) -> bool:
@@ -48,32 +53,27 @@ class GradientTrigger(AveragingPolicy):
         """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self._some_missing = len(gradients) < len(self._parameters)
-        self._norm = SquaredNorm(gradients)
+        self._norm, self._flags = SquaredNorm(gradients), None
         if self._transport.device.type != "cuda":
-            self._send_flag()
+            self._exchange()
         return False
 
     def decide(self) -> SyncDecision:
         """Waits for the flags of all ranks, and decides whether the step is synchronized; once in a step."""
-        if not self._flag_sent:
-            self._send_flag()
-        return self.algorithm.decision or self.algorithm.decide(self._receive_flags())
+        return self.algorithm.decision or self.algorithm.decide(self._exchange().wait())
 
     def num_started(self, step: int) -> int:
         self.last = self.decide()
         self.algorithm.finish_step()
-        self._reset()
+        self._norm = self._flags = None
         self._count_local_steps()
         return int(self.last.synchronized)
 
     def skip_step(self) -> None:
         """Ends a skipped step, if its gradient was measured: each measured gradient has a flag, so that all know."""
-        if self._norm is None:
-            return
-        if not self._flag_sent:
-            self._send_flag(skipping=True)
-        self.algorithm.skip_step(self._receive_flags())
-        self._reset()
+        if self._norm is not None:
+            self.algorithm.skip_step(self._exchange(skipping=True).wait())
+            self._norm = self._flags = None
 
     def check_consolidation(self) -> None:
         """Checks that all ranks are about to consolidate the weights, and have skipped the same steps."""
@@ -91,20 +91,14 @@ class GradientTrigger(AveragingPolicy):
         self.algorithm.tracker.load_state_dict(state["tracker"])
         self.algorithm.threshold.load_state_dict(state["threshold"])
 
-    def _send_flag(self, skipping: bool = False) -> None:
-        """Waits for the norm, and sends this rank's flag; ``skipping``: whether the user has skipped the step."""
-        assert self._norm is not None
-        flag = self.algorithm.measure(self._norm.item(), self._some_missing, skipping)
-        self._flag_sent = True
-        if not self.algorithm.is_local:  # otherwise no step is ever synchronized
-            self._flags = self._transport.exchange_flags(flag)
-
-    def _receive_flags(self) -> list[int]:
-        return self._flags.wait() if self._flags else []
-
-    def _reset(self) -> None:
-        self._norm = self._flags = None
-        self._flag_sent = False
+    def _exchange(self, skipping: bool = False) -> Handle[list[int]]:
+        """Waits for the norm, and sends this rank's flag, once in a step; ``skipping``: the user has skipped it."""
+        if self._flags is None:
+            assert self._norm is not None
+            flag = self.algorithm.measure(self._norm.item(), self._some_missing, skipping)
+            # If no step is ever synchronized, ranks send nothing.
+            self._flags = Handle(list) if self.algorithm.is_local else self._transport.exchange_flags(flag)
+        return self._flags
 
     def _count_local_steps(self) -> None:
         """Warns once if the constant delta seems too large."""

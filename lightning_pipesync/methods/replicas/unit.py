@@ -1,4 +1,4 @@
-"""What a method has of each optimizer: local steps, and averages of its parameters."""
+"""The state that a method has of each optimizer: its steps, and the averages of its parameters."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lightning_pipesync.methods.replicas.synchronous import SynchronousGradients
 class ReplicaUnit:
     """Counts the steps of an optimizer, and averages its parameters when the policy says so.
 
-    ``parameters`` are those that no earlier optimizer has, layer by layer. ``num_local_steps`` is the number of steps
-    after which nothing was averaged.
+    ``parameters`` are those that no earlier optimizer has, layer by layer. After ``num_local_steps`` of the steps
+    nothing was averaged.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ReplicaUnit:
         self._fragments = Fragments(optimizer, parameters, config, transport)
         self.replicas = self._fragments.replicas
         self._num_replicas = replicas_of(transport).world_size
-        # One at least, if ranks are lost: at the beginning a share that gives none is refused.
+        # At least one when ranks are lost; at the beginning, a share that gives none is refused.
         self._num_participants = max(1, number_of_participants(config.participation, self._num_replicas))
         self._step_size = StepSize(optimizer, config.lr_scale, self._num_participants)
         self._num_started = 0  # averages of fragments
-        self._states_diverged = False  # of the optimizers: from the first step with this rank's gradient on
-        self._gradients: SynchronousGradients | None = None  # averaged in each step
+        self._states_diverged = False  # of the optimizers, from the first local step on
+        self._gradients: SynchronousGradients | None = None  # of a warm-up or a group
         self._begin_phase()
 
     @property
@@ -62,10 +62,7 @@ class ReplicaUnit:
 
     @property
     def meets_next(self) -> bool:
-        """Whether an average may start or be applied at the end of the next step, or was to be applied and is dropped.
-
-        It is the same on all ranks, of which some may not have come to a step yet whose average the others drop.
-        """
+        """Whether an average may start or be due at the end of the next step, on any rank: this one may drop it."""
         if self._warming_up:
             return False
         step, overlap = self.num_steps + 1 - self._config.warmup_steps, self._config.overlap_steps
@@ -77,7 +74,7 @@ class ReplicaUnit:
         return self._step_size.scale
 
     def average_gradient(self) -> None:
-        """Averages the gradient in the warm-up, later in the group."""
+        """Averages the gradient, in a warm-up or in the group."""
         if self._gradients is not None:
             self._gradients.average()
 
@@ -86,54 +83,35 @@ class ReplicaUnit:
         return not self._warming_up and self.policy.complete_gradient()
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Returns a context in which ``optimizer.step`` has scaled learning rates, if the step is local."""
+        """Returns a context in which ``optimizer.step`` scales the learning rates of a local step."""
         return nullcontext() if self._warming_up else self._step_size.in_use()
 
     def end_step(self, start: Callable[[], object] | None = None) -> bool:
         """Ends a step: applies averages that are due, and starts others; returns whether a round has ended.
 
-        Args:
-            start: starts the averages of all weights; None: they start here, by fragments.
+        ``start`` starts the averages of all weights; None: they start here, by fragments.
         """
+        ended = not self._warming_up and self._average_due(self.num_steps + 1, start)
         self.num_steps += 1
-        if self._warming_up:
-            if self.num_steps == self._config.warmup_steps:
-                self.replicas.agree_on_present()
-                self._begin_phase()
-            return False
-        self._fragments.apply_due(self.num_steps)
-        number = self.policy.num_started(self.num_steps - self._config.warmup_steps)
-        if number and self.policy.averages_gradients:  # all ranks have applied the same gradient
-            self.replicas.diverged |= self._states_diverged
-            return True
-        self.replicas.diverged = self._states_diverged = True
-        due = self._next_fragments(number)
-        self.num_local_steps += not due
-        for fragment in due:
-            ranks, self._num_started = self._participants(self.num_rounds), self._num_started + 1
-            if start is None:
-                self._fragments.start(fragment, self.num_steps, ranks)
-            else:
-                start()
-        ended = bool(due) and self._num_started % self._config.fragments == 0
-        if ended:
-            self._end_round()
+        if self.num_steps == self._config.warmup_steps:
+            self.replicas.agree_on_present()
+            self._begin_phase()
         return ended
 
     def check_consolidation(self) -> None:
-        """Checks that all ranks are about to consolidate the weights, after as many steps; settles the averages."""
+        """Checks that all ranks consolidate the weights, after as many steps; waits for the averages under way."""
         self._drop_pass()
         if not self._warming_up:
             self.policy.check_consolidation()
         self._fragments.check_consolidation(self.num_steps)
 
     def drop_averages(self) -> None:
-        """Drops the averages under way: training continues from other weights."""
+        """Drops the averages under way."""
         self._drop_pass()
         self._fragments.drop()
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns a state from which a round can be undone, without averages under way; not a collective call."""
+        """Returns a state that undoes a round, without averages under way; not a collective call."""
         averaged = self._tensors_of_states().values() if self._config.average_optimizer_states else []
         return {
             "fragments": self._fragments.snapshot(),
@@ -144,7 +122,6 @@ class ReplicaUnit:
 
     @torch.no_grad()
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continues from what :meth:`snapshot` returned on this rank."""
         self._fragments.load_state_dict(snapshot["fragments"])
         if snapshot["averaged"]:
             foreach_copy_(list(self._tensors_of_states().values()), snapshot["averaged"])
@@ -152,7 +129,7 @@ class ReplicaUnit:
         self._set_counters(snapshot)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns optimizer state, this rank's replica, the outer optimizer's state, averages under way, counters."""
+        """Returns the optimizer's state, this rank's replica, agreed weights, averages under way and counters."""
         self._drop_pass()
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -163,7 +140,6 @@ class ReplicaUnit:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank."""
         self._drop_pass()
         self._fragments.load_state_dict(state["fragments"])
         load_optimizer_state(self.optimizer, state["optimizer"])
@@ -176,6 +152,26 @@ class ReplicaUnit:
         """Ends the threads, and removes the hooks."""
         if self._gradients is not None:
             self._gradients.close()
+
+    def _average_due(self, step: int, start: Callable[[], object] | None) -> bool:
+        self._fragments.apply_due(step)
+        number = self.policy.num_started(step - self._config.warmup_steps)
+        if number and self.policy.averages_gradients:  # all ranks have applied the same gradient
+            self.replicas.diverged |= self._states_diverged
+            return True
+        self.replicas.diverged = self._states_diverged = True
+        due = self._next_fragments(number)
+        self.num_local_steps += not due
+        for fragment in due:
+            ranks, self._num_started = self._participants(self.num_rounds), self._num_started + 1
+            if start is None:
+                self._fragments.start(fragment, step, ranks)
+            else:
+                start()
+        ended = bool(due) and self._num_started % self._config.fragments == 0
+        if ended:
+            self._end_round()
+        return ended
 
     def _counters(self) -> dict[str, Any]:
         return {
@@ -192,7 +188,7 @@ class ReplicaUnit:
         self._begin_phase()
 
     def _begin_phase(self) -> None:
-        """Makes the gradients that are averaged in each step those of the warm-up, or later of the group."""
+        """Averages gradients of all ranks in each step of the warm-up, later those of the group, if there is one."""
         self.close()
         self._warming_up = self.num_steps < self._config.warmup_steps
         self._gradients = None
@@ -206,18 +202,17 @@ class ReplicaUnit:
             )
 
     def _drop_pass(self) -> None:
-        """Waits for averages of gradients that no step follows: what comes next may use the same group of ranks."""
+        """Waits for averages of gradients that no step follows; the next exchange may use the same group of ranks."""
         if self._gradients is not None:
             self._gradients.drop()
 
     def _next_fragments(self, number: int) -> list[int]:
-        """Returns the fragments whose average starts now: the next ones in turn, up to one that is under way."""
+        """Returns the next ``number`` fragments in turn, except those whose average is under way."""
         fragments = self._config.fragments
         following = ((self._num_started + i) % fragments for i in range(number))
         return [fragment for fragment in following if fragment not in self._fragments]
 
     def _participants(self, round_: int) -> list[int] | None:
-        """Returns the replicas whose weights are averaged in a round; None: all."""
         if self._num_participants == self._num_replicas:
             return None
         return participants(self._num_participants, self._num_replicas, round_)
@@ -230,14 +225,14 @@ class ReplicaUnit:
             self.replicas.diverged = False
 
     def _average_states(self) -> None:
-        """Averages the optimizer states that all ranks have; counters of steps stay."""
+        """Averages the optimizer states that all ranks have."""
         states = self._tensors_of_states()
         everywhere = set.intersection(*(set(names) for names in self._transport.gather_objects(list(states))))
         shared = [states[name] for name in sorted(everywhere)]
         exchange_fused(shared, self._config.bucket_mb, lambda flat: self._transport.all_reduce(flat, mean=True))
 
     def _tensors_of_states(self) -> dict[tuple[int, str], Tensor]:
-        """Returns the optimizer's states that can be averaged, by the index of the parameter and their name."""
+        """Returns the states that can be averaged, not counters of steps, by index of the parameter and name."""
         return {
             (index, kind): value
             for index, parameter in enumerate(parameters_of(self.optimizer))
@@ -247,10 +242,10 @@ class ReplicaUnit:
 
 
 def number_of_participants(participation: float, world_size: int) -> int:
-    """Returns how many ranks' weights are averaged, C of FedAvg times their number; 0 if that is less than one."""
+    """Returns how many ranks' weights are averaged: ``participation``, C of FedAvg, times their number."""
     return 1 if world_size == 1 else int(participation * world_size + 1e-9)
 
 
 def participants(number: int, world_size: int, round_: int) -> list[int]:
-    """Returns which ``number`` of ranks are averaged in a round, the same on all ranks, drawn anew in each."""
+    """Returns the ``number`` of ranks that are averaged in a round, drawn anew in each, the same on all ranks."""
     return sorted(random.Random(round_).sample(range(world_size), number))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_pipesync.core.buckets import Fusion, plan_buckets
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.gradients.bucket import GradientBuckets
+from lightning_pipesync.methods.replicas.settings import ReplicaSettings
 from lightning_pipesync.methods.replicas.trigger import GradientTrigger
-from lightning_pipesync.methods.selsync.config import SelSyncConfig
 
 
 class GradientAveraging(GradientTrigger):
@@ -19,12 +21,16 @@ class GradientAveraging(GradientTrigger):
     averages_gradients = True
 
     def __init__(
-        self, parameters: Sequence[NamedParameter], config: SelSyncConfig, name: str, transport: Transport
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[NamedParameter],
+        settings: ReplicaSettings,
+        transport: Transport,
     ) -> None:
-        super().__init__([parameter.tensor for parameter in parameters], config, name, transport)
-        plan = plan_buckets(parameters, Fusion(bucket_mb=config.bucket_mb))
+        super().__init__(optimizer, parameters, settings, transport)
+        plan = plan_buckets(parameters, Fusion(bucket_mb=settings.bucket_mb))
         buckets = [[parameter.tensor for parameter in bucket] for bucket in plan]
-        self._gradients = GradientBuckets(buckets, transport, config.compression, config.uses_error_feedback)
+        self._gradients = GradientBuckets(buckets, transport, settings.compression, settings.uses_error_feedback)
 
     def complete_gradient(self) -> bool:
         """Measures the gradient, and averages it if the step is synchronized.

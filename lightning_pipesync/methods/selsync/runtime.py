@@ -48,10 +48,6 @@ class SelSync(ReplicaMethod):
 
     All ranks may skip a step whose gradient was measured, and continue with the next backward pass: the measurement is
     undone. If they accumulate into the gradient instead, the sum is measured.
-
-    Attributes:
-        num_local_steps: number of local steps so far.
-        num_synchronized_steps: number of synchronized steps so far.
     """
 
     name = "selsync"
@@ -61,16 +57,11 @@ class SelSync(ReplicaMethod):
 
     config: SelSyncConfig
 
-    def _attach(self, parameters: Sequence[NamedParameter]) -> None:
-        super()._attach(parameters)
-        self._stepped = 0  # index of the last optimizer that has taken a step
-        self.num_local_steps = self.num_synchronized_steps = 0
+    _stepped = 0  # index of the last optimizer that has taken a step
 
     def _policy(self, optimizer: Optimizer, parameters: Sequence[NamedParameter]) -> GradientTrigger:
-        name = type(optimizer).__name__
-        if self.config.aggregation == "gradients":
-            return GradientAveraging(parameters, self.config, name, self.transport)
-        return GradientTrigger([parameter.tensor for parameter in parameters], self.config, name, self.transport)
+        trigger = GradientAveraging if self.config.aggregation == "gradients" else GradientTrigger
+        return trigger(optimizer, parameters, self.config, self.transport)
 
     def _ordered(self, parameters: list[NamedParameter]) -> list[NamedParameter]:
         return parameters[::-1]  # that in which gradients become ready
@@ -79,6 +70,16 @@ class SelSync(ReplicaMethod):
     def last(self) -> SyncDecision:
         """The decision about the last step."""
         return self._trigger.last
+
+    @property
+    def num_local_steps(self) -> int:
+        """Number of local steps so far, of all optimizers."""
+        return sum(unit.num_local_steps for unit in self._units)
+
+    @property
+    def num_synchronized_steps(self) -> int:
+        """Number of synchronized steps so far, of all optimizers."""
+        return sum(unit.num_steps - unit.num_local_steps for unit in self._units)
 
     @property
     def lssr(self) -> float:
@@ -107,12 +108,9 @@ class SelSync(ReplicaMethod):
         """That of the last optimizer that has taken a step."""
         return self._triggers[self._stepped]
 
-    def _end_step(self, index: int) -> bool:
-        synchronized = super()._end_step(index)
+    def _end_step(self, index: int) -> None:
         self._stepped = index
-        self.num_synchronized_steps += synchronized
-        self.num_local_steps += not synchronized
-        return synchronized
+        super()._end_step(index)
 
     def metrics(self) -> dict[str, float]:
         """Returns LSSR, delta, this rank's relative gradient change, MiB sent and seconds of exposed communication."""
@@ -123,36 +121,25 @@ class SelSync(ReplicaMethod):
             **super().metrics(),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's replica, optimizer state, trackers, thresholds, counters and codec residuals."""
-        return {**super().state_dict(), "steps": [self.num_local_steps, self.num_synchronized_steps]}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes from what :meth:`state_dict` returned on this rank, after the consolidated weights were loaded.
-
-        Raises:
-            ValueError: the state is of other settings of compression, error feedback, aggregation, outer step or
-                bucket size.
-        """
-        super().load_state_dict({**state, "units": [_present(unit) for unit in state["units"]]})
-        self.num_local_steps, self.num_synchronized_steps = state["steps"]
+        """See :meth:`ReplicaMethod.load_state_dict`; resumes from states of earlier versions, too."""
+        units = state["units"]
+        if "fragments" not in units[0]:
+            units = [_of_earlier_version(unit) for unit in units]
+            local, synchronized = state["steps"]  # of all optimizers
+            units[0]["steps"] = [local + synchronized, local]
+        super().load_state_dict({**state, "units": units})
 
     def _shape_settings(self) -> dict[str, Any]:
-        config = self.config
         return {
-            "compression": str(config.compression),
-            "error_feedback": config.uses_error_feedback,
-            "aggregation": config.aggregation,
-            "bucket_mb": config.bucket_mb,
-            "outer_lr": config.outer_lr,
-            "outer_momentum": [config.outer_momentum_of(optimizer) for optimizer in self.optimizers],
+            **super()._shape_settings(),
+            "aggregation": self.config.aggregation,
+            "outer_lr": self.config.outer_lr,
+            "outer_momentum": [self.config.outer_momentum_of(optimizer) for optimizer in self.optimizers],
         }
 
 
-def _present(unit: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of an optimizer's unit, which may be in the form of earlier versions, in the present one."""
-    if "fragments" in unit:
-        return unit
+def _of_earlier_version(unit: dict[str, Any]) -> dict[str, Any]:
     return {
         **unit,
         "fragments": {"replicas": unit["replicas"], "flights": {}},
