@@ -29,22 +29,13 @@ _EPOCHS = re.compile(r"(\d+|\d*\.\d+) ?epochs?")
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of the fragments. In each period a fragment is averaged once, at equal distances from the others.
+    """The rounds of the fragments. In each period a fragment is averaged once, at equal distances from the others."""
 
-    Attributes:
-        period: H, in steps.
-        fragments: number of fragments.
-    """
-
-    period: int
+    period: int  # H, in steps
     fragments: int = 1
 
     def started(self, step: int) -> int:
-        """Returns how many fragments' averages start at the end of a step: the next ones in turn.
-
-        Args:
-            step: from 1 on, without those of the warm-up. That of the last fragment starts at the end of a period.
-        """
+        """Returns how many fragments' averages start at the end of a step, the last one's at the end of a period."""
         return self._started_until(step) - self._started_until(step - 1)
 
     def _started_until(self, step: int) -> int:
@@ -55,7 +46,7 @@ class Rounds:
 
 
 class PeriodClock(AveragingPolicy):
-    """Starts averages by the number of steps, of which ``data`` knows how many an epoch has."""
+    """Starts averages by the number of steps; ``data`` knows the steps of an epoch."""
 
     def __init__(
         self, period: int | str, fragments: int, overlap_steps: int, data: TrainingData, transport: Transport
@@ -65,13 +56,13 @@ class PeriodClock(AveragingPolicy):
         self._rounds: Rounds | None = None
 
     def may_start(self, step: int) -> bool:
-        return self._rounds is None or self._rounds.started(step) > 0  # all may have to agree on the rounds first
+        return self._rounds is None or self._rounds.started(step) > 0  # ranks may have to agree on the rounds first
 
     def num_started(self, step: int) -> int:
-        """Returns how many fragments' averages start at the end of a step.
+        """See :meth:`AveragingPolicy.num_started`.
 
         Raises:
-            ValueError: the period is a share of an epoch, whose steps are not known, or shorter than the overlap.
+            ValueError: the steps of an epoch are not known, or the period is shorter than the overlap.
         """
         self._rounds = self._rounds or self._planned()
         return self._rounds.started(step)
@@ -98,13 +89,10 @@ class PeriodClock(AveragingPolicy):
 
 
 def epochs_of(period: int | str) -> float | None:
-    """Returns the share of an epoch, or the number of epochs, that a period such as ``"0.25 epoch"`` asks for.
-
-    Returns:
-        None if the period is a number of steps, or ``"selsync"``.
+    """Returns the number of epochs of a period such as ``"0.25 epoch"``; None for steps and ``"selsync"``.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: ``period`` is none of these.
     """
     if period == BY_GRADIENT:
         return None
@@ -118,14 +106,10 @@ def epochs_of(period: int | str) -> float | None:
 
 
 def steps_of(period: int | str, steps_per_epoch: int | None) -> int:
-    """Returns the steps of a period that is not ``"selsync"``.
-
-    Args:
-        period: as the user has set it.
-        steps_per_epoch: the number of steps of an epoch; None if it is not known.
+    """Returns the steps of a period that is not ``"selsync"``; ``steps_per_epoch`` is None if it is not known.
 
     Raises:
-        ValueError: the period is a share of an epoch, whose steps are not known.
+        ValueError: the period is in epochs, whose steps are not known.
     """
     epochs = epochs_of(period)
     if epochs is None:

@@ -183,7 +183,6 @@ class LocalSGDConfig(ReplicaSettings):
             )
 
     def for_framework(self) -> LocalSGDConfig:
-        """Returns the settings, none of which is for plain loops only, see :class:`Settings`."""
         if self.on_lost_rank == "continue":
             raise ValueError(
                 "on_lost_rank='continue' is for plain loops: a Trainer, Fabric and Accelerate communicate by "
@@ -193,13 +192,11 @@ class LocalSGDConfig(ReplicaSettings):
         return self
 
     def elastic_force_of(self, num_replicas: int) -> float:
-        """Returns the elastic force; 0 without ``outer_optimizer="elastic"``."""
         if self.outer_optimizer != "elastic":
             return 0.0
         return BETA / num_replicas if self.elastic_force == "auto" else self.elastic_force
 
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
-        """Returns what makes the outer optimizer; None if the agreed weights become the average."""
         kind = self.outer_optimizer
         if kind == "none":
             return None
@@ -213,11 +210,9 @@ class LocalSGDConfig(ReplicaSettings):
 
     @property
     def lost_with_other_ranks(self) -> str | None:
-        """What a run loses if it resumes with another number of ranks."""
         return "training resumes from the consolidated weights, without the outer optimizer's state"
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect, by name, and why."""
         ignored = super().without_effect()
         if self.period != BY_GRADIENT:
             reason = f"with period={self.period!r}: set period={BY_GRADIENT!r}"

@@ -68,11 +68,11 @@ class LocalSGD(ElasticReplicaMethod):
             super()._average_others(index)
 
     def metrics(self) -> dict[str, float]:
-        """Returns what the first optimizer did, MiB sent and seconds of exposed communication.
+        """Returns, besides :meth:`SyncMethod.metrics`, those of the first optimizer.
 
         ``rounds`` is their number, ``lssr`` the share of local steps, ``lr_scale`` the factor on their learning rate.
-        With groups, ``mib_between_groups`` is ``mib_sent`` without what a group exchanges among itself; with
-        ``on_lost_rank="continue"``, ``ranks`` is the number of those that are left.
+        With groups, ``mib_between_groups`` is ``mib_sent`` without the exchanges within groups; with
+        ``on_lost_rank="continue"``, ``ranks`` is the number of remaining ranks.
         """
         unit = self._units[0]
         lssr = unit.num_local_steps / unit.num_steps if unit.num_steps else 0.0

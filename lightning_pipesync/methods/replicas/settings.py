@@ -68,7 +68,6 @@ class ReplicaSettings(Settings):
         return None
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect, by name, and why."""
         ignored = {}
         if self.smoothing == 1:
             ignored["window"] = "with smoothing=1, which looks at the last step alone: set a smaller one"

@@ -99,12 +99,10 @@ class SelSyncConfig(ReplicaSettings):
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether averages run under the next forward pass."""
         return self.overlap == "forward" and self.aggregation == "parameters" and not self.is_local
 
     @property
     def codec_of_weights(self) -> tuple[str | Codec, bool]:
-        """The codec of averages of weights, and whether its error is added to the next values that it encodes."""
         return ("none", False) if self.aggregation == "gradients" else super().codec_of_weights
 
     @property
@@ -113,14 +111,12 @@ class SelSyncConfig(ReplicaSettings):
         return self.delta == math.inf
 
     def outer_momentum_of(self, optimizer: Optimizer) -> float:
-        """Returns the outer momentum for the parameters of ``optimizer``."""
         if self.outer_momentum != "auto":
             return self.outer_momentum
         like_adam = any("betas" in group for group in optimizer.param_groups)
         return MOMENTUM_WITH_ADAM if self.delta == "auto" and self.lssr > 0 and like_adam else 0.0
 
     def outer_step(self, optimizer: Optimizer, num_replicas: int) -> MakeOptimizer | None:
-        """Returns what makes the outer step's optimizer; None if ranks continue from the plain average."""
         lr, momentum = self.outer_lr, self.outer_momentum_of(optimizer)
         if self.aggregation == "gradients" or (lr, momentum) == (1, 0):
             return None
@@ -128,11 +124,9 @@ class SelSyncConfig(ReplicaSettings):
 
     @property
     def needs_as_many_ranks(self) -> bool:
-        """Whether a run resumes with as many ranks as before only: each rank has a replica."""
-        return True
+        return True  # each rank has a replica
 
     def without_effect(self) -> dict[str, str]:
-        """Returns the settings that have no effect, by name, and why."""
         ignored = super().without_effect()
         if self.aggregation == "gradients":
             for name in ("outer_lr", "outer_momentum", "overlap"):
