@@ -31,7 +31,7 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/digits.py --output outputs/digits $(DEMO_ARGS)
+	$(BIN)/python examples/slow_network.py examples/digits.py --output outputs/digits $(DEMO_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

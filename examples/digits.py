@@ -1,10 +1,11 @@
-"""Trains a small convolutional network on handwritten digits: with DDP, and with SelSync at several deltas.
+"""Trains a small convolutional network on handwritten digits, with DDP and with the methods of this package.
 
     python examples/digits.py                                    two processes on this machine
     torchrun --nproc-per-node 2 examples/digits.py               the same
     torchrun --nnodes 2 --nproc-per-node 2 \\
         --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         examples/digits.py                                       on each of two machines
+    python examples/slow_network.py examples/digits.py           two hosts, emulated on this machine
 
 The 1,797 images come with scikit-learn. All trainings have the same network, optimizer and number of steps; only the
 Trainer's strategy differs. At the end, rank 0 prints a table and writes a picture and all measurements (results.json).
@@ -20,13 +21,13 @@ import torch
 from digit_images import split_digits
 from launching import parse_launch_options, trainer_options
 from recording import Recorder, Run
-from report import draw_picture, print_table, progress_bars, write_json
+from report import draw_picture, print_table, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pipesync import SelSyncStrategy
+import lightning_pipesync  # noqa: F401  registers the strategies
 
 
 class DigitClassifier(L.LightningModule):
@@ -40,17 +41,17 @@ class DigitClassifier(L.LightningModule):
         super().__init__()
         self.learning_rate = learning_rate
         self.network = nn.Sequential(
-            nn.Conv2d(1, 32, kernel_size=3, padding=1),
+            nn.Conv2d(1, 64, kernel_size=3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(32, 64, kernel_size=3, padding=1),
+            nn.Conv2d(64, 128, kernel_size=3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
             nn.Dropout(0.25),
-            nn.Linear(64 * 4 * 4, 512),
+            nn.Linear(128 * 4 * 4, 256),
             nn.ReLU(),
             nn.Dropout(0.25),
-            nn.Linear(512, 10),
+            nn.Linear(256, 10),
         )
         self.test_accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
@@ -94,14 +95,14 @@ class Digits(L.LightningDataModule):
         return DataLoader(self.test_set, batch_size=100)
 
 
-def train(run: Run, recorder: Recorder, options: argparse.Namespace) -> L.Trainer:
+def train(run: Run, options: argparse.Namespace) -> L.Trainer:
     """Trains once, on all processes together."""
     L.seed_everything(run.seed, verbose=False)  # every strategy starts with the same weights
     trainer = L.Trainer(
-        strategy="ddp" if run.delta is None else SelSyncStrategy(delta=run.delta),
+        strategy=run.strategy,
         max_epochs=options.epochs,
-        callbacks=[recorder],
-        enable_progress_bar=False,  # the recorder has one for all runs
+        callbacks=[Recorder(run)],
+        enable_progress_bar=False,  # the recorder shows the progress
         **trainer_options(options),
     )
     trainer.fit(DigitClassifier(options.learning_rate), datamodule=Digits(options.batch_size))
@@ -111,40 +112,33 @@ def train(run: Run, recorder: Recorder, options: argparse.Namespace) -> L.Traine
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--deltas", type=float, nargs="+", default=[0.1, 0.3, 1.0], help="SelSync's thresholds (default: 0.1 0.3 1)"
+        "--strategies",
+        nargs="+",
+        default=["ddp", "dear", "selsync", "local_sgd"],
+        help="of the Trainer (default: %(default)s)",
     )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="train once for each of these (default: 0 1 2)"
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="train once for each of these (default: 0)")
     parser.add_argument("--epochs", type=int, default=12, help="of every training (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="images per process and step (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per process and step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="initial (default: %(default)s)")
+    parser.add_argument("--network", default="", help="its name, for the picture")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/digits"), help="folder for the results (default: %(default)s)"
     )
     options = parse_launch_options(parser)
 
-    strategies = {"DDP": None} | {f"SelSync δ={delta:g}": delta for delta in options.deltas}
-    progress = progress_bars()
-    tasks = {name: progress.add_task(name, total=len(options.seeds) * options.epochs, status="") for name in strategies}
-    runs = []
-    try:
-        # Seed by seed, so that a busy moment of the machine affects all strategies.
-        for seed in options.seeds:
-            for name, delta in strategies.items():
-                run = Run(name, seed, delta)
-                trainer = train(run, Recorder(run, progress, tasks[name]), options)
-                runs.append(run)
-    finally:
-        if progress.live.is_started:  # by the recorder, on rank 0
-            progress.stop()
+    # Seed by seed, so that a busy moment of the machine affects all strategies.
+    runs = [Run(strategy, seed) for seed in options.seeds for strategy in options.strategies]
+    for run in runs:
+        trainer = train(run, options)
 
     if trainer.is_global_zero:
         options.output.mkdir(parents=True, exist_ok=True)
-        picture = draw_picture(runs, options.output / "digits.png")
-        results = write_json(runs, options, options.output / "results.json")
-        print_table(runs, trainer.world_size)
-        print(f"Picture: {picture}\nAll measurements: {results}")
+        title = f"{trainer.world_size} ranks{options.network and ', ' + options.network}"
+        draw_picture(runs, title, options.output / "digits.png")
+        write_json(runs, options, options.output / "results.json")
+        print_table(runs, title)
+        print(f"Picture and all measurements: {options.output}")
 
 
 if __name__ == "__main__":

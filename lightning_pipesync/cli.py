@@ -83,7 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``pipesync ARGUMENTS`` and returns the exit status; 2 for what the user got wrong."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # for the user's modules: a console script begins without it
-    return exit_status(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+    if arguments is None:
+        arguments = sys.argv[1:]
+        if arguments[:1] == ["netlab"] or any(word.partition("=")[0] == "--rate" for word in arguments):
+            from lightning_pipesync.lab.netlab.user_namespace import enter_user_namespace
+
+            enter_user_namespace()
+    return exit_status(lambda: _run(list(arguments)))
 
 
 def _run(words: list[str]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import multiprocessing
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,69 @@ def end_with_tests() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
+class Ranks:
+    """Real processes that call functions; with ``once`` each ends after its first call, otherwise one that fails."""
+
+    def __init__(
+        self, world_size: int, once: bool = False, init: bool = True, group_timeout_s: float = 60, spawn: bool = False
+    ) -> None:
+        context = multiprocessing.get_context("spawn") if spawn else _CONTEXT
+        self._directory = tempfile.TemporaryDirectory()
+        self._folder = Path(self._directory.name)
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        try:
+            for rank in range(world_size):
+                ours, theirs = multiprocessing.Pipe()
+                args = (theirs, once, rank, self._folder, environment, init, group_timeout_s)
+                process = context.Process(target=_run_rank, args=args, daemon=False)
+                self._ranks.append((process, ours))
+                process.start()
+                theirs.close()
+        except BaseException:
+            self.end()
+            raise
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, may_die: tuple[int, ...] = ()
+    ) -> list[Any]:
+        """Calls a function on all ranks, see :func:`launch`."""
+        for _, connection in self._ranks:
+            with suppress(OSError):  # of a rank that has died
+                connection.send_bytes(pickle.dumps((function, args)))
+        deadline = time.monotonic() + timeout_s
+        hung = []
+        for rank, (process, connection) in enumerate(self._ranks):
+            if not wait([connection, process.sentinel], max(0.0, deadline - time.monotonic())):
+                hung.append(rank)
+                os.kill(process.pid or 0, signal.SIGUSR1)
+        time.sleep(1.0 if hung else 0.0)
+        problems, results = [], []
+        for rank, (process, connection) in enumerate(self._ranks):
+            failed, result = False, DIED
+            with suppress(EOFError, ConnectionResetError):
+                if connection.poll():  # or the rank has died, and workers that it forked hold the other end
+                    failed, result = pickle.loads(connection.recv_bytes())
+            results.append(result)
+            if rank in hung:
+                problems.append(f"--- rank {rank} hung:\n{(self._folder / f'{rank}.stacks').read_text()}")
+            elif failed:
+                problems.append(f"--- rank {rank} raised:\n{result}")
+            elif result is DIED and rank not in may_die:
+                process.join()
+                problems.append(f"--- rank {rank} died with exit code {process.exitcode}")
+        assert not problems, "\n".join(problems)
+        return results
+
+    def end(self) -> None:
+        for process, connection in self._ranks:
+            connection.close()
+            if process.pid is not None:
+                process.kill()
+                process.join()
+        self._directory.cleanup()
+
+
 def launch(
     function: Callable[..., Any],
     world_size: int,
@@ -72,7 +138,7 @@ def launch(
     group_timeout_s: float = 60,
     spawn: bool = False,
 ) -> list[Any]:
-    """Calls ``function(*args)`` on ``world_size`` processes and returns what each returned.
+    """Calls ``function(*args)`` on ``world_size`` new processes and returns what each returned.
 
     Args:
         function: importable from the tests; it finds its rank in ``torch.distributed`` or in the environment.
@@ -85,53 +151,44 @@ def launch(
     Raises:
         AssertionError: a rank raised, died, or did not return in time. The message holds tracebacks and stacks.
     """
-    context = multiprocessing.get_context("spawn") if spawn else _CONTEXT
-    with tempfile.TemporaryDirectory() as directory:
-        folder = Path(directory)
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-        ranks = [
-            context.Process(
-                target=_run_rank, args=(function, rank, args, folder, environment, init, group_timeout_s), daemon=False
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            for process in ranks:
-                process.start()
-            deadline = time.monotonic() + timeout_s
-            for process in ranks:
-                process.join(max(0.0, deadline - time.monotonic()))
-            hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-            for rank in hung:
-                os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
-            time.sleep(1.0 if hung else 0.0)
-        finally:  # also after Ctrl-C
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-        problems, results = [], []
-        for rank, process in enumerate(ranks):
-            outcome = folder / f"{rank}.result"
-            if rank in hung:
-                problems.append(f"--- rank {rank} hung:\n{(folder / f'{rank}.stacks').read_text()}")
-            elif outcome.exists():
-                failed, result = pickle.loads(outcome.read_bytes())
-                if failed:
-                    problems.append(f"--- rank {rank} raised:\n{result}")
-                results.append(result)
-            elif rank in may_die:
-                results.append(DIED)
-            else:
-                problems.append(f"--- rank {rank} died with exit code {process.exitcode}")
-        assert not problems, "\n".join(problems)
-        return results
+    ranks = Ranks(world_size, True, init, group_timeout_s, spawn)
+    try:
+        return ranks.call(function, args, timeout_s, may_die)
+    finally:  # also after Ctrl-C
+        ranks.end()
+
+
+#: The ranks of :func:`on_ranks` by their number, and the file of tests that they are for.
+_KEPT: dict[int, Ranks] = {}
+_kept_for = ""
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """As :func:`launch`, on ranks that a file of tests keeps: what one call changes in modules, the next finds."""
+    global _kept_for
+    file = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+    if file != _kept_for:
+        _end_kept()
+        _kept_for = file
+    if world_size not in _KEPT:
+        _KEPT[world_size] = Ranks(world_size)
+    try:
+        return _KEPT[world_size].call(function, args, timeout_s)
+    except BaseException:
+        _KEPT.pop(world_size).end()
+        raise
+
+
+@atexit.register  # before multiprocessing waits for them
+def _end_kept() -> None:
+    while _KEPT:
+        _KEPT.popitem()[1].end()
 
 
 def _run_rank(
-    function: Callable[..., Any],
+    connection: Connection,
+    once: bool,
     rank: int,
-    args: tuple[Any, ...],
     folder: Path,
     environment: dict[str, str],
     init: bool,
@@ -145,23 +202,24 @@ def _run_rank(
     # Workers of a DataLoader are forked, as in a script: a fork server of each rank's own would import all again.
     multiprocessing.set_start_method("fork", force=True)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", OMP_NUM_THREADS="1")
-    try:
-        if init:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder / 'store'}",
-                rank=rank,
-                world_size=int(environment["WORLD_SIZE"]),
-                timeout=timedelta(seconds=group_timeout_s),
-            )
-        failed, result = False, function(*args)
-    except BaseException:
-        failed, result = True, traceback.format_exc()
-    temporary = folder / f"{rank}.tmp"
-    temporary.write_bytes(pickle.dumps((failed, result)))
-    temporary.rename(folder / f"{rank}.result")
-    # A rank that failed must not wait in a destructor for peers that it has left alone.
-    os._exit(int(failed))
+    while True:
+        message = connection.recv_bytes()
+        try:
+            function, args = pickle.loads(message)
+            if init and not dist.is_initialized():
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{folder / 'store'}",
+                    rank=rank,
+                    world_size=int(environment["WORLD_SIZE"]),
+                    timeout=timedelta(seconds=group_timeout_s),
+                )
+            failed, result = False, function(*args)
+        except BaseException:
+            failed, result = True, traceback.format_exc()
+        connection.send_bytes(pickle.dumps((failed, result)))
+        if once or failed:  # which must not wait in a destructor for peers that it has left alone
+            os._exit(int(failed))
 
 
 def raised(function: Callable[[], Any]) -> tuple[str, str] | None:
@@ -173,12 +231,18 @@ def raised(function: Callable[[], Any]) -> tuple[str, str] | None:
     return None
 
 
+def assert_raised(outcome: tuple[str, str] | None, kind: str, *words: str) -> None:
+    """Asserts that an outcome of :func:`raised` is of a type, and that its message holds all words."""
+    assert outcome is not None, words
+    assert outcome[0] == kind
+    for word in words:
+        assert word in outcome[1]
+
+
 def assert_refused(outcomes: dict[str, tuple[str, str] | None]) -> None:
     """Asserts that each outcome of :func:`raised` is a ValueError whose message holds the words that are its key."""
     for words, outcome in outcomes.items():
-        assert outcome is not None, words
-        assert outcome[0] == "ValueError"
-        assert words in outcome[1]
+        assert_raised(outcome, "ValueError", words)
 
 
 def kill_stopped_siblings() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -42,6 +47,64 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def assert_same(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: object = "", exact: bool = True
+) -> None:
+    """Asserts that tensors are those that are expected, bit for bit or but for rounding."""
+    for name, value in expected.items():
+        if exact:
+            assert torch.equal(actual[name], value), f"{what} {name}: off by {(actual[name] - value).abs().max()}"
+        else:
+            torch.testing.assert_close(actual[name], value)
+
+
+class Run:
+    """A network that this rank trains with a method.
+
+    Args:
+        optimizer: its name in :data:`OPTIMIZERS`, or what makes it.
+        model: by default :func:`seeded_mlp`.
+        settings: the method's.
+    """
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        optimizer: str | Callable[[nn.Module], Optimizer] = "sgd",
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = seeded_mlp() if model is None else model
+        self.optimizer = (OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer)(self.model)
+        self.sync = method(self.model, self.optimizer, **settings)
+        self._begin = partial(Run, method, optimizer, **settings)
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        loss(self.model, number, dist.get_rank()).backward()
+        self.sync.step()
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.step(number)
+
+    def resumed(self, model: nn.Module) -> Run:
+        """Returns the run, saved and loaded: with another model, optimizer and method."""
+        self.sync.flush()
+        weights, saved = state(self.model), copy.deepcopy(self.sync.state_dict())
+        self.sync.detach()
+        other = self._begin(model)
+        other.model.load_state_dict(weights)
+        other.sync.load_state_dict(saved)
+        return other
+
+    def end(self) -> dict[str, Tensor]:
+        """Ends the method; returns the consolidated weights."""
+        self.sync.flush()
+        self.sync.detach()
+        return state(self.model)
+
+
 def train_ddp(optimizer_name: str, num_steps: int) -> dict[str, Tensor]:
     """The state of a network that DDP has trained, on the batches of this rank."""
     model = seeded_mlp()
@@ -52,6 +115,43 @@ def train_ddp(optimizer_name: str, num_steps: int) -> dict[str, Tensor]:
         loss(wrapped, i, dist.get_rank()).backward()
         optimizer.step()
     return state(model)
+
+
+class Averaged:
+    """In place of a method: synchronous training with gradients that are averaged one by one."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        self.model, self.reduced = model, False
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.no_sync = nullcontext
+
+    def reduce(self, optimizer: Optimizer | None = None, scaler: GradScaler | None = None) -> None:
+        if not self.reduced:
+            average_gradients(self.model)
+            self.reduced = True
+        if scaler is not None:
+            scaler.unscale_(optimizer or self.optimizers[0])
+
+    def clip(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        self.reduce()
+        groups = (optimizer or self.optimizers[0]).param_groups
+        return nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], max_norm)
+
+    def clip_value(self, max_value: float) -> None:
+        self.reduce()
+        nn.utils.clip_grad_value_(self.model.parameters(), max_value)
+
+    def step(self, update: Callable[[], object] | None = None, optimizer: Optimizer | None = None) -> None:
+        self.reduce()
+        (update or (optimizer or self.optimizers[0]).step)()
+        self.reduced = False
+
+    def optimizer_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        return (optimizer or self.optimizers[0]).state_dict()
+
+    def flush(self) -> None: ...
+
+    def detach(self) -> None: ...
 
 
 def average_gradients(model: nn.Module, scale: float = 1.0) -> None:

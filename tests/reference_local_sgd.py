@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.reference_selsync import mean
+from tests.reference_selsync import average, mean
 
 
 def simulate(
@@ -73,10 +73,7 @@ def simulate(
                 if not overlap_steps and (step, f) in arriving:
                     apply(replicas, arriving.pop((step, f)), 0.0)
             if step % period == 0:
-                for buffers in zip(*(replica.buffers() for replica in replicas), strict=True):
-                    average = mean(list(buffers)) if buffers[0].is_floating_point() else buffers[0].clone()
-                    for b in buffers:
-                        b.copy_(average)
+                average([list(replica.buffers()) for replica in replicas])
     return replicas, agreed
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.reference_selsync import mean
+from tests.reference_selsync import average, mean
 
 #: A flat buffer has each tensor at a multiple of so many values: 64 bytes of fp32.
 ALIGNED = 16
@@ -115,15 +115,6 @@ def blend(replicas: Collection[nn.Module], values: Sequence[Tensor], own_share: 
     for replica in replicas:
         for p, value in zip(replica.parameters(), values, strict=True):
             p.copy_(torch.lerp(p, value, 1 - own_share) if own_share else value)
-
-
-@torch.no_grad()
-def average(of_ranks: Sequence[Sequence[Tensor]]) -> None:
-    """Averages tensors that each rank has; integers are those of the first."""
-    for tensors in zip(*of_ranks, strict=True):
-        result = mean(list(tensors)) if tensors[0].is_floating_point() else tensors[0].clone()
-        for tensor in tensors:
-            tensor.copy_(result)
 
 
 def momentum_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:

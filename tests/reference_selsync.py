@@ -45,6 +45,15 @@ def mean(tensors: Sequence[Tensor]) -> Tensor:
     return total / len(tensors)
 
 
+@torch.no_grad()
+def average(of_replicas: Sequence[Sequence[Tensor]]) -> None:
+    """Averages tensors that each replica has; integers become those of the first."""
+    for tensors in zip(*of_replicas, strict=True):
+        result = mean(tensors) if tensors[0].is_floating_point() else tensors[0].clone()
+        for tensor in tensors:
+            tensor.copy_(result)
+
+
 def simulate(
     model: nn.Module,
     make_optimizer: Callable[[nn.Module], Optimizer],
@@ -87,9 +96,9 @@ def simulate(
             threshold = next_delta(threshold, lssr, any(flags))
         if aggregation == "gradients" and any(flags):
             for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
-                average = mean([p.grad for p in parameters])
+                averaged = mean([p.grad for p in parameters])
                 for p in parameters:
-                    p.grad = average.clone()
+                    p.grad = averaged.clone()
         for n, replica in enumerate(replicas):
             clip(replica)
             optimizers[n].step()  # line 9
@@ -104,14 +113,8 @@ def simulate(
                         for p, weights in zip(replica.parameters(), agreed.parameters(), strict=True):
                             p.copy_(weights)
                 elif aggregation == "parameters":
-                    for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
-                        average = mean([p.detach() for p in parameters])
-                        for p in parameters:
-                            p.copy_(average)
-                for buffers in zip(*(replica.buffers() for replica in replicas), strict=True):
-                    average = mean(list(buffers)) if buffers[0].is_floating_point() else buffers[0].clone()
-                    for b in buffers:
-                        b.copy_(average)
+                    average([list(replica.parameters()) for replica in replicas])
+                average([list(replica.buffers()) for replica in replicas])
         synchronized.append(any(flags))
         changes.append(change)
     return replicas, synchronized, changes

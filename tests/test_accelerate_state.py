@@ -266,7 +266,7 @@ def test_a_checkpoint_that_another_one_has_overwritten(trained: Outcomes) -> Non
 
 def test_another_number_of_processes(trained: Outcomes, folder: Path) -> None:
     assert trained[save_with_pipe_sgd] == [None, None]
-    lost = "gradients that were on their way are dropped, and the pipeline fills anew."
+    lost = "gradients in flight are dropped, and the pipeline fills anew."
     outcomes = launch(load_with_others, 3, folder / save_with_pipe_sgd.__name__, init=False)
     for rank, (refused, messages) in enumerate(outcomes):
         assert_refused({"The checkpoint holds the state of 2 ranks, and there are 3.": refused})

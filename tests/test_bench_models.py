@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from lightning_pipesync.lab.bench.models import (
     model_names,
 )
 from lightning_pipesync.lab.bench.models.emulated import EmulatedCompute
-from tests.harness import launch
+from tests.case_table import launch_cases
 
 # DeAR Table I: layers, tensors; the exact number of values of which it gives millions, and GFLOP of a forward pass, are
 # those of timm 1.0 (its convolutions', norms' and classifier's, counted on the meta device) and of transformers.
@@ -255,19 +256,17 @@ def train(name: str, settings: dict[str, Any], wrap: Callable[[BenchModel], nn.M
 
 
 @pytest.mark.parametrize("wrap", [with_ddp, with_fsdp2])
-def test_emulated_model_under(wrap: Callable[[BenchModel], nn.Module]) -> None:
-    settings = {"scale": 0.01, "forward_seconds": 0.02, "backward_seconds": 0.04}
-    for gradients in launch(train, 2, "emulated-resnet50", settings, wrap):
+def test_models_under(wrap: Callable[[BenchModel], nn.Module]) -> None:
+    timed = {"scale": 0.01, "forward_seconds": 0.02, "backward_seconds": 0.04}
+    models = {"emulated-resnet50": timed, "transformer": {"batch_size": 2}, "cnn": {"batch_size": 2}}
+    outcomes = launch_cases({name: partial(train, name, settings, wrap) for name, settings in models.items()}, 2)
+    for gradients in outcomes["emulated-resnet50"]:
         assert len(gradients) == 161
         assert all(bool((gradient == 1.5).all()) for gradient in gradients)  # the mean of what ranks 0 and 1 computed
-
-
-@pytest.mark.parametrize("name", ["transformer", "cnn"])
-@pytest.mark.parametrize("wrap", [with_ddp, with_fsdp2])
-def test_small_model_under(wrap: Callable[[BenchModel], nn.Module], name: str) -> None:
-    first, second = launch(train, 2, name, {"batch_size": 2}, wrap)
-    assert len(first) == len(list(build_model(name).module.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for name in ("transformer", "cnn"):
+        first, second = outcomes[name]
+        assert len(first) == len(list(build_model(name).module.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,18 +19,13 @@ def test_matrices_of_lemma_1() -> None:
 
 
 @pytest.mark.parametrize(("num_replicas", "elastic_force"), PAIRS)
-def test_mixing_matrix_is_doubly_stochastic(num_replicas: int, elastic_force: float) -> None:
+def test_mixing_is_doubly_stochastic_and_contracts_by_zeta(num_replicas: int, elastic_force: float) -> None:
     mixing = mixing_matrix(num_replicas, elastic_force)
     ones = torch.ones(num_replicas + 1, dtype=torch.float64)
     torch.testing.assert_close(mixing.sum(dim=0), ones)
     torch.testing.assert_close(mixing.sum(dim=1), ones)
     assert (mixing >= 0).all()
     assert (mixing @ mixing > 0).all()  # primitive (Lemma 3)
-
-
-@pytest.mark.parametrize(("num_replicas", "elastic_force"), PAIRS)
-def test_zeta_is_below_one_and_bounds_the_contraction(num_replicas: int, elastic_force: float) -> None:
-    mixing = mixing_matrix(num_replicas, elastic_force)
     shrinks = zeta(mixing)
     assert 0 <= shrinks < 1
     weights = torch.randn(5, num_replicas + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -185,6 +185,8 @@ def test_many_at_once_are_the_engine(method: str, monkeypatch: pytest.MonkeyPatc
         [point], [other] = places[0.05, 1], train(task, method, 0.05, 53, 1, settings)["points"]
         assert point == pytest.approx(other, rel=1e-5)
         assert places[0.01, 1] != [pytest.approx(point, rel=1e-4)]
+    if method != "spectrain":
+        return  # by what a member's error is found does not depend on the method
     errors = {(run["learning_rate"], run["seed"]): run["points"] for run in train_at_once(task, settings)}
     [other] = train(task, method, 0.05, 53, 1, settings)["points"]
     assert errors[0.05, 1] == [pytest.approx(other, abs=0.9)]  # an image of the validation set, of 120

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD
 
 from lightning_pipesync.core.codecs import CODECS
 from lightning_pipesync.training.registry import METHODS
-from tests.harness import launch
-from tests.models import loss, seeded_mlp, state
+from tests.harness import on_ranks
+from tests.models import Run, assert_same, loss
 
 #: By case: the method, and settings in which it exchanges often.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,36 +26,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def train(name: str, settings: dict[str, Any]) -> tuple[bool, float]:
-    """Returns whether all ranks have the same weights, and their loss on what they have trained on."""
-    model = seeded_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync: Any = METHODS[name](model, optimizer, **settings)  # type: ignore[call-arg]
-    for i in range(80):
-        optimizer.zero_grad()
-        loss(model, i % 10, dist.get_rank()).backward()
-        sync.step()
-    sync.flush()
-    weights = {name: value.tolist() for name, value in state(model).items()}
-    others = sync.transport.gather_objects(weights)
-    sync.detach()
-    with torch.no_grad():
-        final = sum(loss(model, i, rank).item() for i in range(10) for rank in range(2)) / 20
-    return all(other == weights for other in others), final
-
-
-def train_with_every_codec(case: str) -> dict[str, tuple[bool, float]]:
+def train(case: str, codec: str) -> tuple[dict[str, Tensor], float]:
+    """Returns the weights, and their loss on what all ranks have trained on."""
     name, settings = CASES[case]
-    return {codec: train(name, {**settings, "compression": codec}) for codec in CODECS}
+    run = Run(METHODS[name], lambda model: SGD(model.parameters(), lr=0.05), compression=codec, **settings)
+    run.steps(i % 10 for i in range(80))
+    weights = run.end()
+    with torch.no_grad():
+        return weights, sum(loss(run.model, i, rank).item() for i in range(10) for rank in range(2)) / 20
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_agree_and_arrive_where_they_do_uncompressed(case: str) -> None:
-    for outcome in launch(train_with_every_codec, 2, case):
-        _, exact = outcome["none"]
-        for codec, (agree, final) in outcome.items():
-            assert agree, codec
-            assert final == pytest.approx(exact, rel=0.15), codec
+    _, exact = on_ranks(train, 2, case, "none")[0]
+    for codec in CODECS:
+        (weights, final), (others, _) = on_ranks(train, 2, case, codec)
+        assert_same(weights, others, codec)
+        assert final == pytest.approx(exact, rel=0.15), codec
 
 
 def test_every_method_with_a_codec_is_a_case() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from functools import cache, partial
 from itertools import product
@@ -16,68 +17,41 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pipesync.core.comm.handle import Handle
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.methods.dear import DeAR
-from tests.case_table import Outcomes, launch_cases
-from tests.harness import assert_refused, launch, raised
-from tests.models import OPTIMIZERS, batch, loss, seeded_mlp, state, train_ddp
+from tests.harness import assert_refused, on_ranks, raised
+from tests.models import OPTIMIZERS, Run, assert_same, batch, loss, seeded_mlp, state, train_ddp
 
 STEPS = 12
 
 
 def train(optimizer_name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    model = seeded_mlp(seed=dist.get_rank())  # rank 0's weights count
-    optimizer = OPTIMIZERS[optimizer_name](model)
-    sync = DeAR(model, optimizer, **settings)
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-    sync.flush()
-    assert sync.flushed
-    sync.detach()
-    return state(model)
-
-
-def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], exact: bool = True) -> None:
-    for name, value in expected.items():
-        if exact:
-            assert torch.equal(actual[name], value), f"{name}: off by {(actual[name] - value).abs().max()}"
-        else:
-            torch.testing.assert_close(actual[name], value)
+    run = Run(DeAR, optimizer_name, seeded_mlp(seed=dist.get_rank()), **settings)  # rank 0's weights count
+    run.steps(range(STEPS))
+    run.sync.flush()
+    assert run.sync.flushed
+    return run.end()
 
 
 @cache
 def trained_with_ddp(world_size: int, optimizer: str) -> dict[str, Tensor]:
-    return launch(train_ddp, world_size, optimizer, STEPS)[0]
+    return on_ranks(train_ddp, world_size, optimizer, STEPS)[0]
 
 
-UPDATES = ("sharded", "replicated")
-CASES: list[tuple[str, int, dict[str, Any]]] = [
-    *product(["sgd", "adamw"], [2, 4], [{}]),
-    *product(["sgd"], [1, 3], [{}]),
-    *product(["adamw"], [2], [{"bucket_mb": 1e-4}, {"fusion": "none"}, {"fusion": "layers", "num_layers": 1}]),
-]
-
-
-@cache
-def trained(world_size: int) -> Outcomes:
-    """By optimizer, fusion and update."""
-    cases = {
-        (optimizer, str(fusion), update): partial(train, optimizer, {"update": update, **fusion})
-        for update, (optimizer, ranks, fusion) in product(UPDATES, CASES)
-        if ranks == world_size
-    }
-    return launch_cases(cases, world_size)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize(("optimizer", "world_size", "fusion"), CASES)
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("optimizer", "world_size", "fusion"),
+    [
+        *product(["sgd", "adamw"], [2, 4], [{}]),
+        *product(["sgd"], [1, 3], [{}]),
+        *product(["adamw"], [2], [{"bucket_mb": 1e-4}, {"fusion": "none"}, {"fusion": "layers", "num_layers": 1}]),
+    ],
+)
 def test_is_ddp(optimizer: str, world_size: int, fusion: dict[str, Any], update: str) -> None:
     """Bit for bit where dividing by the number of ranks is exact; DDP does it before the sum, DeAR after it."""
     expected = trained_with_ddp(world_size, optimizer)
-    outcomes = trained(world_size)[optimizer, str(fusion), update]
+    outcomes = on_ranks(train, world_size, optimizer, {"update": update, **fusion})
     for outcome in outcomes:
-        assert_same_state(outcome, expected, exact=world_size in (1, 2))
-        assert_same_state(outcome, outcomes[0])
+        assert_same(outcome, expected, exact=world_size in (1, 2))
+        assert_same(outcome, outcomes[0])
 
 
 def train_row_by_row(settings: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -91,7 +65,7 @@ def train_row_by_row(settings: dict[str, Any] | None) -> dict[str, Tensor]:
         optimizer.zero_grad()
         x, y = batch(i, dist.get_rank(), size=1)
         nn.functional.cross_entropy(trained(x), y).backward()
-        optimizer.step() if sync is None else sync.step()
+        (sync or optimizer).step()
     if sync is not None:
         sync.flush()
         sync.detach()
@@ -100,99 +74,70 @@ def train_row_by_row(settings: dict[str, Any] | None) -> dict[str, Tensor]:
 
 def test_is_ddp_where_memory_decides_how_products_round() -> None:
     """Products with a single row round by the address of the weights on some processors, which are views of buffers."""
-    expected = launch(train_row_by_row, 2, None)[0]
-    for outcome in launch(train_row_by_row, 2, {"fusion": "buffer"}):
-        assert_same_state(outcome, expected)
+    expected = on_ranks(train_row_by_row, 2, None)[0]
+    for outcome in on_ranks(train_row_by_row, 2, {"fusion": "buffer"}):
+        assert_same(outcome, expected)
 
 
-def interchange(optimizer_name: str, world: str) -> dict[str, Any]:
-    """Trains half of the steps with DDP and half with DeAR, or the other way round, and all of them with DDP."""
-    rank = dist.get_rank()
-
-    def run(model: Any, optimizer: Any, step: Any, steps: range) -> None:
-        for i in steps:
+def train_in_turn(optimizer_name: str, methods: tuple[str, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Trains half of the steps with each method; DDP continues from what is saved, and DeAR in what DDP has trained."""
+    saved: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+    for half, method in enumerate(methods):
+        if method == "ddp" or saved is None:
+            model = seeded_mlp()
+            optimizer = OPTIMIZERS[optimizer_name](model)
+        if method == "ddp" and saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        sync = None if method == "ddp" else DeAR(model, optimizer, bucket_mb=1e-4)
+        called = model if sync else DistributedDataParallel(model)
+        for i in range(half * STEPS // 2, (half + 1) * STEPS // 2):
             optimizer.zero_grad()
-            loss(model, i, rank).backward()
-            step()
-
-    def begin() -> tuple[Any, Any]:
-        model = seeded_mlp()
-        return model, OPTIMIZERS[optimizer_name](model)
-
-    model, optimizer = begin()
-    run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS))
-    expected = {"model": state(model), "optimizer": optimizer.state_dict()}
-    model, optimizer = begin()
-    if world == "to ddp":
-        sync = DeAR(model, optimizer, bucket_mb=1e-4)
-        run(model, optimizer, sync.step, range(STEPS // 2))
-        sync.flush()
-        weights, saved = state(model), sync.optimizer_state_dict()
-        assert not optimizer.state, "the shards are all there is"
-        sync.detach()
-        model, optimizer = begin()
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(saved)
-        run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS // 2, STEPS))
-        return {"expected": expected, "model": state(model), "optimizer": optimizer.state_dict()}
-    run(DistributedDataParallel(model), optimizer, optimizer.step, range(STEPS // 2))
-    sync = DeAR(model, optimizer, bucket_mb=1e-4)
-    run(model, optimizer, sync.step, range(STEPS // 2, STEPS))
-    sync.flush()
-    saved = sync.optimizer_state_dict()
-    sync.detach()
-    return {"expected": expected, "model": state(model), "optimizer": saved}
+            loss(called, i, dist.get_rank()).backward()
+            (sync or optimizer).step()
+        if sync is not None:
+            sync.flush()
+            assert not optimizer.state, "the shards are all there is"
+        saved = state(model), copy.deepcopy((sync.optimizer_state_dict if sync else optimizer.state_dict)())
+        if sync is not None:
+            sync.detach()
+    assert saved is not None
+    return saved
 
 
-@pytest.mark.parametrize("world", ["to ddp", "from ddp"])
+@pytest.mark.parametrize("methods", [("dear", "ddp"), ("ddp", "dear")])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_optimizer_state_is_that_of_ddp(optimizer: str, world: str) -> None:
-    for outcome in launch(interchange, 2, optimizer, world):
-        assert_same_state(outcome["model"], outcome["expected"]["model"])
-        expected, actual = outcome["expected"]["optimizer"], outcome["optimizer"]
+def test_optimizer_state_is_that_of_ddp(optimizer: str, methods: tuple[str, str]) -> None:
+    weights, expected = on_ranks(train_in_turn, 2, optimizer, ("ddp", "ddp"))[0]
+    for of_rank, actual in on_ranks(train_in_turn, 2, optimizer, methods):
+        assert_same(of_rank, weights)
         assert actual["param_groups"] == expected["param_groups"]
         assert actual["state"].keys() == expected["state"].keys()
         for index, kept in expected["state"].items():
             assert list(actual["state"][index]) == list(kept)
-            assert_same_state(actual["state"][index], kept)
-
-
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize("codec", ["bf16", "fp16", "truncate16", "int8", "topk"])
-def test_compression_keeps_the_ranks_together(codec: str, update: str) -> None:
-    expected = trained_with_ddp(2, "sgd")
-    outcomes = launch(train, 2, "sgd", {"update": update, "compression": codec, "bucket_mb": 1e-4})
-    for outcome in outcomes:
-        assert_same_state(outcome, outcomes[0])
-        if codec != "topk":
-            for name, value in expected.items():
-                torch.testing.assert_close(outcome[name], value, rtol=0.05, atol=0.02)
+            assert_same(actual["state"][index], kept)
 
 
 def saved_without_waiting() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = DeAR(model, optimizer)
-    for i in range(3):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
+    run = Run(DeAR)
+    model = run.model
+    run.steps(range(3))
     saved = unshare_storage(model.state_dict())
-    sync.synchronize()
+    run.sync.synchronize()
     flushed = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert len({value.untyped_storage().data_ptr() for value in saved.values()}) == len(saved), (
         "each has its own memory"
     )
     assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
-    sync.detach()
+    run.sync.detach()
     assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == len(saved)
     assert not model._forward_pre_hooks
     return saved, flushed
 
 
 def test_a_state_dict_is_up_to_date() -> None:
-    for saved, flushed in launch(saved_without_waiting, 2):
-        assert_same_state(saved, flushed)
+    for saved, flushed in on_ranks(saved_without_waiting, 2):
+        assert_same(saved, flushed)
 
 
 def backward_begins(i: int, events: list[str], *_: Any) -> None:
@@ -239,7 +184,7 @@ def order_of_events() -> list[str]:
 
 def test_both_pipes() -> None:
     """BackPipe reduces a layer under the backward pass of the one before it; FeedPipe gathers the first layer first."""
-    for events in launch(order_of_events, 2):
+    for events in on_ranks(order_of_events, 2):
         assert events.index("reduce_scatter 2") < events.index("backward 0")
         assert [event for event in events if event.startswith("reduce")] == [f"reduce_scatter {i}" for i in (2, 1, 0)]
         gathers = [event for event in events if event.startswith("all_gather")]
@@ -250,9 +195,8 @@ def test_both_pipes() -> None:
 
 def gathered_in_step(overlap: str) -> list[bool]:
     """Returns after each step but the first whether all weights have arrived; the network is slow."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = DeAR(model, optimizer, overlap=overlap, fusion="none")
+    run = Run(DeAR, overlap=overlap, fusion="none")
+    sync = run.sync
     all_gather = sync.transport.all_gather
     num_ended = 0
 
@@ -268,13 +212,11 @@ def gathered_in_step(overlap: str) -> list[bool]:
 
         return Handle(wait)
 
-    sync.transport.all_gather = slow  # type: ignore[method-assign]
+    sync.transport.all_gather = slow
     have_arrived = []
     for i in range(4):
         num_ended = 0
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
+        run.step(i)
         have_arrived.append(num_ended == len(sync._fused.buckets))
         sync.synchronize()
     sync.detach()
@@ -283,7 +225,7 @@ def gathered_in_step(overlap: str) -> list[bool]:
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_without_overlap_weights_have_arrived_when_step_returns(overlap: str) -> None:
-    for have_arrived in launch(gathered_in_step, 2, overlap):
+    for have_arrived in on_ranks(gathered_in_step, 2, overlap):
         assert have_arrived == [overlap == "none"] * 4
 
 
@@ -315,5 +257,5 @@ def misuse() -> dict[str, tuple[str, str] | None]:
 
 
 def test_misuse_is_named_on_all_ranks() -> None:
-    for outcomes in launch(misuse, 2):
+    for outcomes in on_ranks(misuse, 2):
         assert_refused(outcomes)

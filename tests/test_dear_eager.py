@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lightning_pipesync.core.cost import StepCost
 from lightning_pipesync.core.schedule import BucketTimes, EarlyGathers, simulate_step
 from lightning_pipesync.methods.dear import DeAR, eager
 from lightning_pipesync.methods.dear.eager import choose_early_gathers, gathers_in_gaps
 from lightning_pipesync.methods.gradients.execution_order import StepTimes
-from tests.harness import launch
-from tests.models import OPTIMIZERS, batch, seeded_mlp, state
+from tests.harness import on_ranks
+from tests.models import OPTIMIZERS, Averaged, Run, assert_same, batch, loss, seeded_mlp
 
 STEPS = 10
 
@@ -180,72 +178,43 @@ def in_pieces(buckets: Sequence[BucketTimes], divisible: bool = True) -> EarlyGa
 
 
 Schedule = Callable[[Sequence[BucketTimes], bool], EarlyGathers]
-Loop = Callable[[nn.Module, DeAR | None], None]
 
 
-def as_it_is(model: nn.Module, sync: DeAR | None) -> None:
-    """Does nothing between backward and the step."""
-
-
-def clip_norm(model: nn.Module, sync: DeAR | None) -> None:
-    clip_grad_norm_(model.parameters(), 0.5) if sync is None else sync.clip(0.5)
-
-
-def clip_value(model: nn.Module, sync: DeAR | None) -> None:
-    clip_grad_value_(model.parameters(), 0.01) if sync is None else sync.clip_value(0.01)
-
-
-def train(schedule: Schedule | None, settings: dict[str, Any], between: Loop, kind: str) -> dict[str, Any]:
-    """Trains with DeAR, or with DDP without a schedule; returns the weights and the number of early all-gathers."""
+def train(schedule: Schedule | None, settings: dict[str, Any], kind: str) -> tuple[dict[str, Tensor], float]:
+    """Trains with DeAR, or with averaged gradients; returns the weights and the number of early all-gathers."""
     model = seeded_mlp()
     if kind == "unused":
         model.add_module("unused", nn.Linear(3, 3))
-    optimizer = OPTIMIZERS["adamw"](model)
-    sync, trained, early = None, model, 0.0
     if schedule is None:
-        trained = DistributedDataParallel(model, find_unused_parameters=kind == "unused")
+        run = Run(Averaged, "adamw", model)
     else:
         eager.choose_early_gathers = schedule
-        sync = DeAR(model, optimizer, update="replicated", fusion="none", **settings)
+        run = Run(DeAR, "adamw", model, update="replicated", fusion="none", **settings)
     for i in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(1 if kind in ("plain", "unused") else 2):
-            x, y = batch(STEPS * number + i, dist.get_rank())
-            # DeAR notices a second pass that comes after reduce-scatters and early all-gathers.
-            adds = number == 0 and (kind == "accumulate" or (kind == "second pass" and sync is None))
-            with (trained.no_sync() if sync is None else sync.no_sync()) if adds else nullcontext():
-                nn.functional.cross_entropy(trained(x), y).backward()
-        between(model, sync)
-        optimizer.step() if sync is None else sync.step()
-    if sync is not None:
-        sync.flush()
-        early = sync.metrics()["early_gathers"]
-        sync.detach()
-    return {"state": state(model), "early": early}
+        run.optimizer.zero_grad()
+        # DeAR notices a second pass that comes after reduce-scatters and early all-gathers.
+        if kind in ("accumulate", "second pass"):
+            with run.sync.no_sync() if kind == "accumulate" else nullcontext():
+                loss(model, STEPS + i, dist.get_rank()).backward()
+        loss(model, i, dist.get_rank()).backward()
+        if kind == "clip value":
+            run.sync.clip_value(0.01)
+        elif kind == "clip norm":
+            run.sync.clip(0.5)
+        run.sync.step()
+    run.sync.flush()
+    early = 0.0 if schedule is None else run.sync.metrics()["early_gathers"]
+    return run.end(), early
 
 
 @pytest.mark.parametrize("schedule", [every_bucket_at_once, late_and_in_reverse, in_pieces])
-@pytest.mark.parametrize(
-    ("between", "kind"),
-    [
-        (as_it_is, "plain"),
-        (as_it_is, "unused"),
-        (as_it_is, "accumulate"),
-        (as_it_is, "second pass"),
-        (clip_value, "plain"),
-        (clip_norm, "plain"),
-    ],
-)
-def test_is_ddp_with_any_schedule(schedule: Schedule, between: Loop, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["plain", "unused", "accumulate", "second pass", "clip value", "clip norm"])
+def test_any_schedule_trains_with_averaged_gradients(schedule: Schedule, kind: str) -> None:
     """Bit for bit; but for the norm, which is summed in another order."""
-    [expected, *_] = launch(train, 2, None, {}, between, kind)
-    for outcome in launch(train, 2, schedule, {}, between, kind):
-        assert outcome["early"] >= 3
-        for name, value in expected["state"].items():
-            if between is clip_norm:
-                torch.testing.assert_close(outcome["state"][name], value)
-            else:
-                assert torch.equal(outcome["state"][name], value), name
+    [(expected, _), *_] = on_ranks(train, 2, None, {}, kind)
+    for weights, early in on_ranks(train, 2, schedule, {}, kind):
+        assert early >= 3
+        assert_same(weights, expected, exact=kind != "clip norm")
 
 
 @pytest.mark.parametrize(
@@ -254,46 +223,38 @@ def test_is_ddp_with_any_schedule(schedule: Schedule, between: Loop, kind: str) 
 )
 def test_ranks_stay_together(world_size: int, topology: str, schedule: Schedule) -> None:
     settings = {"topology": topology}
-    outcomes = launch(train, world_size, schedule, settings, as_it_is, "plain")
-    [paper, *_] = launch(train, world_size, every_bucket_at_once, {**settings, "overlap": "forward"}, as_it_is, "plain")
-    assert paper["early"] == 0
-    for outcome in outcomes:
-        for name, value in paper["state"].items():
-            assert torch.equal(outcome["state"][name], value), name
+    paper = {**settings, "overlap": "forward"}
+    [(expected, early), *_] = on_ranks(train, world_size, every_bucket_at_once, paper, "plain")
+    assert early == 0
+    for weights, _ in on_ranks(train, world_size, schedule, settings, "plain"):
+        assert_same(weights, expected)
 
 
-def loss_scaler_skips() -> list[dict[str, Tensor]]:
-    """Trains with a loss scaler whose third step overflows on rank 1, eagerly and as in the paper."""
-    states = []
-    for overlap in ("forward", "eager", "none"):
-        eager.choose_early_gathers = every_bucket_at_once
-        model = seeded_mlp()
-        optimizer = OPTIMIZERS["sgd"](model)
-        sync = DeAR(model, optimizer, update="replicated", fusion="none", overlap=overlap)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x, y = batch(i, dist.get_rank())
-            if i in (5, 6) and dist.get_rank() == 1:
-                x = x * float("inf")
-            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
-            sync.reduce(scaler=scaler)
-            sync.clip(1.0)
-            sync.step(lambda: scaler.step(optimizer))  # noqa: B023 - called at once
-            scaler.update()
-        sync.flush()
-        assert scaler.get_scale() < 2.0**12, "two steps were skipped"
-        states.append(state(model))
-        sync.detach()
-    return states
+def loss_scaler_skips(overlap: str) -> dict[str, Tensor]:
+    """Trains with a loss scaler whose sixth and seventh steps overflow on rank 1."""
+    eager.choose_early_gathers = every_bucket_at_once
+    run = Run(DeAR, update="replicated", fusion="none", overlap=overlap)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for i in range(STEPS):
+        run.optimizer.zero_grad()
+        x, y = batch(i, dist.get_rank())
+        if i in (5, 6) and dist.get_rank() == 1:
+            x = x * float("inf")
+        scaler.scale(nn.functional.cross_entropy(run.model(x), y)).backward()
+        run.sync.reduce(scaler=scaler)
+        run.sync.clip(1.0)
+        run.sync.step(lambda: scaler.step(run.optimizer))
+        scaler.update()
+    assert scaler.get_scale() < 2.0**12, "two steps were skipped"
+    return run.end()
 
 
 def test_a_skipped_step_drops_what_was_gathered() -> None:
-    for paper, early, waited in launch(loss_scaler_skips, 2):
-        for name, value in paper.items():
-            assert torch.isfinite(value).all()
-            assert torch.equal(early[name], value), name
-            assert torch.equal(waited[name], value), name
+    [paper, *_] = on_ranks(loss_scaler_skips, 2, "forward")
+    assert all(value.isfinite().all() for value in paper.values())
+    for overlap in ("eager", "none"):
+        for weights in on_ranks(loss_scaler_skips, 2, overlap):
+            assert_same(weights, paper, overlap)
 
 
 def order_of_operations() -> list[str]:
@@ -331,7 +292,7 @@ def order_of_operations() -> list[str]:
 
 def test_all_ranks_follow_the_schedule() -> None:
     """Bucket 0 is gathered between the reduce-scatters of buckets 1 and 2, the others as forward needs them."""
-    for operations in launch(order_of_operations, 2):
+    for operations in on_ranks(order_of_operations, 2):
         assert operations[:8] == [
             "reduce 0",
             "reduce 1",
@@ -397,4 +358,4 @@ def with_two_optimizers() -> tuple[float, bool, bool]:
 
 def test_several_optimizers_gather_nothing_early() -> None:
     """One may step without the others; each rank then updates its shard, as with the paper's schedule."""
-    assert launch(with_two_optimizers, 2) == [(0, True, True)] * 2
+    assert on_ranks(with_two_optimizers, 2) == [(0, True, True)] * 2

@@ -1,7 +1,8 @@
-"""DeAR against DDP on models and loops that are not plain."""
+"""DeAR on models and in loops that are not plain, against gradients that are averaged one by one."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import launch
-from tests.models import average_gradients, batch, state
-from tests.test_dear import assert_same_state
+from tests.harness import on_ranks
+from tests.models import Averaged, assert_same, batch, loss, state
 
 STEPS = 8
 SMALL = {"bucket_mb": 1e-4}  # some 26 values: many buckets
@@ -86,249 +85,13 @@ class Compiled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch._dynamo.reset()  # it compiles a function for some models only
         self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
         self.first.compile(backend="aot_eager")
         self.compiled = torch.compile(self.second, backend="aot_eager")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.compiled(torch.tanh(self.first(x)))))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tied": Tied,
-    "twice": Twice,
-    "backwards": Backwards,
-    "checkpointed": lambda: Checkpointed(False),
-    "compiled": Compiled,
-    "reentrant": lambda: Checkpointed(True),
-}
-
-
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    x, y = batch(step, dist.get_rank())
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def one_step(model: nn.Module, optimizer: Optimizer, sync: DeAR | None, step: int) -> None:
-    """A step of synchronous SGD: by DeAR, or, without it, with gradients that are averaged one by one."""
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    if sync is None:
-        average_gradients(model)
-        optimizer.step()
-    else:
-        sync.step(optimizer=optimizer)
-
-
-def both(
-    build: Callable[[], nn.Module],
-    train: Callable[[nn.Module, nn.Module, Optimizer, DeAR | None], None],
-    optimizer_of: Callable[[nn.Module], Optimizer] = lambda model: AdamW(model.parameters(), lr=0.01),
-    **settings: Any,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Trains with DDP and with DeAR and returns both states; ``train`` gets what is called, model and optimizer."""
-    torch.manual_seed(0)
-    model = build()
-    optimizer = optimizer_of(model)
-    train(DistributedDataParallel(model, find_unused_parameters=True), model, optimizer, None)
-    expected = state(model)
-    torch.manual_seed(0)
-    model = build()
-    optimizer = optimizer_of(model)
-    sync = DeAR(model, optimizer, **{**SMALL, **settings})
-    train(model, model, optimizer, sync)
-    sync.flush()
-    sync.detach()
-    return expected, state(model)
-
-
-def check(outcomes: list[tuple[dict[str, Tensor], dict[str, Tensor]]], exact: bool = True) -> None:
-    for expected, actual in outcomes:
-        assert_same_state(actual, expected, exact)
-        assert_same_state(actual, outcomes[0][1])
-
-
-def plainly(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(called, step).backward()
-        (sync or optimizer).step()
-
-
-def train_model(name: str, update: str) -> Any:
-    return both(MODELS[name], plainly, update=update)
-
-
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "reentrant"])
-def test_models(name: str, update: str) -> None:
-    check(launch(train_model, 2, name, update))
-
-
-def train_reentrant() -> Any:
-    """DDP with find_unused_parameters refuses reentrant checkpoints: what is compared is the other kind."""
-    return both(MODELS["checkpointed"], plainly)[0], both(MODELS["reentrant"], plainly_with_dear_only)[1]
-
-
-def plainly_with_dear_only(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    if sync:
-        plainly(called, model, optimizer, sync)
-
-
-def test_reentrant_checkpoints() -> None:
-    check(launch(train_reentrant, 2))
-
-
-def accumulate(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with (sync or called).no_sync():
-            loss_of(called, 2 * step).backward()
-        loss_of(called, 2 * step + 1).backward()
-        (sync or optimizer).step()
-
-
-def accumulate_twice_reduced(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    """Without no_sync; DDP then averages the first gradient twice, which changes nothing but the rounding."""
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(called, 2 * step).backward()
-        loss_of(called, 2 * step + 1).backward()
-        (sync or optimizer).step()
-
-
-def train_accumulating(no_sync: bool) -> Any:
-    return both(Backwards, accumulate if no_sync else accumulate_twice_reduced)
-
-
-@pytest.mark.parametrize("no_sync", [True, False])
-def test_accumulation(no_sync: bool) -> None:
-    check(launch(train_accumulating, 2, no_sync), exact=no_sync)
-
-
-def clipped(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(called, step).backward()
-        norm = sync.clip(0.1) if sync else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        assert norm > 0.1
-        (sync or optimizer).step()
-
-
-def train_clipped(update: str) -> Any:
-    return both(Backwards, clipped, update=update)
-
-
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-def test_clipping(update: str) -> None:
-    check(launch(train_clipped, 3, update), exact=False)
-
-
-def in_groups(model: nn.Module) -> Optimizer:
-    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    biases = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return SGD([{"params": weights, "weight_decay": 0.1, "momentum": 0.9}, {"params": biases, "lr": 0.5}], lr=0.1)
-
-
-def scheduled(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(called, step).backward()
-        (sync or optimizer).step()
-        scheduler.step()
-
-
-def train_in_groups(update: str) -> Any:
-    return both(Backwards, scheduled, in_groups, update=update)
-
-
-@pytest.mark.filterwarnings("error:Detected call of")
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-def test_groups_and_a_schedule(update: str) -> None:
-    check(launch(train_in_groups, 2, update))
-
-
-def thawing(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    for step in range(STEPS):
-        for parameter in model.get_submodule("first").parameters():
-            parameter.requires_grad_(step >= 4)
-        optimizer.zero_grad()
-        loss_of(called, step).backward()
-        (sync or optimizer).step()
-
-
-def train_thawing() -> Any:
-    """DDP has to be made anew when a parameter thaws: the reference averages by hand."""
-    _, actual = both(Backwards, lambda called, model, optimizer, sync: sync and thawing(called, model, optimizer, sync))
-    torch.manual_seed(0)
-    model = Backwards()
-    optimizer = AdamW(model.parameters(), lr=0.01)
-
-    optimizer.register_step_pre_hook(lambda *_: average_gradients(model))
-    thawing(model, model, optimizer, None)
-    return state(model), actual
-
-
-def test_frozen_parameters_may_thaw() -> None:
-    check(launch(train_thawing, 2))
-
-
-def two_optimizers(with_dear: bool) -> dict[str, Tensor]:
-    """As in a GAN: the generator's loss also gives the discriminator gradients, which are thrown away."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": nn.Linear(6, 1)})
-    generator, discriminator = model["generator"], model["discriminator"]
-    optimizers = [SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (generator, discriminator)]
-    sync = DeAR(model, optimizers, **SMALL) if with_dear else None
-    for step in range(STEPS):
-        x, _ = batch(step, dist.get_rank())
-        for i, sign in enumerate((1, -1)):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            faked = generator(x) if i == 0 else generator(x).detach()
-            (sign * discriminator(faked)).mean().backward()
-            if sync:
-                sync.step(optimizer=optimizers[i])
-                continue
-            average_gradients(model)
-            optimizers[i].step()
-    if sync:
-        sync.flush()
-        sync.detach()
-    return state(model)
-
-
-def test_two_optimizers() -> None:
-    check(list(zip(launch(two_optimizers, 2, False), launch(two_optimizers, 2, True), strict=True)))
-
-
-def loss_by_scaler(with_dear: bool) -> dict[str, Tensor]:
-    """What a loss scaler sees is the sum that is to be divided, also in the first step and with an unused layer."""
-    torch.manual_seed(0)
-    model = Twice()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    sync = DeAR(model, optimizer, **SMALL) if with_dear else None
-    scaler = GradScaler("cpu", init_scale=1024)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (loss_of(model, step) * 1024).backward()
-        if sync:
-            scaler.scale(torch.zeros(()))  # the scale is made with the first loss
-            sync.reduce(scaler=scaler)
-            sync.step(lambda: scaler.step(optimizer))
-            scaler.update()
-            continue
-        average_gradients(model, scale=1024)
-        optimizer.step()
-    if sync:
-        sync.flush()
-        sync.detach()
-    return state(model)
-
-
-def test_unscaling() -> None:
-    check(list(zip(launch(loss_by_scaler, 2, False), launch(loss_by_scaler, 2, True), strict=True)))
 
 
 class Normed(nn.Module):
@@ -343,65 +106,166 @@ class Normed(nn.Module):
         return self.head(torch.tanh(self.body(x)))
 
 
-def train_normed() -> Any:
-    return both(Normed, plainly)
+def gan() -> nn.Module:
+    return nn.ModuleDict({"generator": nn.Linear(6, 6), "discriminator": nn.Linear(6, 1)})
 
 
-def test_hooks_that_read_weights_see_the_new_ones() -> None:
-    check(launch(train_normed, 2))
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def twice_backward(called: nn.Module, model: nn.Module, optimizer: Optimizer, sync: DeAR | None) -> None:
-    """Two backward passes before a step, with a layer that only some ranks use."""
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.01)
+
+
+def in_groups(model: nn.Module) -> Optimizer:
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    biases = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return SGD([{"params": weights, "weight_decay": 0.1, "momentum": 0.9}, {"params": biases, "lr": 0.5}], lr=0.1)
+
+
+def for_each_part(model: nn.Module) -> list[Optimizer]:
+    parts = [part for part in model.children() if list(part.parameters())]
+    return [SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def backward(model: nn.Module, step: int) -> None:
+    loss(model, step, dist.get_rank()).backward()
+
+
+def plainly(model: nn.Module, sync: Any) -> None:
     for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        loss_of(model, step + 1).backward()
-        if sync:
+        model.zero_grad()
+        backward(model, step)
+        sync.step()
+
+
+def accumulate(model: nn.Module, sync: Any) -> None:
+    for step in range(STEPS):
+        model.zero_grad()
+        with sync.no_sync():
+            backward(model, 2 * step)
+        backward(model, 2 * step + 1)
+        sync.step()
+
+
+def two_passes(model: nn.Module, sync: Any) -> None:
+    for step in range(STEPS):
+        model.zero_grad()
+        backward(model, 2 * step)
+        backward(model, 2 * step + 1)
+        sync.step()
+
+
+def clipped(model: nn.Module, sync: Any) -> None:
+    for step in range(STEPS):
+        model.zero_grad()
+        backward(model, step)
+        assert sync.clip(0.1) > 0.1
+        sync.step()
+
+
+def scheduled(model: nn.Module, sync: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Detected call of")  # before the optimizer's step
+        scheduler = StepLR(sync.optimizers[0], step_size=2, gamma=0.5)
+        for step in range(STEPS):
+            model.zero_grad()
+            backward(model, step)
             sync.step()
-            continue
-        average_gradients(model)
-        optimizer.step()
+            scheduler.step()
 
 
-def train_twice_backward() -> Any:
-    _, actual = both(
-        Twice, lambda called, model, optimizer, sync: sync and twice_backward(called, model, optimizer, sync)
-    )
-    torch.manual_seed(0)
-    model = Twice()
-    twice_backward(model, model, AdamW(model.parameters(), lr=0.01), None)
-    return state(model), actual
-
-
-def test_ranks_that_use_other_layers_reduce_as_often() -> None:
-    check(launch(train_twice_backward, 2))
-
-
-def one_backward_for_two(with_dear: bool) -> dict[str, Tensor]:
-    """One optimizer's weights are on their way while the other's gradient is clipped."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimizers = [SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
-    sync = DeAR(model, optimizers, **SMALL) if with_dear else None
+def thawing(model: nn.Module, sync: Any) -> None:
     for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(model, step).backward()
-        if sync is None:
-            average_gradients(model)
-        for i, optimizer in zip((0, 2), optimizers, strict=True):
-            if sync:
-                sync.clip(0.05, optimizer)
-                sync.step(optimizer=optimizer)
-            else:
-                nn.utils.clip_grad_norm_(model[i].parameters(), 0.05)
-                optimizer.step()
-    if sync:
-        sync.flush()
-        sync.detach()
+        model.get_submodule("first").requires_grad_(step >= 4)
+        model.zero_grad()
+        backward(model, step)
+        sync.step()
+
+
+def in_turns(model: nn.Module, sync: Any) -> None:
+    """As in a GAN: the generator's loss also gives the discriminator gradients, which are thrown away."""
+    for step in range(STEPS):
+        x, _ = batch(step, dist.get_rank())
+        for optimizer, sign in zip(sync.optimizers, (1, -1), strict=True):
+            model.zero_grad()
+            faked = model.get_submodule("generator")(x)
+            if sign < 0:
+                faked = faked.detach()
+            (sign * model.get_submodule("discriminator")(faked)).mean().backward()
+            sync.step(optimizer=optimizer)
+
+
+def scaled(model: nn.Module, sync: Any) -> None:
+    """What a loss scaler sees is the sum that is to be divided, also in the first step and with an unused layer."""
+    scaler = GradScaler("cpu", init_scale=1024)
+    for step in range(STEPS):
+        model.zero_grad()
+        scaler.scale(loss(model, step, dist.get_rank())).backward()
+        sync.reduce(scaler=scaler)
+        sync.step(lambda: scaler.step(sync.optimizers[0]))
+        scaler.update()
+
+
+def one_pass_for_two(model: nn.Module, sync: Any) -> None:
+    """One optimizer's weights are on their way while the other's gradient is clipped."""
+    for step in range(STEPS):
+        model.zero_grad()
+        backward(model, step)
+        for optimizer in sync.optimizers:
+            sync.clip(0.05, optimizer)
+            sync.step(optimizer=optimizer)
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+#: The model, its optimizers and the loop.
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], Callable[[nn.Module, Any], None]]] = {
+    "tied": (Tied, adamw, plainly),
+    "twice": (Twice, adamw, plainly),
+    "backwards": (Backwards, adamw, plainly),
+    "checkpointed": (lambda: Checkpointed(False), adamw, plainly),
+    "reentrant": (lambda: Checkpointed(True), adamw, plainly),
+    "compiled": (Compiled, adamw, plainly),
+    "normed": (Normed, adamw, plainly),
+    "accumulation": (Backwards, adamw, accumulate),
+    "two passes": (Backwards, adamw, two_passes),
+    "two passes, ranks that use other layers": (Twice, adamw, two_passes),
+    "clipping": (Backwards, adamw, clipped),
+    "groups and a schedule": (Backwards, in_groups, scheduled),
+    "thawing": (Backwards, adamw, thawing),
+    "two optimizers in turns": (gan, for_each_part, in_turns),
+    "unscaling": (Twice, lambda model: SGD(model.parameters(), lr=0.1), scaled),
+    "one pass for two optimizers": (mlp, for_each_part, one_pass_for_two),
+}
+
+
+def train(method: Callable[..., Any], case: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    build, optimizer_of, loop = CASES[case]
+    torch.manual_seed(0)
+    model = build()
+    sync = method(model, optimizer_of(model), **settings)
+    loop(model, sync)
+    sync.flush()
+    sync.detach()
     return state(model)
 
 
-def test_one_backward_pass_for_two_optimizers() -> None:
-    check(list(zip(launch(one_backward_for_two, 3, False), launch(one_backward_for_two, 3, True), strict=True)), False)
+@pytest.mark.parametrize("case", CASES)
+def test_is_training_with_averaged_gradients(case: str) -> None:
+    """Bit for bit, unless it clips by a norm, which is summed in another order."""
+    clips = "clipping" in case or "one pass" in case
+    world_size = 3 if clips else 2
+    [expected, *_] = on_ranks(train, world_size, Averaged, case, {})
+    for update in ("sharded", "replicated"):
+        outcomes = on_ranks(train, world_size, DeAR, case, {**SMALL, "update": update})
+        for outcome in outcomes:
+            assert_same(outcome, expected, update, exact=not clips)
+            assert_same(outcome, outcomes[0], update)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,40 +14,43 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.methods.dear import DeAR
-from tests.harness import launch, raised
-from tests.models import seeded_mlp, state
-from tests.test_dear_models import SMALL, STEPS, Backwards, check, one_step
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import Run, assert_same, seeded_mlp, state
+from tests.test_dear_models import SMALL, STEPS, Backwards
+
+
+def backwards() -> nn.Module:
+    torch.manual_seed(0)
+    return Backwards()
+
+
+def assert_pairs(outcomes: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+    """Asserts that each rank's two states are the same, and all ranks' are."""
+    for expected, actual in outcomes:
+        assert_same(actual, expected)
+        assert_same(actual, outcomes[0][1])
 
 
 def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Trains 2 * STEPS steps at once, and with a new DeAR in the middle."""
 
-    def run(sync: DeAR, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
-        for step in steps:
-            one_step(model, optimizer, sync, step)
-        sync.flush()
+    def begin() -> Run:
+        return Run(DeAR, "adamw", backwards(), **{**SMALL, **settings})
 
-    def begin() -> tuple[nn.Module, Optimizer, DeAR]:
-        torch.manual_seed(0)
-        model = Backwards()
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, DeAR(model, optimizer, **{**SMALL, **settings})
-
-    model, optimizer, sync = begin()
-    run(sync, model, optimizer, range(2 * STEPS))
-    expected = state(model)
-    sync.detach()
-    model, optimizer, sync = begin()
-    run(sync, model, optimizer, range(STEPS))
-    weights, saved, kept = state(model), sync.state_dict(), sync.optimizer_state_dict()
-    sync.detach()
-    model, optimizer, sync = begin()
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(kept)
-    sync.load_state_dict(saved)
-    run(sync, model, optimizer, range(STEPS, 2 * STEPS))
-    sync.detach()
-    return expected, state(model)
+    whole = begin()
+    whole.steps(range(2 * STEPS))
+    expected = whole.end()
+    first = begin()
+    first.steps(range(STEPS))
+    first.sync.flush()
+    weights, saved, kept = state(first.model), first.sync.state_dict(), first.sync.optimizer_state_dict()
+    first.sync.detach()
+    second = begin()
+    second.model.load_state_dict(weights)
+    second.optimizer.load_state_dict(kept)
+    second.sync.load_state_dict(saved)
+    second.steps(range(STEPS, 2 * STEPS))
+    return expected, second.end()
 
 
 @pytest.mark.parametrize(
@@ -59,29 +63,27 @@ def stopped_and_resumed(settings: dict[str, Any]) -> tuple[dict[str, Tensor], di
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
-    check(launch(stopped_and_resumed, 2, settings))
+    assert_pairs(on_ranks(stopped_and_resumed, 2, settings))
 
 
 def written_from_outside(settings: dict[str, Any]) -> bool:
     """Weights that the user writes, in place or by other memory, are those that training goes on from."""
-    model = Backwards()
-    optimizer = SGD(model.parameters(), lr=1e-6)
-    sync = DeAR(model, optimizer, **{**SMALL, **settings})
-    for step in range(3):
-        one_step(model, optimizer, sync, step)
+    run = Run(DeAR, partial(sgd, lr=1e-6), Backwards(), **{**SMALL, **settings})
+    model, sync = run.model, run.sync
+    run.steps(range(3))
     sync.synchronize()
     kept = []
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    one_step(model, optimizer, sync, 3)
+    run.step(3)
     sync.flush()
     kept.append(all(bool((parameter - 0.5).abs().max() < 1e-3) for parameter in model.parameters()))
     for parameter in model.parameters():
         parameter.data = torch.full_like(parameter, 0.25)
-    for group in optimizer.param_groups:
+    for group in run.optimizer.param_groups:
         group["lr"] = 0.1
-    one_step(model, optimizer, sync, 4)
+    run.step(4)
     sync.flush()
     kept.append(not torch.equal(model.head.bias, torch.full_like(model.head.bias, 0.25)))
     kept.append(all(bool((parameter - 0.25).abs().max() < 0.2) for parameter in model.parameters()))
@@ -89,38 +91,37 @@ def written_from_outside(settings: dict[str, Any]) -> bool:
     return all(kept)
 
 
+def sgd(model: nn.Module, lr: float = 0.1) -> Optimizer:
+    return SGD(model.parameters(), lr=lr)
+
+
 @pytest.mark.parametrize("settings", [{}, {"compression": "bf16"}, {"update": "replicated"}], ids=str)
 def test_weights_may_be_written_from_outside(settings: dict[str, Any]) -> None:
-    assert launch(written_from_outside, 2, settings) == [True, True]
+    assert on_ranks(written_from_outside, 2, settings) == [True, True]
 
 
 def loaded_in_between() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Goes back to an earlier state of weights and optimizer, twice."""
-    torch.manual_seed(0)
-    model = Backwards()
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    sync = DeAR(model, optimizer, **SMALL)
+    run = Run(DeAR, "adamw", backwards(), **SMALL)
     ends = []
-    for step in range(2):
-        one_step(model, optimizer, sync, step)
-    sync.flush()
-    weights, kept = state(model), sync.optimizer_state_dict()
+    run.steps(range(2))
+    run.sync.flush()
+    weights, kept = state(run.model), run.sync.optimizer_state_dict()
     for _ in range(2):
-        for step in range(2, 5):
-            one_step(model, optimizer, sync, step)
-        sync.flush()
-        ends.append(state(model))
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(kept)
-    copied = deepcopy(model)
+        run.steps(range(2, 5))
+        run.sync.flush()
+        ends.append(state(run.model))
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(kept)
+    copied = deepcopy(run.model)
     assert copied(torch.ones(1, 6)).shape == (1, 3)
-    torch.save(model, io.BytesIO())
-    sync.detach()
+    torch.save(run.model, io.BytesIO())
+    run.sync.detach()
     return ends[0], ends[1]
 
 
 def test_states_may_be_loaded_in_between() -> None:
-    check(launch(loaded_in_between, 2))
+    assert_pairs(on_ranks(loaded_in_between, 2))
 
 
 class Wrapping(SGD):
@@ -141,26 +142,16 @@ class Counting(SGD):
 def with_odd_optimizers() -> list[tuple[str, str] | None]:
     model = Backwards()
     wrapping = Wrapping(SGD(model.parameters(), lr=0.1))
-    counting = Counting(model.parameters(), lr=0.1)
-    sync = DeAR(model, counting)
-
-    def two_steps() -> None:
-        one_step(model, counting, sync, 0)
-        one_step(model, counting, sync, 1)
-
-    outcomes = [raised(lambda: DeAR(model, wrapping)), raised(two_steps)]
-    sync.detach()
+    counting = Run(DeAR, lambda model: Counting(model.parameters(), lr=0.1), model)
+    outcomes = [raised(lambda: DeAR(model, wrapping)), raised(lambda: counting.steps(range(2)))]
+    counting.sync.detach()
     return outcomes
 
 
 def test_optimizers_that_cannot_be_copied_are_refused() -> None:
-    for wrapping, counting in launch(with_odd_optimizers, 2):
-        assert wrapping is not None
-        assert wrapping[0] == "ValueError"
-        assert "Wrapping wraps another optimizer" in wrapping[1]
-        assert counting is not None
-        assert counting[0] == "RuntimeError"
-        assert "'k'" in counting[1]
+    for wrapping, counting in on_ranks(with_odd_optimizers, 2):
+        assert_raised(wrapping, "ValueError", "Wrapping wraps another optimizer")
+        assert_raised(counting, "RuntimeError", "'k'")
 
 
 def bytes_of_state(with_dear: bool) -> int:
@@ -180,32 +171,27 @@ def bytes_of_state(with_dear: bool) -> int:
 
 
 def test_optimizer_state_is_divided_by_the_number_of_ranks() -> None:
-    [whole, *_] = launch(bytes_of_state, 4, False)
-    for own in launch(bytes_of_state, 4, True):
+    [whole, *_] = on_ranks(bytes_of_state, 4, False)
+    for own in on_ranks(bytes_of_state, 4, True):
         assert own == pytest.approx(whole / 4, rel=0.01)
 
 
 def load_at_once(update: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Loads weights while those of the last step are being gathered, slowly."""
-    model, expected = seeded_mlp(), state(seeded_mlp(seed=7))
-    optimizer = SGD(model.parameters(), lr=0.1)
-    sync = DeAR(model, optimizer, **SMALL, update=update)
-    for step in range(3):  # until the order of the modules is known
-        one_step(model, optimizer, sync, step)
-    gather = sync.transport.all_gather
+    run, expected = Run(DeAR, sgd, **SMALL, update=update), state(seeded_mlp(seed=7))
+    run.steps(range(3))  # until the order of the modules is known
+    gather = run.sync.transport.all_gather
 
     def gather_slowly(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.1)
         return gather(*args, **kwargs)
 
-    sync.transport.all_gather = gather_slowly  # type: ignore[method-assign]
-    one_step(model, optimizer, sync, 3)
-    model.load_state_dict(expected)
-    sync.flush()
-    sync.detach()
-    return expected, state(model)
+    run.sync.transport.all_gather = gather_slowly
+    run.step(3)
+    run.model.load_state_dict(expected)
+    return expected, run.end()
 
 
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_loaded_weights_are_not_overwritten(update: str) -> None:
-    check(launch(load_at_once, 2, update))
+    assert_pairs(on_ranks(load_at_once, 2, update))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness import launch
+from tests.case_table import launch_cases
 from tests.models import seeded_mlp
 from tests.test_docs import DOCS, snippets_of
 
@@ -75,15 +76,12 @@ def train(resumes: bool) -> tuple[list[Tensor], list[Tensor]]:
     return replica, consolidated
 
 
-def test_the_method_of_the_guide_averages_gradients_periodically() -> None:
+def test_the_method_of_the_guide_averages_gradients_periodically_and_resumes() -> None:
     expected = reference(2)
-    for rank, (replica, consolidated) in enumerate(launch(train, 2, False)):
+    mean = [torch.stack(copies).mean(0) for copies in zip(*expected, strict=True)]
+    outcomes = launch_cases({resumes: partial(train, resumes) for resumes in (False, True)}, 2)
+    for rank, ((replica, consolidated), (resumed, _)) in enumerate(zip(outcomes[False], outcomes[True], strict=True)):
         torch.testing.assert_close(replica, expected[rank])
-        mean = [torch.stack(copies).mean(0) for copies in zip(*expected, strict=True)]
         torch.testing.assert_close(consolidated, mean)
+        assert all(map(torch.equal, replica, resumed))
     assert any(not torch.equal(first, second) for first, second in zip(*expected, strict=True))
-
-
-def test_the_method_of_the_guide_resumes() -> None:
-    for uninterrupted, resumed in zip(launch(train, 2, False), launch(train, 2, True), strict=True):
-        assert all(map(torch.equal, uninterrupted[0], resumed[0]))

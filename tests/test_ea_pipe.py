@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.case_table import Outcomes, launch_cases
 from tests.ea_pipe_runs import CUTS, OPTIMIZERS, assert_equal, engine_on, layers
-from tests.harness import launch
 from tests.models import batch
 from tests.reference_ea_pipe import Weights, reference_of
 
@@ -45,13 +45,10 @@ def train(optimizer_name: str, settings: dict[str, Any], virtual_stages: int | N
     return {"losses": losses, "weights": [p.detach().clone() for p in model.parameters()]}
 
 
-def train_all() -> dict[str, dict[str, Any]]:
-    return {case: train(CASES[case][0], {"split": CUTS[4], **CASES[case][1]}) for case in ON_PROCESSES}
-
-
 @cache
-def on_processes() -> list[dict[str, dict[str, Any]]]:
-    return launch(train_all, 4)
+def on_processes() -> Outcomes:
+    cases = {case: partial(train, CASES[case][0], {"split": CUTS[4], **CASES[case][1]}) for case in ON_PROCESSES}
+    return launch_cases(cases, 4)
 
 
 @cache
@@ -76,9 +73,9 @@ def test_follows_the_algorithm(case: str, num_stages: int) -> None:
 @pytest.mark.parametrize("case", ON_PROCESSES)
 def test_processes_are_virtual_stages(case: str) -> None:
     """Bit for bit, on every rank."""
-    for outcome in on_processes():
-        assert_equal(outcome[case]["weights"], virtual(case, 4)["weights"])
-    assert on_processes()[0][case]["losses"] == virtual(case, 4)["losses"]
+    for outcome in on_processes()[case]:
+        assert_equal(outcome["weights"], virtual(case, 4)["weights"])
+    assert on_processes()[case][0]["losses"] == virtual(case, 4)["losses"]
 
 
 @pytest.mark.parametrize("rows", [8, 1])

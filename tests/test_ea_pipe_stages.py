@@ -26,7 +26,7 @@ from tests.ea_pipe_runs import (
     layers,
     train_on,
 )
-from tests.harness import assert_refused, launch, raised
+from tests.harness import assert_refused, raised
 from tests.models import batch
 
 
@@ -60,10 +60,7 @@ UNUSUAL_CUTS = (2, 5, 7)
 def train(settings: dict[str, Any], virtual_stages: int | None, num_steps: int = 14) -> dict[str, Tensor]:
     """The whole master; the last batches are smaller."""
     model = unusual()
-    loss = nn.functional.cross_entropy
-    engine = EAPipe(
-        model, loss, OPTIMIZERS["sgd"], virtual_stages=virtual_stages, **{"split": UNUSUAL_CUTS, **settings}
-    )
+    engine = engine_on(model, virtual_stages=virtual_stages, **{"split": UNUSUAL_CUTS, **settings})
     for t in range(num_steps):
         engine.train_batch(batch(t, 0, size=8 if t < 10 else 5))
     model.eval()
@@ -82,19 +79,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_all() -> dict[str, dict[str, Tensor]]:
-    return {name: train(settings, None) for name, settings in SETTINGS.items()}
-
-
 def test_virtual_stages_are_processes_with_any_layers() -> None:
     """Dropout and BatchNorm's averages included, and all ranks have the whole master."""
-    on_processes = launch(train_all, 4)
+    on_processes = launch_cases({name: partial(train, settings, None) for name, settings in SETTINGS.items()}, 4)
     for name, settings in SETTINGS.items():
         virtual = train(settings, 4)
-        for rank, outcome in enumerate(on_processes):
-            for key, value in outcome[name].items():
+        for rank, outcome in enumerate(on_processes[name]):
+            for key, value in outcome.items():
                 assert torch.equal(value, virtual[key]), f"{name}: {key} on rank {rank}"
-            assert ("output" in outcome[name]) == (rank == 0)
+            assert ("output" in outcome) == (rank == 0)
 
 
 def clipped_by_hand(max_norm: float) -> list[Tensor]:
@@ -249,9 +242,7 @@ def test_learning_rate_is_that_of_the_mini_batch() -> None:
 
 def train_synchronous(algorithm: str, clip_norm: float | None) -> list[Tensor]:
     model = layers()
-    engine = EAPipe(
-        model, nn.functional.cross_entropy, OPTIMIZERS["sgd"], algorithm=algorithm, split=CUTS[2], clip_norm=clip_norm
-    )
+    engine = engine_on(model, virtual_stages=None, algorithm=algorithm, split=CUTS[2], clip_norm=clip_norm)
     for t in range(8):
         x, y = batch(t, 0, size=8 if t < 5 else 4)  # shapes may change
         engine.train_batch((x[:4], y[:4]), completes=t >= 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.pipe_sgd import PipeSGDConfig
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-from tests.harness import launch
+from tests.harness import on_ranks
 from tests.models import loss, seeded_mlp
 from tests.reference_pipe_sgd import all_reduce, divided, fused, through
 
@@ -29,7 +28,6 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "selsync, parameters": (SelSync, {"delta": 0.0}),
     "selsync, gradients": (SelSync, {"delta": 0.0, "aggregation": "gradients"}),
 }
-CASES = list(product(METHODS, ["int8", "int4", "chunked_topk"], [True, False]))
 
 
 def sgd(parameters: Any) -> SGD:
@@ -131,21 +129,19 @@ def reduce_scatter(gradients: Sequence[Tensor], codec: str, dropped: list[list[T
     return (sent[0] + sent[1]) / RANKS
 
 
-def train_all() -> list[tuple[list[str], list[Tensor]]]:
-    return [train(*case) for case in CASES]
-
-
-def test_all_methods_follow_one_rule() -> None:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("codec", ["int8", "int4", "chunked_topk"])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_all_methods_follow_one_rule(method: str, codec: str, feedback: bool) -> None:
     """Pipe-SGD's own reference is that of test_pipe_sgd.py."""
-    outcomes = launch(train_all, RANKS)
-    for i, case in enumerate(CASES):
-        names, weights = outcomes[0][i]
-        reference = simulate(*case, names)
-        for _, of_rank in (outcome[i] for outcome in outcomes):
-            for step, (actual, expected) in enumerate(zip(of_rank, reference, strict=True)):
-                assert torch.equal(actual, expected), f"{case}, {step}: off by {(actual - expected).abs().max()}"
-        other = simulate(case[0], case[1], not case[2], names)
-        assert not torch.equal(weights[-1], other[-1]), f"{case}: the setting makes no difference"
+    outcomes = on_ranks(train, RANKS, method, codec, feedback)
+    names, weights = outcomes[0]
+    reference = simulate(method, codec, feedback, names)
+    for _, of_rank in outcomes:
+        for step, (actual, expected) in enumerate(zip(of_rank, reference, strict=True)):
+            assert torch.equal(actual, expected), f"step {step}: off by {(actual - expected).abs().max()}"
+    other = simulate(method, codec, not feedback, names)
+    assert not torch.equal(weights[-1], other[-1]), "the setting makes no difference"
 
 
 @pytest.mark.parametrize("config_type", [DeARConfig, PipeSGDConfig, SelSyncConfig])

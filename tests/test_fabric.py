@@ -42,7 +42,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     "pipe_sgd": {"staleness": 0},
     "selsync": {"delta": 0.0, "aggregation": "gradients"},
 }
-DROPPED = "gradients that were on their way are dropped, and the pipeline fills anew."
+DROPPED = "gradients in flight are dropped, and the pipeline fills anew."
 
 
 def launched(name: str, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> Fabric:

@@ -7,6 +7,7 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_pipesync.accelerate.checkpoint import save_rank_states
 from lightning_pipesync.core.buckets import Fusion
 from lightning_pipesync.lab.bench.tables import write_results
 from lightning_pipesync.methods.dear.tuner import TuningFile
-from tests.harness import launch
+from tests.case_table import launch_cases
 from tests.models import OPTIMIZERS, seeded_mlp
 
 #: Bytes after which the disk is full.
@@ -73,9 +74,12 @@ def interrupt(name: str, folder: Path) -> tuple[dict[str, bytes], dict[str, byte
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the sizes of files")
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_leaves_the_file_before(name: str, tmp_path: Path) -> None:
-    [(before, after, error)] = launch(interrupt, 1, name, tmp_path)
-    assert error
-    assert before
-    assert after == before
+def test_a_full_disk_leaves_the_file_before(tmp_path: Path) -> None:
+    for name in WRITERS:
+        (tmp_path / name).mkdir()
+    outcomes = launch_cases({name: partial(interrupt, name, tmp_path / name) for name in WRITERS}, 1)
+    for name in WRITERS:
+        [(before, after, error)] = outcomes[name]
+        assert error
+        assert before
+        assert after == before

@@ -1,4 +1,4 @@
-"""What `launch` says of ranks that do not return, and that none outlives the tests."""
+"""What `launch` says of ranks that do not return, which ranks `on_ranks` keeps, and that none outlives the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import ROOT, environment
-from tests.harness import DIED, default_signals, launch
+from tests.harness import DIED, default_signals, launch, on_ranks
 
 
 def sum_of_ranks() -> float:
@@ -63,6 +63,16 @@ def test_a_rank_that_does_not_return_is_named(how: str, words: list[str]) -> Non
 
 def test_a_rank_may_be_expected_to_die() -> None:
     assert launch(misbehave, 2, "dies", may_die=(1,)) == [None, DIED]
+
+
+def test_ranks_are_kept_until_one_fails() -> None:
+    first = on_ranks(os.getpid, 2)
+    assert on_ranks(os.getpid, 2) == first
+    assert on_ranks(sum_of_ranks, 2) == [1.0, 1.0]
+    with pytest.raises(AssertionError, match="rank 1 raised"):
+        on_ranks(misbehave, 2, "raises")
+    assert not any(map(lives, first))
+    assert not set(on_ranks(os.getpid, 2)) & set(first)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

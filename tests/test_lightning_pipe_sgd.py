@@ -259,7 +259,7 @@ def test_checkpoints_interchange_with_ddp(trained: Outcomes, folder: Path) -> No
     assert len(trained["saved"]) == len(trained["saved, ddp"]) == 2
     path = folder / "pipe_sgd" / "step=8.ckpt"
     alone = launch_cases({"": partial(run_on, PIPE_SGD, folder / "alone", path, 12, world_size=1)}, 1, init=False)[""]
-    dropped = ["gradients that were on their way are dropped, and the pipeline fills anew."]
+    dropped = ["gradients in flight are dropped, and the pipeline fills anew."]
     for outcomes, updates, lost in ((trained["to ddp"], -1, []), (trained["from ddp"], 3, []), (alone, 3, dropped)):
         for outcome in outcomes:
             assert outcome["steps"] == 12

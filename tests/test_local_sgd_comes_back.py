@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.core.faults.heartbeat import Heartbeat
 from tests.harness import DIED, launch
 from tests.lost_ranks import TIMEOUT_S, die, stopped, wait_for, watch_processes, write
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
+from tests.test_local_sgd_lost_rank import nesterov
 
 #: Steps between two flushes, of a round, and of the training.
 LAP, PERIOD, NUM_STEPS = 4, 3, 12
@@ -99,10 +98,6 @@ def train(settings: dict[str, Any], folder: Path, fate: str = "") -> dict[str, A
     return outcome
 
 
-def nesterov(parameters: list[torch.Tensor], _: int) -> Optimizer:
-    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
 @pytest.mark.parametrize("outer", ["none", "nesterov"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_comes_back(outer: str, world_size: int, tmp_path: Path) -> None:
@@ -128,8 +123,7 @@ def test_comes_back(outer: str, world_size: int, tmp_path: Path) -> None:
     for outcome in outcomes:
         assert outcome["ranks"] == world_size
         expected = state(replicas[outcome["rank"]])
-        for name, value in outcome["weights"].items():
-            assert torch.equal(value, expected[name]), name
+        assert_same(outcome["weights"], expected)
     assert sorted(x for outcome in outcomes for x in outcome["laps"][-1]) == list(range(12)), "divided anew"
     lost, back = outcomes[0]["said"]
     assert lost.startswith("Lost rank 1 (host ")
@@ -149,8 +143,7 @@ def test_one_with_other_settings_is_refused_and_the_others_go_on(tmp_path: Path)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome["ranks"] == 2
         assert sum(map(len, outcome["laps"])) >= 2 * 4 + 6, "the others' share after that"
-    for name, value in outcomes[0]["weights"].items():
-        assert torch.equal(value, outcomes[2]["weights"][name]), name
+    assert_same(outcomes[2]["weights"], outcomes[0]["weights"])
 
 
 def test_one_whose_job_ends_says_so(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync import LocalSGD
-from tests.harness import launch
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.harness import on_ranks
+from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 
 STEPS, GROUPS, SIZE = 13, 2, 2
 
@@ -35,45 +35,38 @@ def wide_loss(model: nn.Module, step: int, replica: int) -> Tensor:
 
 def train(settings: dict[str, Any], group_size: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], float]:
     """Returns the weights after each step, the consolidated ones, and the number of rounds."""
-    model = wide_network()
-    optimizer = OPTIMIZERS["adamw"](model)
-    sync = LocalSGD(model, optimizer, ranks_per_replica=group_size, bucket_mb=1e-4, **settings)
+    run = Run(LocalSGD, "adamw", wide_network(), ranks_per_replica=group_size, bucket_mb=1e-4, **settings)
     weights = []
     for i in range(STEPS):
-        optimizer.zero_grad()
-        wide_loss(model, i, dist.get_rank() // group_size).backward()
-        sync.step()
-        weights.append(state(model))
-    rounds = sync.metrics()["rounds"]
-    sync.flush()
-    sync.detach()
-    return weights, state(model), rounds
+        run.optimizer.zero_grad()
+        wide_loss(run.model, i, dist.get_rank() // group_size).backward()
+        run.sync.step()
+        weights.append(state(run.model))
+    rounds = run.sync.metrics()["rounds"]
+    return weights, run.end(), rounds
 
 
-def train_each(cases: list[dict[str, Any]], group_size: int) -> list[Any]:
-    return [train(settings, group_size) for settings in cases]
-
-
-def test_groups_on_the_same_batches_are_half_as_many_ranks() -> None:
-    """Bit for bit: the mean of equal gradients is that gradient, and the columns send what the ranks do."""
-    cases: list[dict[str, Any]] = [
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"period": 3, "compression": "int8", "outer_optimizer": "nesterov"},
         {"period": 3, "compression": "int8", "error_feedback": False},
         {"period": 4, "compression": "int4", "fragments": 2, "overlap_steps": 2, "own_share": 0.5},
         {"period": 2, "participation": 0.5},
         {"period": "selsync", "delta": 0.2, "smoothing": 0.5},
         {"period": 3, "lr_scale": "auto"},
-    ]
-    alone = launch(train_each, GROUPS, cases, 1)
-    grouped = launch(train_each, GROUPS * SIZE, cases, SIZE)
-    for index, settings in enumerate(cases):
-        for rank in range(GROUPS * SIZE):
-            weights, consolidated, rounds = grouped[rank][index]
-            expected, expected_consolidated, expected_rounds = alone[rank // SIZE][index]
-            assert 0 < rounds == expected_rounds, (settings, rank)
-            for i, (own, of_rank) in enumerate(zip(weights, expected, strict=True)):
-                torch.testing.assert_close(own, of_rank, rtol=0, atol=0, msg=f"{settings}, rank {rank}, step {i}")
-            torch.testing.assert_close(consolidated, expected_consolidated, rtol=0, atol=0)
+    ],
+    ids=str,
+)
+def test_groups_on_the_same_batches_are_half_as_many_ranks(settings: dict[str, Any]) -> None:
+    """Bit for bit: the mean of equal gradients is that gradient, and the columns send what the ranks do."""
+    alone = on_ranks(train, GROUPS, settings, 1)
+    for rank, (weights, consolidated, rounds) in enumerate(on_ranks(train, GROUPS * SIZE, settings, SIZE)):
+        expected, expected_consolidated, expected_rounds = alone[rank // SIZE]
+        assert 0 < rounds == expected_rounds
+        for i, (own, of_rank) in enumerate(zip(weights, expected, strict=True)):
+            assert_same(own, of_rank, f"rank {rank}, step {i}")
+        assert_same(consolidated, expected_consolidated, rank)
 
 
 # --- its gradient -----------------------------------------------------------------------------------------------------
@@ -81,9 +74,8 @@ def test_groups_on_the_same_batches_are_half_as_many_ranks() -> None:
 
 def clip_accumulated() -> tuple[list[Tensor], float, list[Tensor]]:
     """Returns this rank's gradient of two batches, the norm by which it is clipped, and the clipped gradient."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=4, ranks_per_replica=SIZE)
+    run = Run(LocalSGD, period=4, ranks_per_replica=SIZE)
+    model, sync = run.model, run.sync
     with sync.no_sync():
         loss(model, 0, dist.get_rank()).backward()
     loss(model, 1, dist.get_rank()).backward()
@@ -96,7 +88,7 @@ def clip_accumulated() -> tuple[list[Tensor], float, list[Tensor]]:
 
 
 def test_the_averaged_gradient_of_the_group_is_clipped() -> None:
-    outcomes = launch(clip_accumulated, GROUPS * SIZE)
+    outcomes = on_ranks(clip_accumulated, GROUPS * SIZE)
     for group in range(GROUPS):
         members = outcomes[group * SIZE : (group + 1) * SIZE]
         parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in members[0][0]]
@@ -112,56 +104,53 @@ def test_the_averaged_gradient_of_the_group_is_clipped() -> None:
 
 def overflow_on_rank_1() -> tuple[list[bool], dict[str, Tensor]]:
     """Returns whether the loss scaler has let the optimizer take each step, and the weights after an average."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=3, ranks_per_replica=SIZE)
+    run = Run(LocalSGD, period=3, ranks_per_replica=SIZE)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     stepped = []
     for i in range(3):
         before = scaler.get_scale()
-        optimizer.zero_grad()
-        scaler.scale(loss(model, i, dist.get_rank())).backward()
+        run.optimizer.zero_grad()
+        scaler.scale(loss(run.model, i, dist.get_rank())).backward()
         if i == 0 and dist.get_rank() == 1:
-            next(model.parameters()).grad[0] = torch.inf  # type: ignore[index]
-        sync.reduce(scaler=scaler)
-        sync.step(lambda: scaler.step(optimizer))
+            next(run.model.parameters()).grad[0] = torch.inf  # type: ignore[index]
+        run.sync.reduce(scaler=scaler)
+        run.sync.step(lambda: scaler.step(run.optimizer))
         scaler.update()
         stepped.append(scaler.get_scale() == before)
-    weights = state(model)
-    sync.detach()
+    weights = state(run.model)
+    run.sync.detach()
     return stepped, weights
 
 
 def test_an_overflow_skips_the_step_of_the_whole_group() -> None:
     """It is a step nevertheless: the groups meet for their average."""
-    outcomes = launch(overflow_on_rank_1, GROUPS * SIZE)
+    outcomes = on_ranks(overflow_on_rank_1, GROUPS * SIZE)
     for rank, (stepped, weights) in enumerate(outcomes):
         assert stepped == [rank // SIZE != 0, True, True]
         assert all(value.isfinite().all() for value in weights.values())
-        torch.testing.assert_close(weights, outcomes[0][1], rtol=0, atol=0)
+        assert_same(weights, outcomes[0][1], rank)
 
 
-def rounds_with_a_jump(jumps: list[list[float]]) -> list[float]:
+def rounds_with_a_jump(jump: list[float]) -> float:
     """Returns the number of rounds if this rank's gradient, which is 1, changes by its jump in the last step."""
-    numbers = []
-    for jump in jumps:
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = OPTIMIZERS["sgd"](model)
-        settings: dict[str, Any] = {"period": "selsync", "delta": 1.0, "window": 2, "smoothing": 0.5}
-        sync = LocalSGD(model, optimizer, ranks_per_replica=SIZE, **settings)
-        for i in range(8):
-            optimizer.zero_grad()
-            (model.weight.sum() * (1 + jump[dist.get_rank()] * (i == 7))).backward()
-            sync.step()
-        numbers.append(sync.metrics()["rounds"])
-        sync.detach()
-    return numbers
+    model = nn.Linear(1, 1, bias=False)
+    settings: dict[str, Any] = {"period": "selsync", "delta": 1.0, "window": 2, "smoothing": 0.5}
+    run = Run(LocalSGD, "sgd", model, ranks_per_replica=SIZE, **settings)
+    for i in range(8):
+        run.optimizer.zero_grad()
+        (model.weight.sum() * (1 + jump[dist.get_rank()] * (i == 7))).backward()
+        run.sync.step()
+    rounds = run.sync.metrics()["rounds"]
+    run.sync.detach()
+    return rounds
 
 
 def test_selsync_measures_the_averaged_gradient_of_the_group() -> None:
     """Jumps that cancel each other in their group trigger nothing."""
     jumps = [[0.0, 0.0, 0.0, 0.0], [100.0, -100.0, 0.0, 0.0], [100.0, 100.0, 0.0, 0.0]]
-    for none, cancelled, shared in launch(rounds_with_a_jump, GROUPS * SIZE, jumps):
+    for none, cancelled, shared in zip(
+        *(on_ranks(rounds_with_a_jump, GROUPS * SIZE, one) for one in jumps), strict=True
+    ):
         assert cancelled == none
         assert shared == none + 1
 
@@ -190,7 +179,7 @@ def number_of_process_groups(group_sizes: list[int | None]) -> list[int]:
 
 
 def test_without_groups_there_is_no_further_process_group() -> None:
-    for default, of_one, of_two in launch(number_of_process_groups, GROUPS * SIZE, [None, 1, SIZE]):
+    for default, of_one, of_two in on_ranks(number_of_process_groups, GROUPS * SIZE, [None, 1, SIZE]):
         assert default == of_one == 1
         assert of_two == 1 + GROUPS + SIZE, "a row for each group, and a column for each place in it"
 
@@ -199,6 +188,7 @@ class SlowFirstLayer(torch.autograd.Function):
     """Between two layers; its backward pass goes on when some of a gradient is sent, or after a time without."""
 
     sent: Callable[[], float]
+    seen: list[bool]
 
     @staticmethod
     def forward(_: Any, values: Tensor) -> Tensor:
@@ -209,68 +199,66 @@ class SlowFirstLayer(torch.autograd.Function):
         end = time.monotonic() + WAIT_S
         while not (sent := SlowFirstLayer.sent() > LEAST) and time.monotonic() < end:
             time.sleep(0.01)
-        SENT_UNDER_BACKWARD.append(sent)
+        SlowFirstLayer.seen.append(sent)
         return gradient
 
 
-SENT_UNDER_BACKWARD: list[bool] = []
 WAIT_S = 20.0
 LEAST = 100 / 2**20  # MiB, more than flags have
 
 
 def train_slowly(settings: dict[str, Any]) -> list[bool]:
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
-    model = nn.Sequential(first, last)
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, bucket_mb=1e-4, period=100, **settings)
+    run = Run(LocalSGD, "sgd", nn.Sequential(first, last), bucket_mb=1e-4, period=100, **settings)
+    sent: list[bool] = []
     for _ in range(2):
-        before = sync.metrics()["mib_sent"]
-        SlowFirstLayer.sent = lambda before=before: sync.metrics()["mib_sent"] - before  # type: ignore[misc]
-        optimizer.zero_grad()
+        before = run.sync.metrics()["mib_sent"]
+        SlowFirstLayer.sent = lambda before=before: run.sync.metrics()["mib_sent"] - before  # type: ignore[misc]
+        SlowFirstLayer.seen = sent
+        run.optimizer.zero_grad()
         last(SlowFirstLayer.apply(first(torch.ones(2, 8)))).sum().backward()  # type: ignore[no-untyped-call]
-        sync.step()
-    sync.detach()
-    return SENT_UNDER_BACKWARD
+        run.sync.step()
+    run.sync.detach()
+    return sent
 
 
 @pytest.mark.parametrize("settings", [{"ranks_per_replica": SIZE}, {"warmup_steps": 2}])
 def test_gradients_are_averaged_under_the_backward_pass(settings: dict[str, Any]) -> None:
-    assert launch(train_slowly, GROUPS * SIZE, settings) == [[True, True]] * (GROUPS * SIZE)
+    assert on_ranks(train_slowly, GROUPS * SIZE, settings) == [[True, True]] * (GROUPS * SIZE)
 
 
 def train_with(act: str) -> dict[str, Tensor]:
     """Takes 4 steps; between the backward pass and the third one something else happens, on all ranks."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, bucket_mb=1e-4, period=2, ranks_per_replica=SIZE, outer_optimizer="nesterov")
-    for i in range(4):
-        optimizer.zero_grad()
-        if i == 2 and act == "a pass without a step":
-            loss(model, 7, dist.get_rank()).backward()
-            optimizer.zero_grad()
-        if i == 2 and act == "two passes":
-            (loss(model, i, dist.get_rank()) / 2).backward()
-            (loss(model, i, dist.get_rank()) / 2).backward()
-        else:
-            loss(model, i, dist.get_rank()).backward()
-        if i == 2 and act == "a checkpoint":
-            sync.state_dict()
-        if i == 2 and act == "a flush":
-            sync.flush()
-            sync.resume()
-        if i == 2 and act == "a gradient written to":
-            for p in model.parameters():
-                p.grad.mul_(2).div_(2)  # type: ignore[union-attr]
-        sync.step()
-    sync.flush()
-    sync.detach()
-    return state(model)
+    run = Run(LocalSGD, bucket_mb=1e-4, period=2, ranks_per_replica=SIZE, outer_optimizer="nesterov")
+    rank, sync = dist.get_rank(), run.sync
+    run.steps(range(2))
+    run.optimizer.zero_grad()
+    if act == "a pass without a step":
+        loss(run.model, 7, rank).backward()
+        run.optimizer.zero_grad()
+    if act == "two passes":
+        (loss(run.model, 2, rank) / 2).backward()
+        (loss(run.model, 2, rank) / 2).backward()
+    else:
+        loss(run.model, 2, rank).backward()
+    if act == "a checkpoint":
+        sync.state_dict()
+    elif act == "a flush":
+        sync.flush()
+        sync.resume()
+    elif act == "a gradient written to":
+        for p in run.model.parameters():
+            p.grad.mul_(2).div_(2)  # type: ignore[union-attr]
+    sync.step()
+    run.step(3)
+    return run.end()
 
 
-def test_what_happens_between_backward_and_step() -> None:
+@pytest.mark.parametrize(
+    "act", ["a pass without a step", "two passes", "a checkpoint", "a flush", "a gradient written to"]
+)
+def test_what_happens_between_backward_and_step(act: str) -> None:
     """It changes nothing: the gradient that counts is the one that there is when the step is taken."""
-    expected = launch(train_with, GROUPS * SIZE, "nothing")
-    for act in ("a pass without a step", "two passes", "a checkpoint", "a flush", "a gradient written to"):
-        outcomes = launch(train_with, GROUPS * SIZE, act)
-        for weights, without in zip(outcomes, expected, strict=True):
-            torch.testing.assert_close(weights, without, rtol=0, atol=0, msg=act)
+    expected = on_ranks(train_with, GROUPS * SIZE, "nothing")
+    for weights, without in zip(on_ranks(train_with, GROUPS * SIZE, act), expected, strict=True):
+        assert_same(weights, without)

@@ -15,7 +15,7 @@ from lightning_pipesync import LocalSGD, LocalSGDConfig, LocalSGDStrategy
 from lightning_pipesync.core.faults import membership
 from lightning_pipesync.core.faults.heartbeat import Beat
 from lightning_pipesync.training.session import MethodPlan
-from tests.harness import DIED, launch, raised
+from tests.harness import DIED, assert_raised, launch, on_ranks, raised
 from tests.lightning_models import Classifier, train_loader
 from tests.lost_ranks import (
     INTERVAL,
@@ -28,7 +28,7 @@ from tests.lost_ranks import (
     wake,
     watch_processes,
 )
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, Run, assert_same, seeded_mlp
 
 STEPS, PERIOD, LOST_AT = 9, 2, 3
 
@@ -40,10 +40,8 @@ def train(folder: Path, victim: int, freezes: bool) -> dict[str, Any]:
     # The store is frozen with rank 0: each call waits for STORE_S. Rank 0 counts as cut off after PATIENCE beats.
     watch_processes(**({"STORE_S": 2.0, "PATIENCE": 1.0 / INTERVAL} if victim == 0 else {}))
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=PERIOD, on_lost_rank="continue", timeout_s=TIMEOUT_S)
-    steps = 0
+    run = Run(LocalSGD, period=PERIOD, on_lost_rank="continue", timeout_s=TIMEOUT_S)
+    sync, steps = run.sync, 0
 
     def loop() -> None:
         nonlocal steps
@@ -55,9 +53,7 @@ def train(folder: Path, victim: int, freezes: bool) -> dict[str, Any]:
             elif i == LOST_AT and freezes:
                 wait_for(lambda: stopped(folder / "frozen"))
                 expect_loss(sync.transport)
-            optimizer.zero_grad()
-            loss(model, i, rank).backward()
-            sync.step()
+            run.step(i)
             steps = i + 1
         sync.flush()
 
@@ -81,10 +77,8 @@ def test_a_rank_that_wakes_up_learns_that_it_was_left_out(tmp_path: Path) -> Non
     assert first["outcome"] is None
     assert last["outcome"] is None
     assert first["steps"] == last["steps"] == STEPS
-    kind, message = woken["outcome"]
-    assert kind == "RuntimeError"
-    assert "Rank 1 did not answer in time" in message
-    assert "rank 0, 2 continue without it" in message
+    words = "Rank 1 did not answer in time", "rank 0, 2 continue without it"
+    assert_raised(woken["outcome"], "RuntimeError", *words)
     assert woken["steps"] == LOST_AT, "it has not continued with weights of its own"
 
 
@@ -116,23 +110,18 @@ def test_a_rank_is_silent_when_no_beat_has_come_for_a_time(monkeypatch: pytest.M
 
 def train_undisturbed(on_lost_rank: str) -> tuple[dict[str, Any], dict[str, int]]:
     model = seeded_mlp(batch_norm=True)
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, period=PERIOD, outer_optimizer="nesterov", on_lost_rank=on_lost_rank)
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-    sync.flush()
-    operations = dict(sync.transport.traffic.operations)
-    assert ("ranks" in sync.metrics()) == (on_lost_rank == "continue")
-    sync.detach()
-    return state(model), operations
+    run = Run(LocalSGD, "sgd", model, period=PERIOD, outer_optimizer="nesterov", on_lost_rank=on_lost_rank)
+    run.steps(range(STEPS))
+    run.sync.flush()
+    operations = dict(run.sync.transport.traffic.operations)
+    assert ("ranks" in run.sync.metrics()) == (on_lost_rank == "continue")
+    return run.end(), operations
 
 
 def test_without_a_loss_the_weights_are_the_same() -> None:
     """At the price of a byte after each average, at the flush, and after the first step."""
-    (weights, operations), (guarded, more) = (launch(train_undisturbed, 2, how)[0] for how in ("raise", "continue"))
-    assert all(weights[name].equal(guarded[name]) for name in weights)
+    (weights, operations), (guarded, more) = (on_ranks(train_undisturbed, 2, how)[0] for how in ("raise", "continue"))
+    assert_same(guarded, weights)
     assert more == {**operations, "flags": operations["flags"] + STEPS // PERIOD + 2}
 
 
@@ -164,8 +153,5 @@ def test_frameworks_refuse(tmp_path: Path) -> None:
     plan = MethodPlan("local_sgd", LocalSGDConfig(on_lost_rank="continue"), ranks_per_host=1)
     with pytest.raises(ValueError, match="on_lost_rank='continue' is for plain loops"):
         plan.attach(model, [OPTIMIZERS["sgd"](model)])
-    outcome = launch(fit, 1, tmp_path, init=False)[0]
-    assert outcome is not None
-    kind, message = outcome
-    assert kind == "ValueError"
-    assert "on_lost_rank='continue' is for plain loops" in message
+    [outcome] = launch(fit, 1, tmp_path, init=False)
+    assert_raised(outcome, "ValueError", "on_lost_rank='continue' is for plain loops")

@@ -29,7 +29,7 @@ from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.replicas.unit import ReplicaUnit
 from tests.harness import DIED, free_port, launch
 from tests.lost_ranks import TIMEOUT_S, die, wait_for, watch_processes
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, assert_same, loss, seeded_mlp, state
 from tests.reference_lost_rank import simulate
 from tests.reference_selsync import mean
 
@@ -241,11 +241,6 @@ def train(jobs: dict[str, Job], ports: Sequence[int], folder: Path) -> dict[str,
     return outcome
 
 
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), f"{what}, {name}: off by {(actual[name] - value).abs().max()}"
-
-
 def run(jobs: dict[str, Job], folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """Runs jobs, and compares the ranks that are left with the simulation; returns their outcomes by job and rank."""
     world_size = sum(job.world_size for job in jobs.values())
@@ -271,12 +266,12 @@ def check(name: str, job: Job, left: dict[int, dict[str, Any]]) -> None:
     for rank, outcome in left.items():
         assert outcome["ranks"] == outcome["total"] == len(left)
         assert bool(outcome["said"]) == (rank == 0)
-        assert_equal(outcome["evaluated"], left[0]["evaluated"], (name, rank))
-        assert_equal(outcome["consolidated"], left[0]["consolidated"], (name, rank))
-        assert_equal(outcome["resumed"], outcome["own"], (name, rank))
+        assert_same(outcome["evaluated"], left[0]["evaluated"], (name, rank))
+        assert_same(outcome["consolidated"], left[0]["consolidated"], (name, rank))
+        assert_same(outcome["resumed"], outcome["own"], (name, rank))
         if job.settings.get("outer_optimizer") != "elastic" and not job.settings.get("overlap_steps"):
-            assert_equal(outcome["ends"][-1], left[0]["ends"][-1], (name, rank))
-            assert_equal(mean_of([one["own"] for one in left.values()]), outcome["consolidated"], (name, rank))
+            assert_same(outcome["ends"][-1], left[0]["ends"][-1], (name, rank))
+            assert_same(mean_of([one["own"] for one in left.values()]), outcome["consolidated"], (name, rank))
     assert sorted(x for outcome in left.values() for x in outcome["samples"]) == list(range(24)), "divided anew"
     if job.given is None:
         return
@@ -291,7 +286,7 @@ def check(name: str, job: Job, left: dict[int, dict[str, Any]]) -> None:
         **job.given,
     )
     for rank, outcome in left.items():
-        assert_equal(outcome["own"], state(replicas[rank]), (name, rank))
+        assert_same(outcome["own"], state(replicas[rank]), (name, rank))
 
 
 def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipesync import LocalSGD, LocalSGDStrategy, PipeSyncAccelerator, PipeSyncPlugin
-from tests.harness import launch, raised
+from tests.harness import assert_raised, launch, on_ranks, raised
 from tests.lightning_models import Classifier, dataset, trainer
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 from tests.reference_selsync import simulate
 
 STEPS = 16
@@ -32,31 +31,19 @@ EPOCH = TensorDataset(
 
 def train_by_gradient(optimizer_name: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Trains STEPS steps, and skips one; in the middle a new model, optimizer and method go on."""
-
-    def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, LocalSGD]:
-        model = seeded_mlp(seed, batch_norm=True)
-        optimizer = OPTIMIZERS[optimizer_name](model)
-        return model, optimizer, LocalSGD(model, optimizer, period="selsync", lr_scale=1.0, bucket_mb=1e-4, **settings)
-
-    model, optimizer, sync = begin(0)
+    settings = {"period": "selsync", "lr_scale": 1.0, "bucket_mb": 1e-4, **settings}
+    run = Run(LocalSGD, optimizer_name, seeded_mlp(batch_norm=True), **settings)
     for i in range(STEPS):
         if i == STEPS // 2 + 1:
-            sync.flush()
-            weights, saved = state(model), copy.deepcopy(sync.state_dict())
-            sync.detach()
-            model, optimizer, sync = begin(1)
-            model.load_state_dict(weights)
-            sync.load_state_dict(saved)
+            run = run.resumed(seeded_mlp(1, batch_norm=True))
         if i == 3:  # measured, and skipped by all
-            model.eval()
-            loss(model, 100, dist.get_rank()).backward()
-            sync.reduce()
-            model.train()
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-    outcome = state(model), sync.metrics()
-    sync.detach()
+            run.model.eval()
+            loss(run.model, 100, dist.get_rank()).backward()
+            run.sync.reduce()
+            run.model.train()
+        run.step(i)
+    outcome = state(run.model), run.sync.metrics()
+    run.sync.detach()
     return outcome
 
 
@@ -72,62 +59,53 @@ def test_the_gradient_decides_as_in_selsync(
     optimizer: str, trigger: dict[str, Any], settings: dict[str, Any], outer: dict[str, Any]
 ) -> None:
     """Bit for bit what Algorithm 1 trains, resumed in between."""
-    outcomes = launch(train_by_gradient, 3, optimizer, {**trigger, **settings})
+    outcomes = on_ranks(train_by_gradient, 3, optimizer, {**trigger, **settings})
     model = seeded_mlp(batch_norm=True)
     replicas, synchronized, _ = simulate(
         model, OPTIMIZERS[optimizer], loss, world_size=3, num_steps=STEPS, **trigger, **outer
     )
     assert 0 < sum(synchronized) < STEPS, "steps of both kinds"
     for replica, (weights, metrics) in zip(replicas, outcomes, strict=True):
-        for name, value in state(replica).items():
-            assert torch.equal(weights[name], value), name
+        assert_same(weights, state(replica))
         assert metrics["rounds"] == sum(synchronized)
         assert metrics["lssr"] == 1 - sum(synchronized) / STEPS
 
 
 def skip_alone() -> tuple[str, str] | None:
-    model = seeded_mlp()
-    sync = LocalSGD(model, OPTIMIZERS["sgd"](model), period="selsync", timeout_s=10)
+    run = Run(LocalSGD, period="selsync", timeout_s=10)
 
     def skip() -> None:
         for i in range(3):
-            model.zero_grad()
-            loss(model, i, dist.get_rank()).backward()
-            sync.reduce()
+            run.optimizer.zero_grad()
+            loss(run.model, i, dist.get_rank()).backward()
+            run.sync.reduce()
             if i != 1 or dist.get_rank() != 1:
-                sync.step()
+                run.sync.step()
 
     outcome = raised(skip)
-    sync.detach(timeout_s=1.0)
+    run.sync.detach(timeout_s=1.0)
     return outcome
 
 
 def test_a_rank_that_skips_a_step_alone_is_named() -> None:
-    for outcome in launch(skip_alone, 3):
-        assert outcome is not None
-        assert outcome[0] == "RuntimeError"
-        assert "Rank 1 and rank 0" in outcome[1]
+    for outcome in on_ranks(skip_alone, 3):
+        assert_raised(outcome, "RuntimeError", "Rank 1 and rank 0")
 
 
 def streams_by_gradient() -> tuple[list[int], float]:
     """All steps are synchronized, and an average takes three steps: the fragments wait for their turn."""
-    model = seeded_mlp()
-    sync = LocalSGD(
-        model, OPTIMIZERS["sgd"](model), period="selsync", delta=0.0, fragments=2, overlap_steps=3, bucket_mb=1e-4
-    )
+    run = Run(LocalSGD, period="selsync", delta=0.0, fragments=2, overlap_steps=3, bucket_mb=1e-4)
     under_way = []
     for i in range(9):
-        model.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-        under_way.append(sum(fragment in sync._units[0]._fragments for fragment in range(2)))
-    rounds = sync.metrics()["rounds"]
-    sync.detach()
+        run.step(i)
+        under_way.append(sum(fragment in run.sync._units[0]._fragments for fragment in range(2)))
+    rounds = run.sync.metrics()["rounds"]
+    run.sync.detach()
     return under_way, rounds
 
 
 def test_a_fragment_under_way_is_not_started_again() -> None:
-    for under_way, rounds in launch(streams_by_gradient, 2):
+    for under_way, rounds in on_ranks(streams_by_gradient, 2):
         assert under_way == [1, 2, 2, 2, 2, 2, 2, 2, 2]
         assert rounds == 3, "6 averages of 2 fragments: at steps 1, 2, 4, 5, 7, 8"
 
@@ -136,6 +114,7 @@ def test_a_fragment_under_way_is_not_started_again() -> None:
 
 
 def train_in_epochs(period: int | str, warmup_steps: int) -> tuple[dict[str, Tensor], float]:
+    torch.manual_seed(0)
     model = nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = LocalSGD(model, optimizer, period=period, warmup_steps=warmup_steps)
@@ -152,11 +131,11 @@ def train_in_epochs(period: int | str, warmup_steps: int) -> tuple[dict[str, Ten
 
 @pytest.mark.parametrize("warmup_steps", [0, 2])
 def test_a_share_of_an_epoch_is_its_steps(warmup_steps: int) -> None:
-    expected = launch(train_in_epochs, 2, 5, warmup_steps)
-    actual = launch(train_in_epochs, 2, "0.4 epoch", warmup_steps)
+    expected = on_ranks(train_in_epochs, 2, 5, warmup_steps)
+    actual = on_ranks(train_in_epochs, 2, "0.4 epoch", warmup_steps)
     for (weights, rounds), (theirs, _) in zip(actual, expected, strict=True):
         assert rounds == 4
-        assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+        assert_same(weights, theirs)
 
 
 def step_without_a_length() -> list[tuple[str, str] | None]:
@@ -173,15 +152,9 @@ def step_without_a_length() -> list[tuple[str, str] | None]:
 
 
 def test_an_epoch_of_unknown_or_little_length() -> None:
-    for unknown, short in launch(step_without_a_length, 2):
-        assert unknown is not None
-        assert unknown[0] == "ValueError"
-        assert "period='0.5 epoch'" in unknown[1]
-        assert "prepare_train_loader" in unknown[1]
-        assert short is not None
-        assert short[0] == "ValueError"
-        assert "overlap_steps=3" in short[1]
-        assert "period='0.1 epoch'" in short[1]
+    for unknown, short in on_ranks(step_without_a_length, 2):
+        assert_raised(unknown, "ValueError", "period='0.5 epoch'", "prepare_train_loader")
+        assert_raised(short, "ValueError", "overlap_steps=3", "period='0.1 epoch'")
 
 
 def fit(directory: Path, period: int | str, save_at: int | None = None, resume: bool = False) -> tuple[Tensor, float]:

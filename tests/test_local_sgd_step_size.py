@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_pipesync import LocalSGD
 from lightning_pipesync.methods.replicas.step_size import StepSize, measured_noise, scale_of
-from tests.harness import launch
-from tests.models import loss, seeded_mlp, state
+from tests.harness import on_ranks
+from tests.models import Run, assert_same, loss, seeded_mlp, state
 from tests.reference_local_sgd import simulate
 
 STEPS = 20
@@ -188,25 +186,13 @@ def adamw(model: nn.Module, learning_rate: float = 0.01, weight_decay: float = 0
 
 
 def train(settings: dict[str, Any], resumed_at: int | None = None) -> tuple[dict[str, Tensor], float]:
-    model = seeded_mlp()
-    optimizer = adamw(model)
-    sync = LocalSGD(model, optimizer, period=4, **settings)
+    run = Run(LocalSGD, adamw, period=4, **settings)
     for i in range(STEPS):
         if i == resumed_at:
-            sync.flush()
-            weights, saved = state(model), copy.deepcopy(sync.state_dict())
-            sync.detach()
-            model = seeded_mlp(1)
-            optimizer = adamw(model)
-            sync = LocalSGD(model, optimizer, period=4, **settings)
-            model.load_state_dict(weights)
-            sync.load_state_dict(saved)
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-    outcome = state(model), sync.metrics()["lr_scale"]
-    sync.detach()
-    return outcome
+            run = run.resumed(seeded_mlp(1))
+        run.step(i)
+    run.sync.detach()
+    return state(run.model), run.sync.metrics()["lr_scale"]
 
 
 def test_a_given_scale() -> None:
@@ -214,14 +200,13 @@ def test_a_given_scale() -> None:
     replicas, _ = simulate(
         seeded_mlp(), lambda model: adamw(model, 0.01 * 1.5, 0.02 / 1.5), loss, world_size=2, num_steps=STEPS, period=4
     )
-    for rank, (weights, scale) in enumerate(launch(train, 2, {"lr_scale": 1.5})):
+    for rank, (weights, scale) in enumerate(on_ranks(train, 2, {"lr_scale": 1.5})):
         assert scale == 1.5
-        assert all(torch.equal(weights[name], value) for name, value in replicas[rank].state_dict().items())
+        assert_same(weights, replicas[rank].state_dict())
 
 
 def test_the_measured_scale_resumes() -> None:
-    whole, resumed = launch(train, 2, {}), launch(train, 2, {}, 11)
-    for (weights, scale), (again, scale_again) in zip(whole, resumed, strict=True):
+    for (weights, scale), (again, scale_again) in zip(on_ranks(train, 2, {}), on_ranks(train, 2, {}, 11), strict=True):
         assert 1 < scale <= math.sqrt(2)
         assert scale == scale_again
-        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert_same(weights, again)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync import DeAR, EAPipe, LocalSGD, PipeSGD, SelSync
-from tests.harness import launch
-from tests.models import average_gradients, batch
+from tests.harness import on_ranks
+from tests.models import Averaged, batch
 
 CLIP = 0.05
 NUM_STEPS = 4
@@ -55,6 +55,7 @@ def sgd(parameters: Iterable[Tensor]) -> Optimizer:
 
 
 METHODS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "averaged": Averaged,
     "DeAR": DeAR,
     "Local SGD": lambda model, optimizer: LocalSGD(model, optimizer, warmup_steps=NUM_STEPS),
     "SelSync": lambda model, optimizer: SelSync(model, optimizer, delta=0.0, aggregation="gradients"),
@@ -67,51 +68,38 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], dtypes: str, **kw
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, **kwargs)
 
 
-Trained = tuple[list[Tensor], list[Tensor]]
-
-
-def train(dtypes: str, method: str | None) -> Trained:
-    """The weights, and the norms before clipping; without a method, gradients are averaged and clipped by hand."""
+def train(dtypes: str, method: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights, and the norms before clipping."""
     model = layers(dtypes)
-    optimizer = sgd(model.parameters())
-    sync = METHODS[method](model, optimizer) if method is not None else None
+    sync = METHODS[method](model, sgd(model.parameters()))
     norms = []
     for i in range(NUM_STEPS):
-        optimizer.zero_grad()
+        model.zero_grad()
         x, y = batch(i, dist.get_rank())
         nn.functional.cross_entropy(model(x), y).backward()
-        if sync is not None:
-            norms.append(sync.clip(CLIP))
-            sync.step()
-        else:
-            average_gradients(model)
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-            optimizer.step()
-    if sync is not None:
-        sync.flush()
-        sync.detach()
+        norms.append(sync.clip(CLIP))
+        sync.step()
+    sync.flush()
+    sync.detach()
     return [parameter.detach() for parameter in model.parameters()], norms
 
 
-def train_all() -> dict[tuple[str, str | None], Trained]:
-    return {(dtypes, method): train(dtypes, method) for dtypes in DTYPES for method in (None, *METHODS)}
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("method", list(METHODS)[1:])
+def test_clipping_averaged_gradients(method: str, dtypes: str) -> None:
+    expected, expected_norms = on_ranks(train, 2, dtypes, "averaged")[0]
+    for weights, norms in on_ranks(train, 2, dtypes, method):
+        assert min(norms) > CLIP
+        assert_close(weights, expected, dtypes)
+        assert_close(norms, expected_norms, dtypes, check_dtype=False)
 
 
-def test_clipping_averaged_gradients() -> None:
-    for of_rank in launch(train_all, 2):
-        for (dtypes, method), (weights, norms) in of_rank.items():
-            expected, expected_norms = of_rank[dtypes, None]
-            assert min(norms) > CLIP
-            assert_close(weights, expected, dtypes, msg=lambda text, of=(dtypes, method): f"{of}: {text}")
-            assert_close(norms, expected_norms, dtypes, check_dtype=False)
-
-
-def replicas_by_hand(dtypes: str, scale: float) -> list[Tensor]:
-    """Elastic averaging of two replicas, each of whose gradients is clipped as a whole."""
-    master, replicas = layers(dtypes), [layers(dtypes), layers(dtypes)]
+def replicas_by_hand(dtypes: str, scale: float, number: int = 2, force: float = 0.5) -> list[Tensor]:
+    """Elastic averaging of replicas, each of whose gradients is clipped as a whole; one without force is plain."""
+    master, replicas = layers(dtypes), [layers(dtypes) for _ in range(number)]
     optimizers = [sgd(replica.parameters()) for replica in replicas]
     for t in range(NUM_STEPS):
-        replica, optimizer = replicas[t % 2], optimizers[t % 2]
+        replica, optimizer = replicas[t % number], optimizers[t % number]
         x, y = batch(t, 0)
         optimizer.zero_grad()
         (scale * nn.functional.cross_entropy(replica(x), y)).backward()
@@ -120,21 +108,13 @@ def replicas_by_hand(dtypes: str, scale: float) -> list[Tensor]:
         with torch.no_grad():
             for p, center in zip(replica.parameters(), master.parameters(), strict=True):
                 difference = p - center
-                p -= 0.5 * difference
-                center += 0.5 * difference
-    return [parameter.detach() for parameter in master.parameters()]
+                p -= force * difference
+                center += force * difference
+    return [parameter.detach() for parameter in (master if number > 1 else replicas[0]).parameters()]
 
 
 def plain_by_hand(dtypes: str, scale: float) -> list[Tensor]:
-    model = layers(dtypes)
-    optimizer = sgd(model.parameters())
-    for t in range(NUM_STEPS):
-        x, y = batch(t, 0)
-        optimizer.zero_grad()
-        (scale * nn.functional.cross_entropy(model(x), y)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return replicas_by_hand(dtypes, scale, number=1, force=0.0)
 
 
 def train_pipeline(dtypes: str, scale: float, settings: dict[str, Any]) -> list[Tensor]:
@@ -154,15 +134,11 @@ def train_pipeline(dtypes: str, scale: float, settings: dict[str, Any]) -> list[
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def train_pipelines(settings: dict[str, Any]) -> dict[str, list[Tensor]]:
-    return {dtypes: train_pipeline(dtypes, 1.0, settings) for dtypes in DTYPES}
-
-
 @pytest.mark.parametrize(("algorithm", "by_hand"), [("ea_pipe", replicas_by_hand), ("gpipe", plain_by_hand)])
-def test_clipping_over_stages_of_other_types(algorithm: str, by_hand: Any) -> None:
-    for outcome in launch(train_pipelines, 2, {"algorithm": algorithm}):
-        for dtypes, weights in outcome.items():
-            assert_close(weights, by_hand(dtypes, 1.0), dtypes)
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_clipping_over_stages_of_other_types(dtypes: str, algorithm: str, by_hand: Any) -> None:
+    for weights in on_ranks(train_pipeline, 2, dtypes, 1.0, {"algorithm": algorithm}):
+        assert_close(weights, by_hand(dtypes, 1.0), dtypes)
 
 
 def test_a_norm_is_not_rounded_on_its_way() -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +195,17 @@ def test_what_the_machine_lacks_is_named(
     assert "pip install 'lightning-pipesync[bench]'" in refusal()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "on Linux only" in refusal()
+
+
+@needs_machine
+def test_without_root_hosts_are_emulated_in_a_user_namespace(nothing_left: None) -> None:
+    setpriv = ["setpriv", "--bounding-set", "-sys_admin,-net_admin", "--inh-caps", "-all"]
+    if subprocess.run([*setpriv, "unshare", "--user", "--map-root-user", "--net", "--mount", "true"]).returncode:
+        pytest.skip("Here users without root may not create namespaces.")
+    command = [*setpriv, sys.executable, "-m", "lightning_pipesync", "netlab", "--hosts", "2", "--rate", "200mbit"]
+    job = subprocess.run([*command, "--", "echo", "host {rank} at {address}"], capture_output=True, text=True)
+    assert sorted(job.stdout.splitlines()) == ["[0] host 0 at 198.18.0.1", "[1] host 1 at 198.18.0.2"]
+    assert (job.returncode, job.stderr) == (0, "")
 
 
 @needs_machine

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_pipesync import DeAR, LocalSGD, ParameterServer, PipeSGD, SelSync
-from tests.harness import launch
-from tests.models import average_gradients
+from tests.harness import on_ranks
+from tests.models import Averaged
 
 STEPS = 3  # before the method is attached, and with it
 
@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 METHODS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "averaged": Averaged,
     "dear, replicated": lambda *trained: DeAR(*trained, update="replicated"),
     "dear, sharded": lambda *trained: DeAR(*trained, update="sharded", fusion="none"),
     "parameter_server": lambda *trained: ParameterServer(*trained, policy="sync"),
@@ -73,56 +74,42 @@ def backward(model: nn.Module, step: int) -> None:
     nn.functional.cross_entropy(model(x), y).backward()
 
 
-def train_plainly(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
-    for step in steps:
-        backward(model, step)
-        average_gradients(model)
-        optimizer.step()
-
-
-def train_both(optimizer_name: str) -> dict[str, Any]:
-    """Returns by method what it has trained and how its weights lie, beside what a plain loop has."""
+def train(optimizer_name: str, method: str) -> dict[str, Any]:
+    """Trains with averaged gradients, then with a method; returns the weights, their states and how they lie."""
     model = network(optimizer_name)
     optimizer = OPTIMIZERS[optimizer_name](model)
-    train_plainly(model, optimizer, range(STEPS))
-    before = deepcopy(model.state_dict()), deepcopy(optimizer.state_dict())
-    train_plainly(model, optimizer, range(STEPS, 2 * STEPS))
-    results = {"plain": result_of(model, optimizer.state_dict())}
-    for name in methods_of(optimizer_name):
-        model = network(optimizer_name)
-        model.load_state_dict(before[0])
-        optimizer = OPTIMIZERS[optimizer_name](model)
-        optimizer.load_state_dict(deepcopy(before[1]))
-        sync = METHODS[name](model, optimizer)
-        for step in range(STEPS, 2 * STEPS):
+    for kind, first in ((Averaged, 0), (METHODS[method], STEPS)):
+        sync = kind(model, optimizer)
+        for step in range(first, first + STEPS):
             backward(model, step)
             sync.step()
         sync.flush()
-        results[name] = result_of(model, sync.optimizer_state_dict(optimizer))
+        state = deepcopy(sync.optimizer_state_dict(optimizer)["state"])
+        weights = deepcopy(model.state_dict())
+        strides = {name: parameter.stride() for name, parameter in model.named_parameters()}
         sync.detach()
-    return results
-
-
-def result_of(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    strides = {name: parameter.stride() for name, parameter in model.named_parameters()}
-    return {"weights": deepcopy(model.state_dict()), "state": deepcopy(state["state"]), "strides": strides}
-
-
-def methods_of(optimizer_name: str) -> list[str]:
-    """Returns the methods that support the optimizer, which looks at whole parameters if it is Adafactor."""
-    return [name for name in METHODS if optimizer_name != "adafactor" or name not in SHARDED]
+        if first == 0:
+            model = network(optimizer_name)
+            model.load_state_dict(weights)
+            optimizer = OPTIMIZERS[optimizer_name](model)
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    return {"weights": weights, "state": state, "strides": strides}
 
 
 @cache
-def trained(optimizer_name: str) -> list[dict[str, Any]]:
-    return launch(train_both, 2, optimizer_name)
+def trained_plainly(optimizer: str) -> dict[str, Any]:
+    return on_ranks(train, 2, optimizer, "averaged")[0]
 
 
-@pytest.mark.parametrize(("optimizer", "method"), [(o, m) for o in OPTIMIZERS for m in methods_of(o)])
+@pytest.mark.parametrize(
+    ("optimizer", "method"),
+    # Adafactor looks at whole parameters.
+    [(o, m) for o in OPTIMIZERS for m in list(METHODS)[1:] if o != "adafactor" or m not in SHARDED],
+)
 def test_weights_and_states_are_those_of_a_plain_loop(optimizer: str, method: str) -> None:
     """And so is the order in which weights lie in memory, on which the speed of convolutions depends."""
-    for of_rank in trained(optimizer):
-        actual, expected = of_rank[method], of_rank["plain"]
+    expected = trained_plainly(optimizer)
+    for actual in on_ranks(train, 2, optimizer, method):
         torch.testing.assert_close(actual["weights"], expected["weights"])
         torch.testing.assert_close(actual["state"], expected["state"])
         assert actual["strides"] == expected["strides"]

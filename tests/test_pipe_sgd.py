@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.core.codecs import CODECS
-from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig
-from tests.harness import assert_refused, launch, raised
-from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
+from lightning_pipesync.methods.pipe_sgd import PipeSGD, PipeSGDConfig, layout
+from tests.harness import assert_raised, assert_refused, launch, on_ranks, raised
+from tests.models import OPTIMIZERS, Run, batch, loss, seeded_mlp
 from tests.reference_pipe_sgd import simulate
 
 STEPS = 12
@@ -91,15 +92,7 @@ def train(optimizer_name: str, settings: dict[str, Any], loop: dict[str, Any]) -
     return weights
 
 
-def train_all() -> dict[str, list[Tensor]]:
-    return {name: train(*case) for name, case in CASES.items()}
-
-
 @cache
-def outcomes(world_size: int) -> list[dict[str, list[Tensor]]]:
-    return launch(train_all, world_size)
-
-
 def expected(case: str, world_size: int) -> list[Tensor]:
     optimizer_name, settings, loop = CASES[case]
     known = {name: settings[name] for name in settings if name in ("compression", "error_feedback", "drain")}
@@ -134,14 +127,15 @@ def test_follows_algorithm_1(case: str, world_size: int) -> None:
     """Bit for bit, at every step, on every rank; where a norm is taken, to its rounding."""
     reference = expected(case, world_size)
     exact = "distance" not in case
-    for outcome in outcomes(world_size):
-        assert len(outcome[case]) == len(reference)
-        for step, (weights, other) in enumerate(zip(outcome[case], reference, strict=True)):
+    outcomes = on_ranks(train, world_size, *CASES[case])
+    for outcome in outcomes:
+        assert len(outcome) == len(reference)
+        for step, (weights, other) in enumerate(zip(outcome, reference, strict=True)):
             if exact:
                 assert torch.equal(weights, other), f"step {step}: off by {(weights - other).abs().max()}"
             else:
                 torch.testing.assert_close(weights, other)
-        assert all(map(torch.equal, outcome[case], outcomes(world_size)[0][case]))
+        assert all(map(torch.equal, outcome, outcomes[0]))
 
 
 def test_the_cases_differ() -> None:
@@ -160,40 +154,27 @@ def test_the_cases_differ() -> None:
             assert torch.equal(one, other) == same, (first, second)
 
 
-def train_in_pieces() -> dict[str, list[Tensor]]:
-    from lightning_pipesync.methods.pipe_sgd import layout
-
-    layout.SHARD_OF_PIECE = 20
-    return {name: train(*CASES[name]) for name in ("k=1", "int8", "level 2, k=1")}
+def train_in_pieces(case: str) -> list[Tensor]:
+    with mock.patch.object(layout, "SHARD_OF_PIECE", 20):
+        return train(*CASES[case])
 
 
-def test_pieces_of_a_large_buffer() -> None:
+@pytest.mark.parametrize("case", ["k=1", "int8", "level 2, k=1"])
+def test_pieces_of_a_large_buffer(case: str) -> None:
     """As if it were exchanged at once, but for what int8 rounds."""
-    for outcome in launch(train_in_pieces, 2):
-        for case, weights in outcome.items():
-            for one, other in zip(weights, expected(case, 2), strict=True):
-                assert torch.equal(one, other) if "int8" not in case else torch.allclose(one, other, atol=0.05)
+    for weights in on_ranks(train_in_pieces, 2, case):
+        for one, other in zip(weights, expected(case, 2), strict=True):
+            assert torch.equal(one, other) if case != "int8" else torch.allclose(one, other, atol=0.05)
 
 
 def test_one_process() -> None:
-    [outcome] = launch(train, 1, "adamw", {"staleness": 2}, {})
-    model = seeded_mlp()
-    reference = simulate(
-        model,
-        OPTIMIZERS["adamw"](model),
-        loss,
-        world_size=1,
-        num_steps=STEPS,
-        staleness=2,
-        delay_compensation="prediction",
-    )
-    assert all(map(torch.equal, outcome, reference))
+    [outcome] = on_ranks(train, 1, *CASES["adamw, k=2"])
+    assert all(map(torch.equal, outcome, expected("adamw, k=2", 1)))
 
 
 def order_of_events(level: int) -> list[str]:
-    model = seeded_mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    sync = PipeSGD(model, optimizer, pipeline_level=level, segments=2)
+    run = Run(PipeSGD, pipeline_level=level, segments=2)
+    model, optimizer, sync = run.model, run.optimizer, run.sync
     events: list[str] = []
     submit = sync._queue.submit
     step = 0
@@ -210,7 +191,7 @@ def order_of_events(level: int) -> list[str]:
         handle.wait = recorded_wait  # type: ignore[method-assign]
         return handle
 
-    sync._queue.submit = recording  # type: ignore[method-assign]
+    sync._queue.submit = recording
     model[0].register_full_backward_hook(lambda *_: events.append(f"first layer {step}"))
     for step in range(4):
         optimizer.zero_grad()
@@ -223,7 +204,7 @@ def order_of_events(level: int) -> list[str]:
 
 
 def test_a_step_does_not_wait_for_its_own_gradient() -> None:
-    for events in launch(order_of_events, 2, 1):
+    for events in on_ranks(order_of_events, 2, 1):
         for step in range(3):
             assert events.index(f"start {step}") < events.index(f"end {step}") < events.index(f"start {step + 1}")
             assert events.index(f"start {step + 1}") < events.index(f"wait {step}")
@@ -231,7 +212,7 @@ def test_a_step_does_not_wait_for_its_own_gradient() -> None:
 
 
 def test_segments_start_in_the_backward_pass() -> None:
-    for events in launch(order_of_events, 2, 2):
+    for events in on_ranks(order_of_events, 2, 2):
         for step in range(4):
             assert events.index(f"start {step}") < events.index(f"first layer {step}")
             assert events.count(f"start {step}") == 2
@@ -258,15 +239,9 @@ def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"pipeline_level": 2, "bucket_mb": 4.0}, "bucket_mb=None"),
-    ],
-)
-def test_settings_that_contradict_each_other(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        PipeSGDConfig(**settings)
+def test_settings_that_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="bucket_mb=None"):
+        PipeSGDConfig(pipeline_level=2, bucket_mb=4.0)
 
 
 class WithoutRate(Optimizer):
@@ -300,14 +275,13 @@ def misuse() -> dict[str, tuple[str, str] | None]:
 
 
 def test_misuse_is_named_on_all_ranks() -> None:
-    for outcomes in launch(misuse, 2):
+    for outcomes in on_ranks(misuse, 2):
         assert_refused(outcomes)
 
 
 def go_astray() -> list[tuple[str, str] | None]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = PipeSGD(model, optimizer, pipeline_level=2)
+    run = Run(PipeSGD, pipeline_level=2)
+    model, optimizer, sync = run.model, run.optimizer, run.sync
     loss(model, 0, dist.get_rank()).backward()
     astray = [raised(optimizer.step), raised(lambda: loss(model, 1, dist.get_rank()).backward())]
     sync.detach()
@@ -317,25 +291,23 @@ def go_astray() -> list[tuple[str, str] | None]:
 
 def skip_updates(settings: dict[str, Any]) -> list[Tensor]:
     """Looks at the gradient, and leaves out every third update; all ranks alike."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = PipeSGD(model, optimizer, **settings)
+    run = Run(PipeSGD, **settings)
     weights = []
     for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        loss(model, step, dist.get_rank()).backward()
-        norm = sync.clip(10.0)
-        assert norm > 0 or step < sync.config.staleness
+        run.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss(run.model, step, dist.get_rank()).backward()
+        norm = run.sync.clip(10.0)
+        assert norm > 0 or step < run.sync.config.staleness
         if step % 3 != 2:
-            sync.step()
-        weights.append(flat(model))
-    sync.detach()
+            run.sync.step()
+        weights.append(flat(run.model))
+    run.sync.detach()
     return weights
 
 
 @pytest.mark.parametrize("settings", [{}, {"pipeline_level": 2}, {"staleness": 2}], ids=str)
 def test_updates_may_be_left_out(settings: dict[str, Any]) -> None:
-    outcomes = launch(skip_updates, 2, settings)
+    outcomes = on_ranks(skip_updates, 2, settings)
     assert all(map(torch.equal, outcomes[0], outcomes[1]))
     for step in range(2, STEPS):
         assert torch.equal(outcomes[0][step], outcomes[0][step - 1]) == (step % 3 == 2)
@@ -343,9 +315,8 @@ def test_updates_may_be_left_out(settings: dict[str, Any]) -> None:
 
 def scale_by_hand() -> tuple[tuple[str, str] | None, ...]:
     """A loss scaler that looks at this rank's own gradient, which overflows on one rank in the fourth step."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = PipeSGD(model, optimizer, timeout_s=5)
+    run = Run(PipeSGD, timeout_s=5)
+    model, optimizer, sync = run.model, run.optimizer, run.sync
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
 
     def train_on() -> None:
@@ -366,17 +337,12 @@ def scale_by_hand() -> tuple[tuple[str, str] | None, ...]:
 
 def test_one_ranks_own_decision_to_skip_is_refused() -> None:
     (other, _), (outcome, next_step) = launch(scale_by_hand, 2)
-    assert outcome is not None
-    assert "sync.reduce(scaler=scaler)" in outcome[1]
-    assert next_step is not None
-    assert "An earlier step ended with an error" in next_step[1]
-    assert other is not None
-    assert "rank 1" in other[1]
+    assert_raised(outcome, "RuntimeError", "sync.reduce(scaler=scaler)")
+    assert_raised(next_step, "RuntimeError", "An earlier step ended with an error")
+    assert_raised(other, "RuntimeError", "rank 1")
 
 
 def test_what_would_part_the_ranks_is_refused() -> None:
-    for step, backward in launch(go_astray, 2):
-        assert step is not None
-        assert "SGD.step() was called directly" in step[1]
-        assert backward is not None
-        assert "no_sync()" in backward[1]
+    for step, backward in on_ranks(go_astray, 2):
+        assert_raised(step, "RuntimeError", "SGD.step() was called directly")
+        assert_raised(backward, "RuntimeError", "no_sync()")

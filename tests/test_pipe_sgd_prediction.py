@@ -7,7 +7,9 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,23 +17,16 @@ from torch._dynamo.testing import CompileCounter
 from torch.optim import SGD, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD, prediction
-from tests.harness import launch, raised
-from tests.models import OPTIMIZERS, batch, loss, seeded_mlp
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import OPTIMIZERS, Run, batch, loss, seeded_mlp
 from tests.test_pipe_sgd import flat
-
-
-def take_steps(model: nn.Module, sync: PipeSGD, steps: int = 2) -> None:
-    for step in range(steps):
-        model.zero_grad()
-        loss(model, step, dist.get_rank()).backward()
-        sync.step()
 
 
 def look_everywhere() -> dict[str, bool]:
     """Returns where the weights are those after the last update."""
-    model = seeded_mlp()
-    sync = PipeSGD(model, OPTIMIZERS["adamw"](model))
-    take_steps(model, sync)
+    run = Run(PipeSGD, "adamw")
+    model, sync = run.model, run.sync
+    run.steps(range(2))
     x, _ = batch(0, dist.get_rank())
     true = flat(model).clone()
     found: dict[str, bool] = {}
@@ -94,21 +89,8 @@ def test_who_finds_the_true_weights() -> None:
         "when the step goes on",
         "on all ranks",
     }
-    for found in launch(look_everywhere, 2):
+    for found in on_ranks(look_everywhere, 2):
         assert {where for where, are_true in found.items() if not are_true} == predicted
-
-
-def train(wrap: Callable[[nn.Module], Any], around: Callable[[nn.Module], Any] = lambda model: model) -> Tensor:
-    model = around(seeded_mlp())
-    sync = PipeSGD(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
-    called = wrap(model)
-    for step in range(4):
-        model.zero_grad()
-        x, y = batch(step, dist.get_rank())
-        nn.functional.cross_entropy(called(x), y).backward()
-        sync.step()
-    sync.detach()
-    return flat(model)
 
 
 class Recomputed(nn.Module):
@@ -128,6 +110,7 @@ def weight_normed(model: nn.Module) -> nn.Module:
 
 
 def count_graphs(compensation: str) -> int:
+    torch._dynamo.reset()
     counter = CompileCounter()
     model = seeded_mlp()
     sync = PipeSGD(model, OPTIMIZERS["sgd"](model), delay_compensation=compensation)
@@ -139,29 +122,43 @@ def count_graphs(compensation: str) -> int:
     return counter.frame_count
 
 
-def count_all_graphs() -> tuple[int, int]:
-    return count_graphs("none"), count_graphs("prediction")
-
-
 def test_graphs_of_compiled_models_stay_whole() -> None:
     """The model's own, behind the hook on itself, and those of what is within."""
-    [(without, with_prediction)] = launch(count_all_graphs, 1)
-    assert with_prediction == without == 2
+    assert on_ranks(count_graphs, 1, "none") == on_ranks(count_graphs, 1, "prediction") == [2]
 
 
-def train_in_all_ways() -> tuple[list[Tensor], Tensor, Tensor]:
-    ways = [lambda model: model, lambda model: torch.compile(model, backend="eager"), Recomputed]
-    plain = [train(way) for way in ways]
-    normed = train(lambda model: model, weight_normed)
-    functional = train(lambda model: lambda x: torch.func.functional_call(model, dict(model.named_parameters()), x))
-    return plain, normed, functional
+#: By name, what makes a model, and what is called in its place.
+WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], Any]]] = {
+    "plain": (lambda model: model, lambda model: model),
+    "compiled": (lambda model: model, lambda model: torch.compile(model, backend="eager")),
+    "recomputed": (lambda model: model, Recomputed),
+    "functional": (
+        lambda model: model,
+        lambda model: lambda x: torch.func.functional_call(model, dict(model.named_parameters()), x),
+    ),
+    "normed": (weight_normed, lambda model: model),
+}
 
 
-def test_compiled_recomputed_and_functional_models() -> None:
-    outcomes = launch(train_in_all_ways, 2)
-    for plain, normed, functional in outcomes:
-        assert all(torch.equal(one, plain[0]) for one in [*plain, functional])
-        assert torch.equal(normed, outcomes[0][1]), "the ranks agree"
+def train(way: str) -> Tensor:
+    around, wrap = WAYS[way]
+    model = around(seeded_mlp())
+    sync = PipeSGD(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    called = wrap(model)
+    for step in range(4):
+        model.zero_grad()
+        x, y = batch(step, dist.get_rank())
+        nn.functional.cross_entropy(called(x), y).backward()
+        sync.step()
+    sync.detach()
+    return flat(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_recomputed_and_functional_models(way: str) -> None:
+    outcomes = on_ranks(train, 2, way)
+    assert torch.equal(*outcomes), "the ranks agree"
+    assert way == "normed" or torch.equal(outcomes[0], on_ranks(train, 2, "plain")[0])
 
 
 class Normalized(SGD):
@@ -180,8 +177,8 @@ class Attached(SGD):
         return super().step(closure)
 
 
-def predict_with(optimizer_class: type[Optimizer], block_mb: float) -> tuple[Tensor, Tensor] | tuple[str, str] | None:
-    prediction.BLOCK_MB = block_mb
+def predict_with(optimizer_class: type[Optimizer], block_mb: float) -> tuple[tuple[str, str] | None, Tensor, Tensor]:
+    """Returns why nothing was predicted, the predicted weights, and those that they should be."""
     model = seeded_mlp()
     for index, parameter in enumerate(model.parameters()):
         parameter.label = index
@@ -193,38 +190,33 @@ def predict_with(optimizer_class: type[Optimizer], block_mb: float) -> tuple[Ten
     sync.step()
     trial, trial_optimizer = copy.deepcopy((model, optimizer))
     trial_optimizer._optimizer_step_pre_hooks.clear()
-    for p, gradient in zip(trial.parameters(), gradients, strict=True):
-        p.grad = gradient
-    try:
-        if (refused := raised(sync.use_predicted_weights)) is not None:
-            return refused
-        trial_optimizer.step()
-        return flat(model), flat(trial)
-    finally:
-        sync.detach()
+    for index, (p, gradient) in enumerate(zip(trial.parameters(), gradients, strict=True)):
+        p.grad, p.label = gradient, index
+    with mock.patch.object(prediction, "BLOCK_MB_ON_CPU", block_mb):
+        refused = raised(sync.use_predicted_weights)
+    trial_optimizer.step()
+    outcome = refused, flat(model).clone(), flat(trial)
+    sync.detach()
+    return outcome
 
 
-def predict_with_all() -> list[Any]:
-    cases = [(SGD, 1.0), (SGD, 1e-5), (Normalized, 1e-5), (Attached, 1.0)]
-    return [predict_with(*case) for case in cases]
+@pytest.mark.parametrize(("optimizer", "block_mb"), [(SGD, 1.0), (SGD, 1e-5), (Normalized, 1e-5)])
+def test_what_optimizers_predict(optimizer: type[Optimizer], block_mb: float) -> None:
+    """Those of torch in blocks, others as a whole."""
+    for refused, weights, expected in on_ranks(predict_with, 2, optimizer, block_mb):
+        assert refused is None
+        assert torch.equal(weights, expected)
 
 
-def test_what_optimizers_predict() -> None:
-    """Those of torch in blocks, others as a whole, and one that cannot is named."""
-    for *outcomes, refused in launch(predict_with_all, 2):
-        for weights, expected in outcomes:
-            assert torch.equal(weights, expected)
-        assert refused is not None
-        assert refused[0] == "RuntimeError"
-        assert "Attached failed to step copies" in refused[1]
-        assert "delay_compensation='none'" in refused[1]
+def test_an_optimizer_that_cannot_predict_is_named() -> None:
+    for refused, _, _ in on_ranks(predict_with, 2, Attached, 1.0):
+        assert_raised(refused, "RuntimeError", "Attached failed to step copies", "delay_compensation='none'")
 
 
 def guard_against_overflow() -> tuple[list[bool], Tensor]:
     """A loop that leaves out updates that are not finite; rank 1's gradient is not, once."""
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = PipeSGD(model, optimizer)
+    run = Run(PipeSGD)
+    model, sync = run.model, run.sync
     left_out = []
     for step in range(8):
         model.zero_grad()
@@ -241,7 +233,7 @@ def guard_against_overflow() -> tuple[list[bool], Tensor]:
 
 def test_one_gradient_that_is_not_finite_spoils_one_update() -> None:
     """It is not what the next gradients are computed at."""
-    for left_out, weights in launch(guard_against_overflow, 2):
+    for left_out, weights in on_ranks(guard_against_overflow, 2):
         assert left_out == [step == 4 for step in range(8)]
         assert weights.isfinite().all()
 
@@ -285,45 +277,35 @@ def write() -> tuple[bool, list[Tensor], tuple[str, str] | None, bool]:
 
 
 def test_nothing_that_is_written_is_lost_without_a_word() -> None:
-    for moved, of_ranks, lost, followed in launch(write, 2):
+    for moved, of_ranks, lost, followed in on_ranks(write, 2):
         assert moved, "an update is made with the true weights, whoever has looked at the others"
         assert torch.equal(of_ranks[0], of_ranks[1])
         assert followed, "frozen parameters are left alone"
-        assert lost is not None
-        assert lost[0] == "RuntimeError"
-        assert "student.0.weight was written to" in lost[1]
-        assert "true_weights()" in lost[1]
+        assert_raised(lost, "RuntimeError", "student.0.weight was written to", "true_weights()")
 
 
-def save(settings: dict[str, Any]) -> tuple[list[int], Tensor]:
-    """Returns bytes of own gradients in a saved state, by rank, and the weights of a run that goes on from it."""
-    model = seeded_mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    sync = PipeSGD(model, optimizer, **settings)
-    take_steps(model, sync)
-    state = sync.state_dict()
-    own = state["pipes"][0]["in_flight"][0]["own"]
-    size = sum(gradient.nbytes for gradient in own.values() if gradient is not None)
-    sync.load_state_dict(state)
-    take_steps(model, sync)
-    of_ranks = sync.transport.gather_objects((size, flat(model)))
-    sync.detach()
-    assert torch.equal(of_ranks[0][1], of_ranks[1][1])
-    return [of_rank[0] for of_rank in of_ranks], of_ranks[0][1]
-
-
-def save_with_and_without() -> list[tuple[list[int], Tensor]]:
-    cases = [{}, {"checkpoint_own_gradients": False}, {"delay_compensation": "momentum"}]
-    return [save(settings) for settings in cases]
+def save(settings: dict[str, Any]) -> tuple[int, Tensor]:
+    """Returns bytes of own gradients in a saved state, and the weights of a run that goes on from it."""
+    run = Run(PipeSGD, lambda model: SGD(model.parameters(), lr=0.1), **settings)
+    run.steps(range(2))
+    saved = run.sync.state_dict()
+    own = saved["pipes"][0]["in_flight"][0]["own"]
+    run.sync.load_state_dict(saved)
+    run.steps(range(2))
+    weights = flat(run.model).clone()
+    run.sync.detach()
+    return sum(gradient.nbytes for gradient in own.values() if gradient is not None), weights
 
 
 def test_own_gradients_may_be_left_out_of_checkpoints() -> None:
     size = sum(p.nbytes for p in seeded_mlp().parameters())
-    for whole, small, momentum in launch(save_with_and_without, 2):
-        assert whole[0] == [size, size]
-        assert small[0] == momentum[0] == [0, 0]
-        assert not torch.equal(whole[1], small[1])
-        assert torch.allclose(whole[1], small[1], atol=0.05), "it predicts with the averages"
+    cases: list[dict[str, Any]] = [{}, {"checkpoint_own_gradients": False}, {"delay_compensation": "momentum"}]
+    whole, small, momentum = (on_ranks(save, 2, settings) for settings in cases)
+    assert [[num_bytes for num_bytes, _ in one] for one in (whole, small, momentum)] == [[size] * 2, [0] * 2, [0] * 2]
+    for (_, weights), (_, others) in (whole, small, momentum):
+        assert torch.equal(weights, others)
+    assert not torch.equal(whole[0][1], small[0][1])
+    assert torch.allclose(whole[0][1], small[0][1], atol=0.05), "it predicts with the averages"
 
 
 class Branches(nn.Module):
@@ -339,55 +321,40 @@ class Branches(nn.Module):
         return [self.first, self.second] if step >= 3 else [self.first]
 
 
-def train_branches(takes_turns: bool, staleness: int, compensation: str) -> list[Tensor]:
-    """Trains with gradients that begin late, which are the same on all ranks; returns all ranks' weights."""
+def train_branches(takes_turns: bool, staleness: int, compensation: str) -> Tensor:
+    """Trains with gradients that begin late, which are the same on all ranks; without staleness, synchronously."""
     torch.manual_seed(0)
     model = Branches(takes_turns)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = PipeSGD(model, optimizer, staleness=staleness, delay_compensation=compensation)
+    sync = PipeSGD(model, optimizer, staleness=staleness, delay_compensation=compensation) if staleness else None
     for step in range(8):
         model.zero_grad()
         x, y = batch(step, rank=0)
         nn.functional.cross_entropy(sum(layer(x) for layer in model.used(step)), y).backward()
-        sync.step()
-    sync.drain()
-    sync.flush()
-    of_ranks = sync.transport.gather_objects(flat(model))
-    sync.detach()
-    return of_ranks
-
-
-def train_all_branches() -> dict[tuple[bool, int, str], list[Tensor]]:
-    cases = [(turns, k, how) for turns in (False, True) for k in (1, 2) for how in ("prediction", "momentum")]
-    return {case: train_branches(*case) for case in cases}
-
-
-def synchronous_branches(takes_turns: bool) -> Tensor:
-    torch.manual_seed(0)
-    model = Branches(takes_turns)
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(8):
-        model.zero_grad()
-        x, y = batch(step, rank=0)
-        nn.functional.cross_entropy(sum(layer(x) for layer in model.used(step)), y).backward()
-        optimizer.step()
+        (sync or optimizer).step()
+    if sync is not None:
+        sync.drain()
+        sync.flush()
+        sync.detach()
     return flat(model)
 
 
-def test_a_parameter_may_get_its_first_gradient_late() -> None:
+@pytest.mark.parametrize("takes_turns", [False, True])
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("compensation", ["prediction", "momentum"])
+def test_a_parameter_may_get_its_first_gradient_late(takes_turns: bool, staleness: int, compensation: str) -> None:
     """With SGD's momentum. As all ranks have the same gradients, predictions by these are synchronous training."""
-    for of_rank in launch(train_all_branches, 2):
-        for (takes_turns, _, how), (first, second) in of_rank.items():
-            assert torch.equal(first, second)
-            if how == "prediction":
-                torch.testing.assert_close(first, synchronous_branches(takes_turns))
+    first, second = on_ranks(train_branches, 2, takes_turns, staleness, compensation)
+    assert torch.equal(first, second)
+    if compensation == "prediction":
+        torch.testing.assert_close(first, train_branches(takes_turns, 0, "none"))
 
 
 def transform() -> list[tuple[Tensor, Tensor]]:
     """Uses torch.func over the model between steps; returns the results, and what they are by torch.autograd."""
-    model = seeded_mlp()
-    sync = PipeSGD(model, OPTIMIZERS["sgd"](model))
-    take_steps(model, sync)
+    run = Run(PipeSGD)
+    model, sync = run.model, run.sync
+    run.steps(range(2))
     x, y = batch(0, dist.get_rank())
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
 
@@ -398,7 +365,7 @@ def transform() -> list[tuple[Tensor, Tensor]]:
         within = torch.func.grad(loss_at)(parameters)
     gradients = torch.func.grad(loss_at)(parameters)
     jacobian = torch.func.jacrev(model)(x[0])
-    take_steps(model, sync)
+    run.steps(range(2))
     twin = seeded_mlp()
     twin.load_state_dict(parameters)
     nn.functional.cross_entropy(twin(x), y).backward()
@@ -412,6 +379,6 @@ def transform() -> list[tuple[Tensor, Tensor]]:
 
 
 def test_function_transforms_see_the_true_weights() -> None:
-    for pairs in launch(transform, 2):
+    for pairs in on_ranks(transform, 2):
         for actual, expected in pairs:
             torch.testing.assert_close(actual, expected)

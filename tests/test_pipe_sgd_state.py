@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
-from tests.harness import launch
-from tests.models import OPTIMIZERS, average_gradients, batch, loss, seeded_mlp, state
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import Run, assert_same, average_gradients, batch, loss, seeded_mlp, state
 from tests.test_pipe_sgd import flat
 
 STEPS = 10
@@ -105,17 +105,14 @@ def come_and_go(settings: dict[str, Any] | None, predicts: bool) -> list[Tensor]
     return weights
 
 
-def come_and_go_in_all_ways() -> list[list[list[Tensor]]]:
-    settings: list[dict[str, Any] | None] = [None, {}, {"pipeline_level": 2, "segments": 3}, {"bucket_mb": 1e-4}]
-    return [[come_and_go(one, predicts) for one in settings] for predicts in (False, True)]
-
-
-def test_gradients_that_come_and_go() -> None:
+@pytest.mark.parametrize("predicts", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"pipeline_level": 2, "segments": 3}, {"bucket_mb": 1e-4}], ids=str)
+def test_gradients_that_come_and_go(settings: dict[str, Any], predicts: bool) -> None:
     """A parameter without a gradient on any rank is left alone, as in DDP: momentum and decay, too."""
-    for reference, *outcomes in chain(*launch(come_and_go_in_all_ways, 2)):
-        for outcome in outcomes:
-            for step, (weights, other) in enumerate(zip(outcome, reference, strict=True)):
-                assert torch.equal(weights, other), f"step {step}: off by {(weights - other).abs().max()}"
+    reference = on_ranks(come_and_go, 2, None, predicts)[0]
+    for outcome in on_ranks(come_and_go, 2, settings, predicts):
+        for step, (weights, other) in enumerate(zip(outcome, reference, strict=True)):
+            assert torch.equal(weights, other), f"step {step}: off by {(weights - other).abs().max()}"
 
 
 def alternate(pipelined: bool, predicts: bool) -> list[Tensor]:
@@ -148,11 +145,11 @@ def alternate(pipelined: bool, predicts: bool) -> list[Tensor]:
     return weights
 
 
-def test_two_optimizers() -> None:
-    for predicts in (False, True):
-        expected = launch(alternate, 2, False, predicts)
-        for outcome in launch(alternate, 2, True, predicts):
-            assert all(map(torch.equal, outcome, expected[0]))
+@pytest.mark.parametrize("predicts", [False, True])
+def test_two_optimizers(predicts: bool) -> None:
+    expected = on_ranks(alternate, 2, False, predicts)[0]
+    for outcome in on_ranks(alternate, 2, True, predicts):
+        assert all(map(torch.equal, outcome, expected))
 
 
 class Counting(SGD):
@@ -191,7 +188,7 @@ def count() -> tuple[list[float], list[int], float]:
 
 def test_an_update_uses_the_learning_rate_of_its_gradient() -> None:
     """What a schedule changes is that of the gradient's step; what the optimizer itself changes goes on."""
-    [(used, counts, last)] = launch(count, 1)
+    [(used, counts, last)] = on_ranks(count, 1)
     assert used == [scheduled(step) for step in range(4)]
     assert counts == [0, 0, 1, 2, 3, 4]
     assert last == scheduled(5)
@@ -200,81 +197,68 @@ def test_an_update_uses_the_learning_rate_of_its_gradient() -> None:
 def interrupted(settings: dict[str, Any], at: int | None) -> tuple[list[Tensor], dict[str, float]]:
     """Trains; with ``at``, goes on in a new object after so many steps, from what the old one has saved."""
 
-    def begin() -> tuple[nn.Module, Optimizer, PipeSGD]:
-        model = seeded_mlp(batch_norm=True)
-        optimizer = OPTIMIZERS["adamw"](model)
-        return model, optimizer, PipeSGD(model, optimizer, **settings)
+    def begin() -> Run:
+        return Run(PipeSGD, "adamw", seeded_mlp(batch_norm=True), **settings)
 
-    model, optimizer, sync = begin()
+    run = begin()
     weights = []
     for step in range(STEPS):
         if step in (4, 6):
-            sync.flush()
-            sync.resume()
+            run.sync.flush()
+            run.sync.resume()
             if step == at:
-                saved = sync.state_dict()
-                whole = [value.clone() for value in model.state_dict().values()], optimizer.state_dict()
-                sync.detach()
-                model, optimizer, sync = begin()
-                with torch.no_grad():
-                    for value, other in zip(model.state_dict().values(), whole[0], strict=True):
-                        value.copy_(other)
-                optimizer.load_state_dict(whole[1])
-                sync.load_state_dict(saved)
-        for group in optimizer.param_groups:
+                saved, whole, kept = run.sync.state_dict(), state(run.model), run.optimizer.state_dict()
+                run.sync.detach()
+                run = begin()
+                run.model.load_state_dict(whole)
+                run.optimizer.load_state_dict(kept)
+                run.sync.load_state_dict(saved)
+        for group in run.optimizer.param_groups:
             group["lr"] = 0.01 * 0.9**step
-        optimizer.zero_grad()
-        loss(model, step, dist.get_rank()).backward()
-        sync.step()
-        weights.append(flat(model))
-    sync.drain()
-    metrics = sync.metrics()
-    sync.detach()
-    return [*weights, flat(model)], metrics
+        run.step(step)
+        weights.append(flat(run.model))
+    run.sync.drain()
+    metrics = run.sync.metrics()
+    run.sync.detach()
+    return [*weights, flat(run.model)], metrics
 
 
-def interrupted_in_all_ways() -> list[list[tuple[list[Tensor], dict[str, float]]]]:
-    cases: list[dict[str, Any]] = [
-        {},
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"staleness": 3},
         {"staleness": 0},
-        {"staleness": 2, "compression": "int8"},
         {"compression": "int8", "error_feedback": False},
         {"staleness": 2, "delay_compensation": "distance", "distance_constant": 1e-4},
         {"delay_compensation": "none"},
         {"delay_compensation": "momentum"},
         {"staleness": 2, "warmup_steps": 5, "pipeline_level": 2},
-    ]
-    return [[interrupted(settings, at) for at in (None, 4, 6)] for settings in cases]
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_uninterrupted_one(settings: dict[str, Any]) -> None:
+    """The defaults, and a codec with its residuals, are cases of the conformance suite."""
+    whole, *resumed = (on_ranks(interrupted, 3, settings, at) for at in (None, 4, 6))
+    for outcomes in resumed:
+        for (weights, metrics), (expected, of_whole) in zip(outcomes, whole, strict=True):
+            assert all(map(torch.equal, weights, expected))
+            assert metrics["updates"] == of_whole["updates"]
+            assert metrics["staleness"] == of_whole["staleness"]
 
 
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
-    for cases in launch(interrupted_in_all_ways, 3):
-        for (whole, metrics), *resumed in cases:
-            for weights, of_resumed in resumed:
-                assert all(map(torch.equal, weights, whole))
-                assert of_resumed["updates"] == metrics["updates"]
-                assert of_resumed["staleness"] == metrics["staleness"]
-
-
-def load_another() -> str:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = PipeSGD(model, optimizer)
-    saved = sync.state_dict()
-    sync.detach()
-    other = PipeSGD(model, optimizer, staleness=2)
-    try:
-        other.load_state_dict(saved)
-    except ValueError as error:
-        return str(error)
-    finally:
-        other.detach()
-    return ""
+def load_another() -> tuple[str, str] | None:
+    run = Run(PipeSGD)
+    saved = run.sync.state_dict()
+    run.sync.detach()
+    other = PipeSGD(run.model, run.optimizer, staleness=2)
+    refused = raised(lambda: other.load_state_dict(saved))
+    other.detach()
+    return refused
 
 
 def test_a_state_of_other_settings_is_refused() -> None:
-    assert all("'staleness': 1" in message and "'staleness': 2" in message for message in launch(load_another, 2))
+    for refused in on_ranks(load_another, 2):
+        assert_raised(refused, "ValueError", "'staleness': 1", "'staleness': 2")
 
 
 def scale_losses() -> tuple[list[Tensor], list[float], list[Tensor]]:
@@ -310,7 +294,7 @@ def scale_losses() -> tuple[list[Tensor], list[float], list[Tensor]]:
 
 def test_loss_scaling() -> None:
     """A gradient is unscaled by its own step's scale, and one that overflows on one rank is skipped by all."""
-    outcomes = launch(scale_losses, 2)
+    outcomes = on_ranks(scale_losses, 2)
     for weights, scales, reference in outcomes:
         assert scales == outcomes[0][1]
         assert all(map(torch.equal, weights, outcomes[0][0]))
@@ -345,5 +329,5 @@ def flush_after_different_segments() -> dict[str, Tensor]:
 
 
 def test_ranks_that_have_begun_different_segments_do_not_wait_for_each_other() -> None:
-    weights, others = launch(flush_after_different_segments, 2)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    weights, others = on_ranks(flush_after_different_segments, 2)
+    assert_same(weights, others)

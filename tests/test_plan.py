@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,11 +27,7 @@ from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.step import predict_ddp
 from lightning_pipesync.lab.plan import trials
 from lightning_pipesync.lab.plan.model import PlanSettings
-from lightning_pipesync.lab.plan.predictions import (
-    enough_accumulation,
-    enough_bandwidth,
-    predict,
-)
+from lightning_pipesync.lab.plan.predictions import enough_accumulation, enough_bandwidth, predict
 from lightning_pipesync.lab.plan.report import as_markdown
 from lightning_pipesync.lab.plan.saved import of_result, read_plan
 from lightning_pipesync.lab.plan.stand_ins import with_refusals
@@ -39,6 +36,7 @@ from lightning_pipesync.lab.plan.verdict import verdict_of
 from lightning_pipesync.lab.plan.work import measure_work
 from lightning_pipesync.methods.laboratory import Prediction
 from lightning_pipesync.training.registry import METHODS
+from tests.case_table import launch_cases
 from tests.harness import launch
 
 MIB = 2**20
@@ -256,27 +254,6 @@ class Failing(Candidate):
         raise RuntimeError("no way")
 
 
-def prove() -> dict[str, dict[str, Any]]:
-    chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"}), Prediction("pipe_sgd")]
-    make = trials.candidate_of
-
-    def candidate(one: Prediction, model: BenchModel) -> Candidate:
-        return Failing("", model) if one is chosen[1] else make(one, model)
-
-    with patch.object(trials, "candidate_of", candidate):
-        return run_in_turns(chosen, PlanSettings("tests.test_plan:small_model", 1.0, 1.0, 2, 1), lambda _: None)
-
-
-def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
-    for measured in launch(prove, 2):
-        assert list(measured) == ["ddp:bucket_mb=1.0", "dear:fusion=buffer", "pipe_sgd"]
-        assert measured["dear:fusion=buffer"] == {"error": "RuntimeError: no way"}
-        size = 4 * (64 * 64 + 64 + 64 + 1)
-        assert 3 * size < measured["ddp:bucket_mb=1.0"]["resident_bytes"] < measured["pipe_sgd"]["resident_bytes"]
-        assert measured["pipe_sgd"]["resident_bytes"] < 12 * size
-        assert len(measured["pipe_sgd"]["seconds"]) == 1
-
-
 class FailingLater(MethodCandidate):
     """Fails in the third step that is timed."""
 
@@ -293,14 +270,16 @@ class FailingLater(MethodCandidate):
         super().step(batch)
 
 
-def prove_later(ranks: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """The second method fails on some ranks, in a step that is timed."""
+def prove(later_on: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """The second method fails on some ranks in a step that is timed, or on all in its first one."""
     chosen = [Prediction("ddp", {"bucket_mb": 1.0}), Prediction("dear", {"fusion": "buffer"}), Prediction("pipe_sgd")]
     make = trials.candidate_of
 
     def candidate(one: Prediction, model: BenchModel) -> Candidate:
+        if one is chosen[1] and not later_on:
+            return Failing("", model)
         made = make(one, model)
-        if one is chosen[1] and dist.get_rank() in ranks:
+        if one is chosen[1] and dist.get_rank() in later_on:
             made.__class__ = FailingLater
         return made
 
@@ -308,16 +287,22 @@ def prove_later(ranks: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         return run_in_turns(chosen, PlanSettings("tests.test_plan:small_model", 1.0, 1.0, 2, 2), lambda _: None)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_a_trial_that_fails_later_is_a_row_with_its_error(ranks: tuple[int, ...]) -> None:
-    """On all ranks alike, though on one of them it is the other's error."""
-    first, second = launch(prove_later, 2, ranks)
-    for measured in (first, second):
+def test_a_trial_that_fails_is_a_row_with_its_error() -> None:
+    """On all ranks alike, though on one of them it may be the other's error."""
+    outcomes = launch_cases({ranks: partial(prove, ranks) for ranks in ((), (0, 1), (1,))}, 2)
+    for measured in (measured for ranks in ((), (0, 1), (1,)) for measured in outcomes[ranks]):
         assert list(measured) == ["ddp:bucket_mb=1.0", "dear:fusion=buffer", "pipe_sgd"]
         assert list(measured["dear:fusion=buffer"]) == ["error"]
         assert "no way" in measured["dear:fusion=buffer"]["error"]
         assert len(measured["ddp:bucket_mb=1.0"]["seconds"]) == len(measured["pipe_sgd"]["seconds"]) == 2
-    assert first["dear:fusion=buffer"] == second["dear:fusion=buffer"]
+    for ranks in ((0, 1), (1,)):
+        first, second = outcomes[ranks]
+        assert first["dear:fusion=buffer"] == second["dear:fusion=buffer"]
+    for measured in outcomes[()]:
+        assert measured["dear:fusion=buffer"] == {"error": "RuntimeError: no way"}
+        size = 4 * (64 * 64 + 64 + 64 + 1)
+        assert 3 * size < measured["ddp:bucket_mb=1.0"]["resident_bytes"] < measured["pipe_sgd"]["resident_bytes"]
+        assert measured["pipe_sgd"]["resident_bytes"] < 12 * size
 
 
 def test_ddp_and_dear_are_also_proven_with_larger_buckets() -> None:
@@ -355,12 +340,13 @@ def refused_by(num_layers: int) -> tuple[dict[str, str], list[str]]:
     return dict(work.refused), failed
 
 
-@pytest.mark.parametrize(("num_layers", "refuses"), [(2, True), (4, False)])
-def test_what_a_method_refuses_is_not_planned(num_layers: int, refuses: bool) -> None:
+def test_what_a_method_refuses_is_not_planned() -> None:
     """Two layers cannot be averaged in four fragments, whatever the period."""
-    for refused, failed in launch(refused_by, 2, num_layers):
+    outcomes = launch_cases({layers: partial(refused_by, layers) for layers in (2, 4)}, 2)
+    assert outcomes[4] == [({}, [])] * 2
+    for refused, failed in outcomes[2]:
         assert failed == []
-        assert bool(refused) == refuses
+        assert refused
         for name, reason in refused.items():
             assert "fragments=4" in name
             assert "fragments=4 is more than the 2 layers" in reason

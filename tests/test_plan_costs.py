@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +27,8 @@ from lightning_pipesync.methods.laboratory import Prediction, StandIn
 from lightning_pipesync.methods.local_sgd.lab import OUTER
 from lightning_pipesync.methods.selsync.lab import WithShareOfLocalSteps
 from lightning_pipesync.training.registry import METHODS
-from tests.harness import launch
+from tests.case_table import launch_cases
+from tests.harness import assert_refused, launch, raised
 from tests.test_plan import PROFILE
 
 MIB = 2**20
@@ -141,14 +143,15 @@ def added_to(num_layers: int) -> dict[str, float]:
         return measure_added(module, LAYERED, free_cluster(dist.get_world_size()))
 
 
-@pytest.mark.parametrize(("num_layers", "pipelines"), [(1, False), (3, True)])
-def test_what_methods_add_is_the_same_on_all_ranks(num_layers: int, pipelines: bool) -> None:
-    first, second = launch(added_to, 2, num_layers)
-    assert first == second
-    assert {"ddp", "dear", "pipe_sgd", "selsync", "local_sgd"} <= set(first)
-    assert ("ea_pipe" in first) == pipelines
-    assert all(seconds >= 0 for seconds in first.values())
-    assert any(seconds > 0 for seconds in first.values())
+def test_what_methods_add_is_the_same_on_all_ranks() -> None:
+    outcomes = launch_cases({layers: partial(added_to, layers) for layers in (1, 3)}, 2)
+    for layers, pipelines in ((1, False), (3, True)):
+        first, second = outcomes[layers]
+        assert first == second
+        assert {"ddp", "dear", "pipe_sgd", "selsync", "local_sgd"} <= set(first)
+        assert ("ea_pipe" in first) == pipelines
+        assert all(seconds >= 0 for seconds in first.values())
+        assert any(seconds > 0 for seconds in first.values())
 
 
 def test_what_pipelines_add_is_measured_where_they_are_planned() -> None:
@@ -215,10 +218,6 @@ def steps_of_all() -> list[tuple[int, bool]]:
     return found
 
 
-def test_all_methods_that_are_planned_train() -> None:
-    assert set(launch(steps_of_all, 2)[0]) == {(1, True), (4, True)}
-
-
 def decisions(lssr: float, steps: int) -> list[bool]:
     candidate: Any = candidate_of(Prediction("selsync", {"lssr": lssr}), small())
     assert isinstance(candidate.declared, WithShareOfLocalSteps)
@@ -231,24 +230,23 @@ def decisions(lssr: float, steps: int) -> list[bool]:
     return taken
 
 
-@pytest.mark.parametrize(("lssr", "period", "synchronized"), [(0.5, 2, 6), (0.75, 4, 3), (0.9, 10, 1)])
-def test_a_share_of_the_steps_is_local(lssr: float, period: int, synchronized: int) -> None:
-    for taken in launch(decisions, 2, lssr, 12):
-        assert sum(taken) == synchronized
-        at = [i for i, one in enumerate(taken) if one]
-        assert all(b - a == period for a, b in pairwise(at))
+def refused() -> tuple[str, str] | None:
+    model = BenchModel("own", nn.Linear(2, 2), [], lambda rank: torch.ones(2), lambda module, b: module(b).sum())
+    return raised(lambda: candidate_of(ALL[-1], model))
 
 
-def refused() -> str:
-    try:
-        candidate_of(
-            ALL[-1], BenchModel("own", nn.Linear(2, 2), [], lambda rank: torch.ones(2), lambda m, b: m(b).sum())
+def test_candidates_take_steps() -> None:
+    """All methods that are planned train; a share of SelSync's steps is local; a pipeline needs layers."""
+    expected = {0.5: (2, 6), 0.75: (4, 3), 0.9: (10, 1)}
+    cases = {lssr: partial(decisions, lssr, 12) for lssr in expected}
+    outcomes = launch_cases({"all": steps_of_all, "refused": refused, **cases}, 2)
+    assert set(outcomes["all"][0]) == {(1, True), (4, True)}
+    for message in outcomes["refused"]:
+        assert_refused(
+            {"Linear is not an nn.Sequential, and split='balanced' does not say where to divide it": message}
         )
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_pipeline_needs_layers() -> None:
-    for message in launch(refused, 2):
-        assert "Linear is not an nn.Sequential, and split='balanced' does not say where to divide it" in message
+    for lssr, (period, synchronized) in expected.items():
+        for taken in outcomes[lssr]:
+            assert sum(taken) == synchronized
+            at = [i for i, one in enumerate(taken) if one]
+            assert all(b - a == period for a, b in pairwise(at))

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync import LocalSGD
-from tests.harness import launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import OPTIMIZERS, Run, loss, seeded_mlp, state
 
 STREAMING: dict[str, Any] = {"period": 4, "overlap_steps": 3, "outer_optimizer": "nesterov", "compression": "int8"}
-
-
-def begin(seed: int = 0, **settings: Any) -> tuple[nn.Module, LocalSGD, Callable[[range], None]]:
-    """Returns a model, its training, and a function that takes steps."""
-    model = seeded_mlp(seed)
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = LocalSGD(model, optimizer, timeout_s=30, **settings)
-
-    def train(steps: range) -> None:
-        for i in steps:
-            optimizer.zero_grad()
-            loss(model, i, dist.get_rank()).backward()
-            sync.step()
-
-    return model, sync, train
 
 
 def agreed(sync: LocalSGD) -> Tensor:
@@ -41,17 +26,17 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def load_under_an_average() -> tuple[Tensor, Tensor]:
-    model, sync, train = begin(**STREAMING, own_share=0.0)
-    train(range(4))
-    model.load_state_dict(state(seeded_mlp(seed=7)))
-    train(range(4, 7))
-    outcome = agreed(sync).clone(), weights(model)
-    sync.detach()
+    run = Run(LocalSGD, **STREAMING, own_share=0.0)
+    run.steps(range(4))
+    run.model.load_state_dict(state(seeded_mlp(seed=7)))
+    run.steps(range(4, 7))
+    outcome = agreed(run.sync).clone(), weights(run.model)
+    run.sync.detach()
     return outcome
 
 
 def test_weights_loaded_under_an_average_replace_it() -> None:
-    (first, own), (second, _) = launch(load_under_an_average, 2)
+    (first, own), (second, _) = on_ranks(load_under_an_average, 2)
     assert torch.equal(first, second)
     assert (own - weights(seeded_mlp(seed=7))).abs().max() < 0.2, "three steps away"
 
@@ -66,109 +51,103 @@ def load_a_teacher() -> float:
             return self.student(x)  # type: ignore[no-any-return]
 
     model = WithTeacher()
-    optimizer = OPTIMIZERS["sgd"](model.student)
-    sync = LocalSGD(model, optimizer, period=50, outer_optimizer="nesterov")
-    sent = sync.metrics()["mib_sent"]
+    run = Run(LocalSGD, lambda model: OPTIMIZERS["sgd"](model.student), model, period=50, outer_optimizer="nesterov")
+    before = run.sync.metrics()["mib_sent"]
     for i in range(5):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
+        run.step(i)
         model.teacher.load_state_dict(model.student.state_dict())
-    sent = sync.metrics()["mib_sent"] - sent
-    sync.detach()
+    sent = run.sync.metrics()["mib_sent"] - before
+    run.sync.detach()
     return sent
 
 
 def test_a_teacher_is_loaded_without_a_message() -> None:
-    assert launch(load_a_teacher, 2) == [0, 0]
+    assert on_ranks(load_a_teacher, 2) == [0, 0]
 
 
 def swap_within_a_validation(swaps: bool) -> Tensor:
-    model, sync, train = begin(period=6, outer_optimizer="nesterov")
-    train(range(4))
-    sync.flush()
+    run = Run(LocalSGD, period=6, outer_optimizer="nesterov")
+    run.steps(range(4))
+    run.sync.flush()
     if swaps:
-        before = state(model)
-        model.load_state_dict(state(seeded_mlp(seed=5)))
-        model.load_state_dict(before)
-    sync.resume()
-    train(range(4, 9))
-    sync.detach()
-    return weights(model)
+        before = state(run.model)
+        run.model.load_state_dict(state(seeded_mlp(seed=5)))
+        run.model.load_state_dict(before)
+    run.sync.resume()
+    run.steps(range(4, 9))
+    run.sync.detach()
+    return weights(run.model)
 
 
 def test_weights_swapped_in_a_validation_and_back_change_nothing() -> None:
-    for swapped, expected in zip(*(launch(swap_within_a_validation, 2, swaps) for swaps in (True, False)), strict=True):
-        assert torch.equal(swapped, expected)
+    swapped, expected = (on_ranks(swap_within_a_validation, 2, swaps) for swaps in (True, False))
+    assert all(map(torch.equal, swapped, expected))
 
 
-def resume_with(first: dict[str, Any], second: dict[str, Any]) -> tuple[tuple[str, str] | None, Tensor, Tensor]:
+def resume_with(settings: dict[str, Any]) -> tuple[tuple[str, str] | None, Tensor, Tensor]:
     """Saves after five steps, resumes with other settings, and trains on."""
-    model, sync, train = begin(**{**STREAMING, **first})
-    train(range(5))
-    sync.flush()
-    saved, own = state(model), copy.deepcopy(sync.state_dict())
-    sync.detach()
-    model, sync, train = begin(1, **{**STREAMING, **second})
-    model.load_state_dict(saved)
-    refused = raised(lambda: sync.load_state_dict(own))
-    train(range(5, 13))
-    sync.flush()
-    outcome = refused, agreed(sync).clone(), weights(model)
-    sync.detach()
+    run = Run(LocalSGD, **STREAMING)
+    run.steps(range(5))
+    run.sync.flush()
+    saved, own = state(run.model), copy.deepcopy(run.sync.state_dict())
+    run.sync.detach()
+    run = Run(LocalSGD, "sgd", seeded_mlp(1), **{**STREAMING, **settings})
+    run.model.load_state_dict(saved)
+    refused = raised(lambda: run.sync.load_state_dict(own))
+    run.steps(range(5, 13))
+    run.sync.flush()
+    outcome = refused, agreed(run.sync).clone(), weights(run.model)
+    run.sync.detach()
     return outcome
 
 
-def test_a_run_resumed_with_other_settings_agrees_or_is_refused() -> None:
-    for second in ({"overlap_steps": 0}, {"period": 3}, {"warmup_steps": 8}):
-        (refused, first, own), (_, other, others) = launch(resume_with, 2, {}, second)
-        assert torch.equal(first, other)
-        assert torch.equal(own, others)
-        assert (refused is not None) == ("warmup_steps" in second)
-        assert refused is None or "warmup_steps" in refused[1]
+@pytest.mark.parametrize("settings", [{"overlap_steps": 0}, {"period": 3}, {"warmup_steps": 8}], ids=str)
+def test_a_run_resumed_with_other_settings_agrees_or_is_refused(settings: dict[str, Any]) -> None:
+    (refused, first, own), (_, other, others) = on_ranks(resume_with, 2, settings)
+    assert torch.equal(first, other)
+    assert torch.equal(own, others)
+    assert (refused is not None) == ("warmup_steps" in settings)
+    assert refused is None or "warmup_steps" in refused[1]
 
 
 def rewind_into_the_warm_up() -> tuple[bool, Tensor, Tensor]:
-    model, sync, train = begin(period=3, warmup_steps=4, outer_optimizer="nesterov", compression="int8")
-    train(range(2))
-    sync.flush()
-    saved, own = state(model), copy.deepcopy(sync.state_dict())
-    sync.resume()
-    train(range(2, 9))
-    sync.flush()
-    model.load_state_dict(saved)
-    sync.load_state_dict(own)
-    train(range(2, 4))
-    in_warm_up, diverged = weights(model), sync.diverged
-    train(range(4, 10))
-    outcome = diverged, in_warm_up, agreed(sync).clone()
-    sync.detach()
+    run = Run(LocalSGD, period=3, warmup_steps=4, outer_optimizer="nesterov", compression="int8")
+    run.steps(range(2))
+    run.sync.flush()
+    saved, own = state(run.model), copy.deepcopy(run.sync.state_dict())
+    run.sync.resume()
+    run.steps(range(2, 9))
+    run.sync.flush()
+    run.model.load_state_dict(saved)
+    run.sync.load_state_dict(own)
+    run.steps(range(2, 4))
+    in_warm_up, diverged = weights(run.model), run.sync.diverged
+    run.steps(range(4, 10))
+    outcome = diverged, in_warm_up, agreed(run.sync).clone()
+    run.sync.detach()
     return outcome
 
 
 def test_a_run_rewound_into_its_warm_up_is_synchronous_again() -> None:
-    (diverged, own, first), (_, others, second) = launch(rewind_into_the_warm_up, 2)
+    (diverged, own, first), (_, others, second) = on_ranks(rewind_into_the_warm_up, 2)
     assert not diverged
     assert torch.equal(own, others)
     assert torch.equal(first, second)
 
 
-def consolidate_in_inference_mode() -> tuple[str, str] | None:
-    def train_and_evaluate() -> None:
-        for settings in ({"period": 8}, STREAMING):
-            _, sync, train = begin(**settings)
-            for first in (0, 5, 10):
-                train(range(first, first + 5))
-                with torch.inference_mode():
-                    sync.flush()
-                sync.resume()
-            sync.detach()
-
-    return raised(train_and_evaluate)
+def consolidate_in_inference_mode(settings: dict[str, Any]) -> None:
+    run = Run(LocalSGD, **settings)
+    for first in (0, 5, 10):
+        run.steps(range(first, first + 5))
+        with torch.inference_mode():
+            run.sync.flush()
+        run.sync.resume()
+    run.sync.detach()
 
 
-def test_weights_are_consolidated_in_inference_mode() -> None:
-    assert launch(consolidate_in_inference_mode, 2) == [None, None]
+@pytest.mark.parametrize("settings", [{"period": 8}, STREAMING], ids=str)
+def test_weights_are_consolidated_in_inference_mode(settings: dict[str, Any]) -> None:
+    on_ranks(consolidate_in_inference_mode, 2, settings)
 
 
 def thaw_in_the_warm_up() -> tuple[str, str] | None:
@@ -183,7 +162,5 @@ def thaw_in_the_warm_up() -> tuple[str, str] | None:
 
 
 def test_layers_thawed_in_the_warm_up_are_refused() -> None:
-    for outcome in launch(thaw_in_the_warm_up, 2):
-        assert outcome is not None
-        assert outcome[0] == "RuntimeError"
-        assert "warmup_steps=0" in outcome[1]
+    for outcome in on_ranks(thaw_in_the_warm_up, 2):
+        assert_raised(outcome, "RuntimeError", "warmup_steps=0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipesync.methods.selsync import SelSync
-from tests.case_table import Outcomes, launch_cases
-from tests.harness import launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state, train_ddp
+from tests.harness import on_ranks, raised
+from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state, train_ddp
 from tests.reference_selsync import mean, simulate
 
 STEPS = 30
@@ -26,12 +24,11 @@ def train(
 ) -> dict[str, Any]:
     """Trains STEPS steps; the ranks start from different weights, of which rank 0's count."""
     rank = dist.get_rank()
-    model = seeded_mlp(seed=rank, batch_norm=batch_norm)
-    optimizer = OPTIMIZERS[optimizer_name](model)
-    sync = SelSync(model, optimizer, **settings)
+    run = Run(SelSync, optimizer_name, seeded_mlp(rank, batch_norm), **settings)
+    model, sync = run.model, run.sync
     synchronized, changes = [], []
     for i in range(STEPS):
-        optimizer.zero_grad()
+        run.optimizer.zero_grad()
         loss(model, i, rank).backward()
         if max_norm is not None:
             sync.clip(max_norm)
@@ -56,90 +53,66 @@ def train(
     }
 
 
-def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), f"{what} {name}: off by {(actual[name] - value).abs().max()}"
-
-
-AGGREGATIONS = ("parameters", "gradients")
-CASES = [*product([0.0, 0.2, 0.3], ["sgd", "adamw"], [2, 4]), (0.2, "adamw", 3)]
-
-
-@cache
-def trained(world_size: int) -> Outcomes:
-    """By delta, optimizer and aggregation."""
-    cases = {}
-    for aggregation, (delta, optimizer, ranks) in product(AGGREGATIONS, CASES):
-        settings = {"delta": delta, "aggregation": aggregation, "smoothing": 0.3, "bucket_mb": 1e-4}
-        if ranks == world_size:
-            cases[delta, optimizer, aggregation] = partial(train, optimizer, settings)
-    return launch_cases(cases, world_size)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("delta", "optimizer", "world_size"), CASES)
-def test_follows_algorithm_1(delta: float, optimizer: str, world_size: int, aggregation: str) -> None:
-    """Bit for bit: the same decisions, and the same weights on every rank."""
-    outcomes = trained(world_size)[delta, optimizer, aggregation]
+def assert_follows(
+    optimizer: str,
+    world_size: int,
+    settings: dict[str, Any],
+    batch_norm: bool = False,
+    max_norm: float | None = None,
+) -> list[bool]:
+    """Asserts that training is the simulation, bit for bit; returns which steps were synchronized."""
+    outcomes = on_ranks(train, world_size, optimizer, {"bucket_mb": 1e-4, **settings}, batch_norm, max_norm)
     replicas, synchronized, changes = simulate(
-        seeded_mlp(),
+        seeded_mlp(batch_norm=batch_norm),
         OPTIMIZERS[optimizer],
         loss,
         world_size=world_size,
         num_steps=STEPS,
-        delta=delta,
-        aggregation=aggregation,
-        smoothing=0.3,
+        clip=lambda model: max_norm and nn.utils.clip_grad_norm_(model.parameters(), max_norm),
+        **settings,
     )
-    assert synchronized[0], "until there are two values every step is synchronized"
-    if delta > 0:
-        assert 1 < sum(synchronized) < STEPS, "the test must see both kinds of step"
     for rank, outcome in enumerate(outcomes):
         assert outcome["synchronized"] == synchronized
         assert outcome["changes"] == pytest.approx([change[rank] for change in changes], rel=1e-4, abs=1e-6)
-        assert_same_state(outcome["own"], state(replicas[rank]), f"rank {rank}")
+        assert_same(outcome["own"], state(replicas[rank]), rank)
         assert outcome["lssr"] == pytest.approx(1 - sum(synchronized) / STEPS)  # Eq. 4
+    return synchronized
+
+
+AGGREGATIONS = ("parameters", "gradients")
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    ("delta", "optimizer", "world_size"),
+    [*product([0.0, 0.2, 0.3], ["sgd", "adamw"], [2, 4]), (0.2, "adamw", 3)],
+)
+def test_follows_algorithm_1(delta: float, optimizer: str, world_size: int, aggregation: str) -> None:
+    """The same decisions, and the same weights on every rank."""
+    settings = {"delta": delta, "aggregation": aggregation, "smoothing": 0.3}
+    synchronized = assert_follows(optimizer, world_size, settings)
+    assert synchronized[0], "until there are two values every step is synchronized"
+    if delta > 0:
+        assert 1 < sum(synchronized) < STEPS, "the test must see both kinds of step"
 
 
 @pytest.mark.parametrize("smoothing", [0.02, 0.16, 1.0])
 @pytest.mark.parametrize("window", [1, 5, 25])
-def test_window_and_smoothing(window: int, smoothing: float) -> None:
-    settings = {"delta": 0.1, "window": window, "smoothing": smoothing}
-    outcomes = launch(train, 2, "sgd", settings)
-    _, synchronized, changes = simulate(
-        seeded_mlp(),
-        OPTIMIZERS["sgd"],
-        loss,
-        world_size=2,
-        num_steps=STEPS,
-        delta=0.1,
-        window=window,
-        smoothing=smoothing,
-    )
-    for rank, outcome in enumerate(outcomes):
-        assert outcome["synchronized"] == synchronized
-        assert outcome["changes"] == pytest.approx([change[rank] for change in changes], rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_delta_zero_with_gradients_is_ddp(optimizer: str) -> None:
-    expected = launch(train_ddp, 2, optimizer, STEPS)[0]
-    for outcome in launch(train, 2, optimizer, {"delta": 0.0, "aggregation": "gradients"}):
-        assert all(outcome["synchronized"])
-        assert_same_state(outcome["own"], expected)
+def test_window_and_smoothing_follow_algorithm_1(window: int, smoothing: float) -> None:
+    assert_follows("sgd", 2, {"delta": 0.1, "window": window, "smoothing": smoothing})
 
 
 def test_delta_zero_with_parameters_is_synchronous_sgd() -> None:
     """The average of the updated weights is the weights updated by the average, but for rounding."""
-    expected = launch(train_ddp, 2, "sgd", STEPS)[0]
-    for outcome in launch(train, 2, "sgd", {"delta": 0.0}):
+    expected = on_ranks(train_ddp, 2, "sgd", STEPS)[0]
+    for outcome in on_ranks(train, 2, "sgd", {"delta": 0.0}):
         for name, value in expected.items():
             torch.testing.assert_close(outcome["own"][name], value, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_delta_infinite_is_independent_training(aggregation: str) -> None:
-    outcomes = launch(train, 2, "adamw", {"delta": math.inf, "aggregation": aggregation})
+    outcomes = on_ranks(train, 2, "adamw", {"delta": math.inf, "aggregation": aggregation})
     for rank, outcome in enumerate(outcomes):
         model = seeded_mlp()
         optimizer = OPTIMIZERS["adamw"](model)
@@ -147,61 +120,32 @@ def test_delta_infinite_is_independent_training(aggregation: str) -> None:
             optimizer.zero_grad()
             loss(model, i, rank).backward()
             optimizer.step()
-        assert_same_state(outcome["own"], state(model))
+        assert_same(outcome["own"], state(model))
         assert outcome["lssr"] == 1.0
         assert "flags" not in outcome["bytes"]
 
 
-@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
-def test_clipping(aggregation: str) -> None:
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_clipping_follows_algorithm_1(aggregation: str) -> None:
     """The tracker sees the gradient before clipping; with gradients aggregated, the average is clipped."""
-    settings = {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}
-    outcomes = launch(train, 2, "sgd", settings, False, 0.1)
-    replicas, synchronized, _ = simulate(
-        seeded_mlp(),
-        OPTIMIZERS["sgd"],
-        loss,
-        world_size=2,
-        num_steps=STEPS,
-        delta=0.2,
-        aggregation=aggregation,
-        smoothing=0.3,
-        clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-    )
-    for rank, outcome in enumerate(outcomes):
-        assert outcome["synchronized"] == synchronized
-        assert_same_state(outcome["own"], state(replicas[rank]))
+    assert_follows("sgd", 2, {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}, max_norm=0.1)
 
 
-@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_buffers_are_averaged_and_integers_follow_rank_0(aggregation: str) -> None:
-    settings = {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}
-    outcomes = launch(train, 2, "sgd", settings, True)
-    replicas, synchronized, _ = simulate(
-        seeded_mlp(batch_norm=True),
-        OPTIMIZERS["sgd"],
-        loss,
-        world_size=2,
-        num_steps=STEPS,
-        delta=0.2,
-        aggregation=aggregation,
-        smoothing=0.3,
-    )
+    synchronized = assert_follows("sgd", 2, {"delta": 0.2, "aggregation": aggregation, "smoothing": 0.3}, True)
     assert 1 < sum(synchronized) < STEPS
-    for rank, outcome in enumerate(outcomes):
-        assert_same_state(outcome["own"], state(replicas[rank]))
 
 
 def test_a_local_step_sends_the_flag_and_nothing_else() -> None:
-    outcomes = launch(train, 4, "sgd", {"delta": 1e9})
-    for outcome in outcomes:
+    for outcome in on_ranks(train, 4, "sgd", {"delta": 1e9}):
         assert outcome["synchronized"] == [True] + [False] * (STEPS - 1)
         assert outcome["bytes"]["flags"] == (STEPS + 1) * 3  # one more with the flush
         assert outcome["operations"]["all_reduce"] == 2  # the first step and the flush
 
 
 def test_flush_and_resume() -> None:
-    outcomes = launch(train, 3, "sgd", {"delta": 0.8, "smoothing": 0.3}, True)
+    outcomes = on_ranks(train, 3, "sgd", {"delta": 0.8, "smoothing": 0.3}, True)
     for name in outcomes[0]["own"]:
         values = [outcome["own"][name] for outcome in outcomes]
         expected = mean(values) if values[0].is_floating_point() else values[0]
@@ -212,24 +156,19 @@ def test_flush_and_resume() -> None:
 
 
 def write_while_flushed() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = SelSync(model, optimizer, delta=1e9)
-    for i in range(3):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-    own = state(model)
-    sync.flush()
+    run = Run(SelSync, delta=1e9)
+    run.steps(range(3))
+    own = state(run.model)
+    run.sync.flush()
     with torch.no_grad():
-        model[0].bias.fill_(7.0)
-    sync.resume()
-    sync.detach()
-    return own, state(model)
+        run.model[0].bias.fill_(7.0)
+    run.sync.resume()
+    run.sync.detach()
+    return own, state(run.model)
 
 
 def test_what_is_written_while_flushed_stays() -> None:
-    for own, resumed in launch(write_while_flushed, 2):
+    for own, resumed in on_ranks(write_while_flushed, 2):
         assert resumed["0.bias"].unique().tolist() == [7.0]
         assert torch.equal(resumed["0.weight"], own["0.weight"])
 
@@ -263,17 +202,17 @@ def train_two_heads(aggregation: str) -> list[Any]:
 
 def test_parameters_without_a_gradient() -> None:
     """As in DDP: a gradient that another rank has counts as zero here; what no rank uses is left alone."""
-    outcomes = launch(train_two_heads, 2, "gradients")
+    outcomes = on_ranks(train_two_heads, 2, "gradients")
     for weights, present, with_state in outcomes:
         assert present == [True, True, False]
         assert with_state == [0, 1, 2, 3]
-        assert_same_state(weights, outcomes[0][0])
+        assert_same(weights, outcomes[0][0])
         assert torch.equal(weights["heads.2.weight"], TwoHeads().heads[2].weight)
 
 
 def test_parameters_without_a_gradient_are_averaged() -> None:
-    outcomes = launch(train_two_heads, 2, "parameters")
-    assert_same_state(outcomes[0][0], outcomes[1][0])
+    outcomes = on_ranks(train_two_heads, 2, "parameters")
+    assert_same(outcomes[0][0], outcomes[1][0])
     assert not torch.equal(outcomes[0][0]["heads.0.weight"], TwoHeads().heads[0].weight)
 
 
@@ -303,19 +242,19 @@ def train_frozen_and_tied() -> list[Any]:
 
 def test_tied_and_frozen_parameters() -> None:
     """Tied ones travel once. Ones that no optimizer has travel only when some rank wrote to them."""
-    outcomes = launch(train_frozen_and_tied, 2)
-    assert_same_state(outcomes[0][0], outcomes[1][0])
+    outcomes = on_ranks(train_frozen_and_tied, 2)
+    assert_same(outcomes[0][0], outcomes[1][0])
     trained, marks, written = (48 + 32 + 16) * 4, 2, 48 * 4  # each begins at a multiple of 64 bytes
     for _, sent in outcomes:
         for i, num_bytes in enumerate(sent):
             assert num_bytes == 1 + trained + marks + (written if i == 2 else 0)
 
 
-def overflow(aggregation: str) -> list[Any]:
+def overflow() -> list[Any]:
     rank = dist.get_rank()
     model = seeded_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = SelSync(model, optimizer, delta=0.5, aggregation=aggregation)
+    sync = SelSync(model, optimizer, delta=0.5)
     seen = []
     for i in range(6):
         optimizer.zero_grad()
@@ -334,7 +273,7 @@ def overflow(aggregation: str) -> list[Any]:
 
 
 def test_an_overflow_on_one_rank_is_known_to_all_and_blinds_no_tracker() -> None:
-    for seen, finite, tracks in launch(overflow, 2, "parameters"):
+    for seen, finite, tracks in on_ranks(overflow, 2):
         assert seen[3] == (True, True)
         assert [not_finite for _, not_finite in seen] == [False, False, False, True, False, False]
         assert finite
@@ -358,8 +297,8 @@ def two_optimizers() -> list[Any]:
 
 
 def test_several_optimizers() -> None:
-    outcomes = launch(two_optimizers, 2)
-    assert_same_state(outcomes[0][0], outcomes[1][0])
+    outcomes = on_ranks(two_optimizers, 2)
+    assert_same(outcomes[0][0], outcomes[1][0])
     for _, steps, errors in outcomes:
         assert steps == 10
         assert all(error[0] == "ValueError" for error in errors)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from lightning_pipesync.methods.replicas.agreed import OuterStep
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-from tests.harness import launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 from tests.reference_selsync import mean, simulate
 
 RANKS, STEPS = 4, 16
@@ -50,89 +47,59 @@ def test_a_state_of_an_earlier_version_is_refused() -> None:
 
 def train(optimizer_name: str, settings: dict[str, Any], interrupted: bool = True) -> dict[str, Any]:
     """Trains STEPS steps; if interrupted, it goes on in the middle with a new model, optimizer and method."""
-    rank = dist.get_rank()
-    settings = {**BASE, **settings}
-
-    def begin(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, SelSync]:
-        model = seeded_mlp(seed, batch_norm=True)
-        optimizer = OPTIMIZERS[optimizer_name](model)
-        return model, optimizer, SelSync(model, optimizer, **settings)
-
-    model, optimizer, sync = begin(0)
+    run = Run(SelSync, optimizer_name, seeded_mlp(batch_norm=True), **{**BASE, **settings})
     synchronized, after, averages = [], [], []
     for i in range(STEPS):
         if interrupted and i == STEPS // 2:
-            sync.flush()
-            weights, saved = state(model), copy.deepcopy(sync.state_dict())
-            sync.detach()
-            model, optimizer, sync = begin(1)
-            model.load_state_dict(weights)
-            sync.load_state_dict(saved)
-        optimizer.zero_grad()
-        loss(model, i, rank).backward()
-        sync.step()
-        synchronized.append(sync.last.synchronized)
-        after.append(state(model))
-        sync.flush()
-        averages.append(state(model))
-        sync.resume()
-    sync.detach()
+            run = run.resumed(seeded_mlp(1, batch_norm=True))
+        run.step(i)
+        synchronized.append(run.sync.last.synchronized)
+        after.append(state(run.model))
+        run.sync.flush()
+        averages.append(state(run.model))
+        run.sync.resume()
+    run.sync.detach()
     return {"synchronized": synchronized, "after": after, "averages": averages}
 
 
-def train_all(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [train(*case) for case in cases]
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), f"{what}, {name}: off by {(actual[name] - value).abs().max()}"
-
-
-def test_follows_diloco_at_the_steps_that_selsync_chooses() -> None:
+@pytest.mark.parametrize(("optimizer", "outer"), CASES)
+def test_follows_diloco_at_the_steps_that_selsync_chooses(optimizer: str, outer: dict[str, Any]) -> None:
     """Bit for bit, resumed in the middle. The consolidated weights are the average, which then are the outer ones."""
-    outcomes = launch(train_all, RANKS, CASES)
-    for index, (optimizer, outer) in enumerate(CASES):
-        replicas, synchronized, _ = simulate(
-            seeded_mlp(batch_norm=True),
-            OPTIMIZERS[optimizer],
-            loss,
-            world_size=RANKS,
-            num_steps=STEPS,
-            delta=BASE["delta"],
-            smoothing=BASE["smoothing"],
-            **outer,
-        )
-        assert 3 < sum(synchronized) < STEPS - 3, "the test must see both kinds of step"
-        of_ranks = [outcome[index] for outcome in outcomes]
-        for rank, outcome in enumerate(of_ranks):
-            assert outcome["synchronized"] == synchronized
-            assert_equal(outcome["after"][-1], state(replicas[rank]), (outer, rank))
-        for i, was_synchronized in enumerate(synchronized):
-            for name in ("0.weight", "1.running_mean"):
-                average = mean([outcome["after"][i][name] for outcome in of_ranks])
-                for outcome in of_ranks:
-                    assert torch.equal(outcome["averages"][i][name], average)
-                    assert not was_synchronized or torch.equal(outcome["after"][i][name], average)
+    outcomes = on_ranks(train, RANKS, optimizer, outer)
+    replicas, synchronized, _ = simulate(
+        seeded_mlp(batch_norm=True),
+        OPTIMIZERS[optimizer],
+        loss,
+        world_size=RANKS,
+        num_steps=STEPS,
+        delta=BASE["delta"],
+        smoothing=BASE["smoothing"],
+        **outer,
+    )
+    assert 3 < sum(synchronized) < STEPS - 3, "the test must see both kinds of step"
+    for rank, outcome in enumerate(outcomes):
+        assert outcome["synchronized"] == synchronized
+        assert_same(outcome["after"][-1], state(replicas[rank]), rank)
+    for i, was_synchronized in enumerate(synchronized):
+        for name in ("0.weight", "1.running_mean"):
+            average = mean([outcome["after"][i][name] for outcome in outcomes])
+            for outcome in outcomes:
+                assert torch.equal(outcome["averages"][i][name], average)
+                assert not was_synchronized or torch.equal(outcome["after"][i][name], average)
 
 
-COMPRESSED = [
-    ("sgd", {"compression": codec, "outer_momentum": 0.3}, interrupted)
-    for codec in ("int8", "topk")
-    for interrupted in (True, False)
-]
-
-
-def test_with_a_codec_all_ranks_agree() -> None:
+@pytest.mark.parametrize("codec", ["int8", "topk"])
+def test_with_a_codec_all_ranks_agree(codec: str) -> None:
     """Bit for bit at each synchronized step; a resumed run is the uninterrupted one."""
-    outcomes = launch(train_all, 2, COMPRESSED)
-    for (_, settings, interrupted), mine, theirs in zip(COMPRESSED, *outcomes, strict=True):
+    resumed, whole = (
+        on_ranks(train, 2, "sgd", {"compression": codec, "outer_momentum": 0.3}, interrupted)
+        for interrupted in (True, False)
+    )
+    for mine, theirs in (resumed, whole):
         for i, synchronized in enumerate(mine["synchronized"]):
             if synchronized:
-                assert_equal(mine["after"][i], theirs["after"][i], (settings, i))
-        if interrupted:
-            [whole] = [outcomes[0][j] for j, case in enumerate(COMPRESSED) if case == ("sgd", settings, False)]
-            assert_equal(mine["after"][-1], whole["after"][-1], settings)
+                assert_same(mine["after"][i], theirs["after"][i], i)
+    assert_same(resumed[0]["after"][-1], whole[0]["after"][-1])
 
 
 @pytest.mark.parametrize(
@@ -154,24 +121,18 @@ def test_its_default(optimizer: str, settings: dict[str, Any], expected: tuple[f
     assert (group and (group["lr"], group["momentum"])) == expected
 
 
-def resume_with_another_delta() -> list[tuple[str, str] | None]:
-    """Saves without an outer momentum, and goes on where there is one by default; and the other way round."""
-    refused = []
-    for before, after in ((0.3, "auto"), ("auto", 0.3)):
-        model = seeded_mlp()
-        optimizer = OPTIMIZERS["adamw"](model)
-        saved, resumed = (SelSync(model, optimizer, delta=delta) for delta in (before, after))
-        state_of_rank = saved.state_dict()
-        refused.append(raised(lambda one=resumed, state_of_rank=state_of_rank: one.load_state_dict(state_of_rank)))
-        saved.detach()
-        resumed.detach()
+def resume_with_another_delta(before: Any, after: Any) -> tuple[str, str] | None:
+    saved = Run(SelSync, "adamw", delta=before)
+    resumed = SelSync(saved.model, saved.optimizer, delta=after)
+    state_of_rank = saved.sync.state_dict()
+    refused = raised(lambda: resumed.load_state_dict(state_of_rank))
+    saved.sync.detach()
+    resumed.detach()
     return refused
 
 
-def test_a_state_of_another_default_is_refused() -> None:
-    for outcomes in launch(resume_with_another_delta, 2):
-        for refused in outcomes:
-            assert refused is not None
-            assert refused[0] == "ValueError"
-            assert "'outer_momentum': [0.3]" in refused[1]
-            assert "'outer_momentum': [0.0]" in refused[1]
+@pytest.mark.parametrize(("before", "after"), [(0.3, "auto"), ("auto", 0.3)])
+def test_a_state_of_another_default_is_refused(before: Any, after: Any) -> None:
+    """Only one of them has an outer momentum."""
+    for refused in on_ranks(resume_with_another_delta, 2, before, after):
+        assert_raised(refused, "ValueError", "'outer_momentum': [0.3]", "'outer_momentum': [0.0]")

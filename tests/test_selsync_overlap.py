@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from torch import Tensor, nn
 from lightning_pipesync import SelSyncStrategy
 from lightning_pipesync.methods.replicas.tensors import ReplicatedTensors
 from lightning_pipesync.methods.selsync import SelSync
-from tests.harness import launch
+from tests.harness import launch, on_ranks
 from tests.lightning_models import Classifier, train_loader, trainer
-from tests.models import OPTIMIZERS, batch, loss, seeded_mlp, state
+from tests.models import OPTIMIZERS, Run, assert_same, batch, loss, seeded_mlp, state
 
 STEPS = 12
 
@@ -39,51 +41,44 @@ class Skipping(nn.Module):
         return self.last(nn.functional.linear(x, self.first.weight))
 
 
-def train(model: nn.Module, optimizer: str, **settings: Any) -> tuple[list[dict[str, Tensor]], int]:
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": seeded_mlp, "skipping": Skipping}
+
+
+def train(model: str, optimizer: str, **settings: Any) -> tuple[list[dict[str, Tensor]], int]:
     """Returns the state after every step, read at once from `state_dict`, and the number of synchronized steps."""
-    own = OPTIMIZERS[optimizer](model)
-    sync = SelSync(model, own, **settings)
+    run = Run(SelSync, optimizer, MODELS[model](), **settings)
     states = []
     for i in range(STEPS):
-        own.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
+        run.step(i)
         if i % 3 == 0:  # otherwise the next forward pass is what waits
-            states.append(state(model))
-    states.append(state(model))
-    synchronized = sync.num_synchronized_steps
-    sync.detach()
-    return states, synchronized
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "synchronous": {"delta": 0.0},
-    "selective": {"delta": 0.2, "smoothing": 0.3},
-    "outer step": {"delta": 0.2, "smoothing": 0.3, "outer_momentum": 0.3},
-    "int8": {"delta": 0.2, "smoothing": 0.3, "compression": "int8"},
-}
-
-
-def train_both(optimizer: str) -> dict[Any, Any]:
-    return {
-        (name, overlap, model.__name__): train(model(), optimizer, overlap=overlap, bucket_mb=1e-4, **settings)
-        for name, settings in SETTINGS.items()
-        for overlap in ("forward", "none")
-        for model in (seeded_mlp, Skipping)
-    }
+            states.append(state(run.model))
+    states.append(state(run.model))
+    run.sync.detach()
+    return states, run.sync.num_synchronized_steps
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_overlap_changes_no_bit(optimizer: str) -> None:
+@pytest.mark.parametrize("model", ["mlp", "skipping"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"delta": 0.0},
+        {"delta": 0.2, "smoothing": 0.3},
+        {"delta": 0.2, "smoothing": 0.3, "outer_momentum": 0.3},
+        {"delta": 0.2, "smoothing": 0.3, "compression": "int8"},
+    ],
+    ids=str,
+)
+def test_overlap_changes_no_bit(settings: dict[str, Any], model: str, optimizer: str) -> None:
     """Also of layers that the next forward pass does not run, and of weights that are read in another module."""
-    for outcomes in launch(train_both, 2, optimizer):
-        for name in SETTINGS:
-            for model in ("seeded_mlp", "Skipping"):
-                hidden, waited = (outcomes[name, overlap, model] for overlap in ("forward", "none"))
-                assert hidden[1] == waited[1] > 0
-                for one, other in zip(hidden[0], waited[0], strict=True):
-                    for key, value in other.items():
-                        assert torch.equal(one[key], value), (name, model, key)
+    hidden, waited = (
+        on_ranks(partial(train, overlap=overlap, bucket_mb=1e-4, **settings), 2, model, optimizer)
+        for overlap in ("forward", "none")
+    )
+    for (states, synchronized), (expected, as_often) in zip(hidden, waited, strict=True):
+        assert synchronized == as_often > 0
+        for one, other in zip(states, expected, strict=True):
+            assert_same(one, other)
 
 
 def order_of_events() -> list[str]:
@@ -116,7 +111,7 @@ def order_of_events() -> list[str]:
 
 
 def test_a_module_waits_for_its_own_weights_only() -> None:
-    for events in launch(order_of_events, 2):
+    for events in on_ranks(order_of_events, 2):
         assert events.index("0.weight") < events.index("first layer") < events.index("2.weight")
         assert events.index("step") < events.index("2.weight") < events.index("last layer")
 
@@ -157,64 +152,54 @@ def test_a_trainer_hides_averages_under_its_next_step(tmp_path: Path) -> None:
 
 
 def load_at_once() -> dict[str, Tensor]:
-    model, other = seeded_mlp(), seeded_mlp(seed=7)
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = SelSync(model, optimizer, delta=0.0, bucket_mb=1e-4, overlap="forward")
-    loss(model, 0, dist.get_rank()).backward()
-    sync.step()
-    model.load_state_dict(other.state_dict())
-    sync.synchronize()
-    sync.detach()
-    return state(model)
+    run = Run(SelSync, delta=0.0, bucket_mb=1e-4, overlap="forward")
+    run.step(0)
+    run.model.load_state_dict(seeded_mlp(seed=7).state_dict())
+    run.sync.synchronize()
+    run.sync.detach()
+    return state(run.model)
 
 
 def test_loaded_weights_are_not_overwritten() -> None:
-    for loaded in launch(load_at_once, 2):
-        for name, value in seeded_mlp(seed=7).state_dict().items():
-            assert torch.equal(loaded[name], value)
+    for loaded in on_ranks(load_at_once, 2):
+        assert_same(loaded, seeded_mlp(seed=7).state_dict())
 
 
 class Compiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch._dynamo.reset()  # it compiles a function for some models only
         self.model = torch.compile(seeded_mlp(), backend="eager", fullgraph=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
 
 
-def train_compiled() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    compiled, _ = train(Compiled(), "sgd", delta=0.0, overlap="forward")
-    plain, _ = train(seeded_mlp(), "sgd", delta=0.0)
-    return compiled, plain
+MODELS["compiled"] = Compiled
 
 
 def test_the_graph_of_a_compiled_model_stays_whole() -> None:
     """A step waits for its average then."""
-    for compiled, plain in launch(train_compiled, 2):
-        for one, other in zip(compiled, plain, strict=True):
-            for value, expected in zip(one.values(), other.values(), strict=True):
-                assert torch.equal(value, expected)
+    compiled = on_ranks(partial(train, delta=0.0, overlap="forward"), 2, "compiled", "sgd")
+    plain = on_ranks(partial(train, delta=0.0), 2, "mlp", "sgd")
+    for (states, _), (expected, _) in zip(compiled, plain, strict=True):
+        for one, other in zip(states, expected, strict=True):
+            assert_same(dict(zip(other, one.values(), strict=True)), other)
 
 
 def follow() -> list[bool]:
     """Returns after each step whether all averages have arrived."""
-    model, average = seeded_mlp(), seeded_mlp()
-    optimizer = OPTIMIZERS["sgd"](model)
-    sync = SelSync(model, optimizer, delta=0.0, bucket_mb=1e-4, overlap="forward")
-    sync.follow(average)
+    run = Run(SelSync, delta=0.0, bucket_mb=1e-4, overlap="forward")
+    run.sync.follow(seeded_mlp())
     arrived = []
     for i in range(3):
-        optimizer.zero_grad()
-        loss(model, i, dist.get_rank()).backward()
-        sync.step()
-        assert sync._overlap is not None
-        arrived += [bucket._average is not None and bucket._average.done for bucket in sync._overlap.buckets]
-    sync.detach()
+        run.step(i)
+        arrived += [bucket._average is not None and bucket._average.done for bucket in run.sync._overlap.buckets]
+    run.sync.detach()
     return arrived
 
 
 def test_a_running_average_reads_averaged_weights() -> None:
-    for arrived in launch(follow, 2):
+    for arrived in on_ranks(follow, 2):
         assert all(arrived)
         assert len(arrived) > 3

@@ -6,13 +6,14 @@ import math
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipesync.methods.selsync import SelSync
-from tests.harness import launch, raised
-from tests.models import loss, seeded_mlp, state
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import Run, assert_same, loss, state
 
 STEPS = 14
 SKIPPED = (0, 4, 5, 9)
@@ -22,9 +23,8 @@ WAYS = ("not measured", "set to None", "set to zero", "accumulated", "late flags
 
 def train(way: str, aggregation: str) -> tuple[list[float], list[bool], dict[str, Tensor]]:
     """Steps SKIPPED are skipped in a way, or (accumulated) their gradients are added to the next ones."""
-    model = seeded_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = SelSync(model, optimizer, delta=0.2, smoothing=0.3, window=3, aggregation=aggregation)
+    run = Run(SelSync, delta=0.2, smoothing=0.3, window=3, aggregation=aggregation)
+    model, optimizer, sync = run.model, run.optimizer, run.sync
     if way == "late flags":  # as on CUDA, where they are sent with the update
         sync.transport.device = torch.device("cuda")
     changes, synchronized = [], []
@@ -49,38 +49,32 @@ def train(way: str, aggregation: str) -> tuple[list[float], list[bool], dict[str
     return changes, synchronized, own
 
 
-def train_in_all_ways() -> dict[tuple[str, str], Any]:
-    return {(way, aggregation): train(way, aggregation) for way, aggregation in product(WAYS, AGGREGATIONS)}
-
-
-def test_a_step_that_all_ranks_skip_was_never_measured() -> None:
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_step_that_all_ranks_skip_was_never_measured(aggregation: str) -> None:
     """The same decisions and the same weights, bit for bit; only what is accumulated is another gradient."""
-    outcomes = launch(train_in_all_ways, 2)
-    for of_rank, aggregation in product(outcomes, AGGREGATIONS):
-        changes, synchronized, weights = of_rank["not measured", aggregation]
+    outcomes = {way: on_ranks(train, 2, way, aggregation) for way in WAYS}
+    for rank, (changes, synchronized, weights) in enumerate(outcomes["not measured"]):
         assert 1 < sum(synchronized) < len(synchronized), "the test must see both kinds of step"
         for way in ("set to None", "set to zero", "late flags"):
-            also_changes, also_synchronized, also_weights = of_rank[way, aggregation]
+            also_changes, also_synchronized, also_weights = outcomes[way][rank]
             assert also_changes == changes, way
             assert also_synchronized == synchronized, way
-            assert all(torch.equal(also_weights[name], weights[name]) for name in weights), way
-        accumulated = of_rank["accumulated", aggregation]
+            assert_same(also_weights, weights, way)
+        accumulated = outcomes["accumulated"][rank]
         assert accumulated[0] != changes, "the sum is measured"
-        assert accumulated[1] == outcomes[0]["accumulated", aggregation][1]
+        assert accumulated[1] == outcomes["accumulated"][0][1]
 
 
 def skip_alone(aggregation: str, delta: float, late: bool, then: str) -> list[Any]:
     """Rank 1 skips a step; the first one was synchronized."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = SelSync(model, optimizer, delta=delta, aggregation=aggregation, timeout_s=3)
+    run = Run(SelSync, delta=delta, aggregation=aggregation, timeout_s=3)
+    model, sync, rank = run.model, run.sync, dist.get_rank()
     if late:
         sync.transport.device = torch.device("cuda")
 
     def train_on() -> None:
         for i in range(2 if then == "flush" else 8):
-            optimizer.zero_grad()
+            model.zero_grad()
             loss(model, i, rank).backward()
             sync.clip(1.0)
             if i != 1 or rank != 1:
@@ -92,30 +86,22 @@ def skip_alone(aggregation: str, delta: float, late: bool, then: str) -> list[An
     return [outcome, sync.num_local_steps + sync.num_synchronized_steps]
 
 
-CASES = [*product(AGGREGATIONS, (0.0, 1e9), (False,), ("step", "flush")), ("parameters", 0.0, True, "step")]
-
-
-def skip_alone_in_all_ways() -> list[list[Any]]:
-    return [skip_alone(*case) for case in CASES]
-
-
-def test_a_step_that_one_rank_skips_is_an_error_on_all() -> None:
+@pytest.mark.parametrize(
+    ("aggregation", "delta", "late", "then"),
+    [*product(AGGREGATIONS, (0.0, 1e9), (False,), ("step", "flush")), ("parameters", 0.0, True, "step")],
+)
+def test_a_step_that_one_rank_skips_is_an_error_on_all(aggregation: str, delta: float, late: bool, then: str) -> None:
     """Named where ranks can still talk; after timeout_s where one waits for an average that the other has skipped."""
-    for of_rank in launch(skip_alone_in_all_ways, 2):
-        for (aggregation, delta, late, then), (outcome, steps) in zip(CASES, of_rank, strict=True):
-            what = (aggregation, delta, late, then)
-            assert outcome is not None, what
-            assert outcome[0] == "RuntimeError", what
-            assert steps <= 2, what
-            if aggregation == "gradients" or delta or late:
-                assert "have not skipped the same steps of SGD" in outcome[1], what
+    named = aggregation == "gradients" or delta or late
+    for outcome, steps in on_ranks(skip_alone, 2, aggregation, delta, late, then):
+        assert_raised(outcome, "RuntimeError", "have not skipped the same steps of SGD" if named else "")
+        assert steps <= 2
 
 
 def measure_twice(within: bool) -> tuple[tuple[str, str] | None, bool]:
     """Measures a gradient twice: by a closure that is evaluated twice, or with nothing in between."""
-    model = seeded_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = SelSync(model, optimizer, delta=math.inf)
+    run = Run(SelSync, delta=math.inf)
+    model, sync = run.model, run.sync
 
     def evaluate_twice() -> None:
         for i in range(2):
@@ -130,15 +116,10 @@ def measure_twice(within: bool) -> tuple[tuple[str, str] | None, bool]:
     return outcome, math.isinf(sync.last.relative_change)
 
 
-def measure_twice_both_ways() -> list[tuple[tuple[str, str] | None, bool]]:
-    return [measure_twice(within) for within in (True, False)]
-
-
 def test_a_gradient_is_measured_once() -> None:
     """What changes it within its step is an error; a second call with nothing in between does nothing."""
-    (within, _), (between, first) = launch(measure_twice_both_ways, 1)[0]
-    assert within is not None
-    assert within[0] == "RuntimeError"
-    assert "evaluate a closure only once" in within[1]
+    [(within, _)] = on_ranks(measure_twice, 1, True)
+    assert_raised(within, "RuntimeError", "evaluate a closure only once")
+    [(between, first)] = on_ranks(measure_twice, 1, False)
     assert between is None
     assert first, "the measurement of the gradient that was added to is undone"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,46 +15,38 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_pipesync.methods.replicas import trigger
 from lightning_pipesync.methods.selsync import SelSync
-from tests.harness import launch, raised
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.harness import assert_raised, on_ranks, raised
+from tests.models import Run, assert_same, loss, seeded_mlp, state
 from tests.reference_selsync import mean
 
 FAR = 1e9  # a delta far above any change: after the first step every step stays local
 
 
-def start(model: nn.Module, lr: float = 0.05, **settings: Any) -> tuple[SelSync, torch.optim.Optimizer]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
-    return SelSync(model, optimizer, **settings), optimizer
+def begin(model: nn.Module | None = None, lr: float = 0.05, **settings: Any) -> Run:
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
 
-
-def step(sync: SelSync, optimizer: torch.optim.Optimizer, model: nn.Module, i: int) -> None:
-    optimizer.zero_grad()
-    loss(model, i, dist.get_rank()).backward()
-    sync.step()
+    return Run(SelSync, optimizer, model, **settings)
 
 
 # --- flush and resume ---------------------------------------------------------------------------------------------
 
 
 def step_while_flushed(aggregation: str) -> list[dict[str, Tensor]]:
-    model = seeded_mlp(batch_norm=True)
-    sync, optimizer = start(model, delta=FAR, aggregation=aggregation)
-    for i in range(3):
-        step(sync, optimizer, model, i)
-    sync.flush()
-    flushed = state(model)
-    step(sync, optimizer, model, 3)
-    stepped = state(model)
-    sync.resume()
-    resumed = state(model)
-    sync.flush()
-    sync.detach()
-    return [flushed, stepped, resumed, state(model)]
+    run = begin(seeded_mlp(batch_norm=True), delta=FAR, aggregation=aggregation)
+    run.steps(range(3))
+    run.sync.flush()
+    states = [state(run.model)]
+    run.step(3)
+    states.append(state(run.model))
+    run.sync.resume()
+    states.append(state(run.model))
+    return [*states, run.end()]
 
 
 @pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
 def test_a_step_without_resume_goes_on_from_the_average(aggregation: str) -> None:
-    outcomes = launch(step_while_flushed, 2, aggregation)
+    outcomes = on_ranks(step_while_flushed, 2, aggregation)
     for rank, (flushed, stepped, resumed, last) in enumerate(outcomes):
         model = seeded_mlp(batch_norm=True)
         model.load_state_dict(flushed)
@@ -67,27 +60,24 @@ def test_a_step_without_resume_goes_on_from_the_average(aggregation: str) -> Non
 
 
 def load_while_flushed() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = seeded_mlp(batch_norm=True)
-    sync, optimizer = start(model, delta=FAR)
-    for i in range(3):
-        step(sync, optimizer, model, i)
-    sync.flush()
-    consolidated, saved = state(model), sync.state_dict()
-    sync.resume()
-    own = state(model)
-    step(sync, optimizer, model, 3)
-    sync.flush()
-    model.load_state_dict(consolidated)
-    sync.load_state_dict(saved)
-    sync.resume()
-    sync.detach()
-    return own, state(model)
+    run = begin(seeded_mlp(batch_norm=True), delta=FAR)
+    run.steps(range(3))
+    run.sync.flush()
+    consolidated, saved = state(run.model), run.sync.state_dict()
+    run.sync.resume()
+    own = state(run.model)
+    run.step(3)
+    run.sync.flush()
+    run.model.load_state_dict(consolidated)
+    run.sync.load_state_dict(saved)
+    run.sync.resume()
+    run.sync.detach()
+    return own, state(run.model)
 
 
 def test_loading_a_state_ends_a_flush() -> None:
-    for own, loaded in launch(load_while_flushed, 2):
-        for name, value in own.items():
-            assert torch.equal(loaded[name], value), name
+    for own, loaded in on_ranks(load_while_flushed, 2):
+        assert_same(loaded, own)
 
 
 # --- buffers ------------------------------------------------------------------------------------------------------
@@ -125,20 +115,19 @@ def train_masked(aggregation: str) -> tuple[dict[str, list[int]], dict[str, list
     torch.manual_seed(0)
     model = Masked()
     before = buffer_bytes(model)
-    sync, optimizer = start(model, delta=0.0, aggregation=aggregation)
-    start_bytes = sync.transport.traffic.total_bytes_sent
-    for i in range(4):
-        step(sync, optimizer, model, i)
-    sent = sync.transport.traffic.total_bytes_sent - start_bytes
-    sync.flush()
-    sync.detach()
+    run = begin(model, delta=0.0, aggregation=aggregation)
+    traffic = run.sync.transport.traffic
+    start_bytes = traffic.total_bytes_sent
+    run.steps(range(4))
+    sent = traffic.total_bytes_sent - start_bytes
+    run.end()
     return before, buffer_bytes(model), model.changing.tolist(), sent
 
 
 @pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_constant_buffers_keep_their_bits_and_cost_nothing(world_size: int, aggregation: str) -> None:
-    outcomes = launch(train_masked, world_size, aggregation)
+    outcomes = on_ranks(train_masked, world_size, aggregation)
     expected = 0.0
     for _ in range(4):
         expected += 3.0 / world_size
@@ -178,24 +167,21 @@ class Student(nn.Module):
 
 def train_student(how: str, delta: float) -> list[dict[str, Tensor]]:
     model = Student()
-    sync, optimizer = start(model, delta=delta)
+    run = begin(model, delta=delta)
     states = []
     for i in range(4):
-        sync.resume()  # before every batch, as the Lightning adapter does
-        step(sync, optimizer, model, i)
+        run.sync.resume()  # before every batch, as the Lightning adapter does
+        run.step(i)
         states.append(state(model))
         model.follow(how)
-    sync.flush()
-    states.append(state(model))
-    sync.detach()
-    return states
+    return [*states, run.end()]
 
 
 @pytest.mark.parametrize("how", ["in place", "data in place", "new data"])
 def test_a_teacher_is_averaged_with_its_student(how: str) -> None:
     """However it is written to: at each synchronized step, and at the flush."""
     for delta in (0.0, FAR):
-        first, second = launch(train_student, 2, how, delta)
+        first, second = on_ranks(train_student, 2, how, delta)
         for i, (mine, theirs) in enumerate(zip(first, second, strict=True)):
             if delta == 0.0 or i in (0, 4):
                 assert all(torch.equal(mine[name], theirs[name]) for name in mine), (delta, i)
@@ -235,34 +221,29 @@ def train_followed(aggregation: str, optimizers: int) -> list[dict[str, Tensor]]
 @pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
 def test_a_running_average_is_the_same_on_all_ranks(aggregation: str, optimizers: int) -> None:
     """Also where the last step was synchronized, and an earlier one was not."""
-    first, second = launch(train_followed, 2, aggregation, optimizers)
+    first, second = on_ranks(train_followed, 2, aggregation, optimizers)
     for mine, theirs in zip(first, second, strict=True):
-        for name, value in mine.items():
-            assert torch.equal(value, theirs[name]), name
+        assert_same(mine, theirs)
 
 
 # --- what would part the ranks ------------------------------------------------------------------------------------
 
 
-def step_directly() -> list[Any]:
-    model = seeded_mlp()
-    sync, optimizer = start(model, delta=0.3)
-    step(sync, optimizer, model, 0)
-    before = state(model)
-    loss(model, 1, dist.get_rank()).backward()
-    outcome = raised(optimizer.step)
-    untouched = all(torch.equal(value, before[name]) for name, value in state(model).items())
-    sync.detach()
-    optimizer.step()  # it is the user's again
-    return [outcome, untouched]
+def step_directly() -> tuple[str, str] | None:
+    run = begin(delta=0.3)
+    run.step(0)
+    before = state(run.model)
+    loss(run.model, 1, dist.get_rank()).backward()
+    outcome = raised(run.optimizer.step)
+    assert_same(state(run.model), before)
+    run.sync.detach()
+    run.optimizer.step()  # it is the user's again
+    return outcome
 
 
 def test_an_optimizer_stepped_directly_is_an_error() -> None:
-    for outcome, untouched in launch(step_directly, 2):
-        assert outcome is not None
-        assert outcome[0] == "RuntimeError"
-        assert "SGD.step() was called directly" in outcome[1]
-        assert untouched
+    for outcome in on_ranks(step_directly, 2):
+        assert_raised(outcome, "RuntimeError", "SGD.step() was called directly")
 
 
 def start_badly(frozen: bool = False) -> tuple[str, str] | None:
@@ -270,67 +251,58 @@ def start_badly(frozen: bool = False) -> tuple[str, str] | None:
     if frozen:
         optimizer = torch.optim.SGD([{"params": []}])
         return raised(lambda: SelSync(seeded_mlp(), optimizer))
-    return raised(lambda: start(model, timeout_s=20))
+    return raised(lambda: begin(model, timeout_s=20))
 
 
 def test_what_one_rank_refuses_all_refuse() -> None:
     """None waits for the one that has raised."""
-    outcomes = launch(start_badly, 3, timeout_s=60)
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in enumerate(on_ranks(start_badly, 3, timeout_s=60)):
+        assert_raised(outcome, "ValueError", "sparse=True")
         assert outcome is not None
-        assert outcome[0] == "ValueError"
-        assert "sparse=True" in outcome[1]
-        assert outcome[1].startswith("0 has") if rank == 1 else outcome[1].startswith("Rank 1 cannot train: 0 has")
+        assert outcome[1].startswith("0 has" if rank == 1 else "Rank 1 cannot train: 0 has")
 
 
 def test_nothing_to_train() -> None:
-    for outcome in launch(start_badly, 2, True):
+    for outcome in on_ranks(start_badly, 2, True):
         assert outcome == ("ValueError", "There is nothing to train: no optimizer has a parameter.")
 
 
 def stay_local(delta: float) -> list[str]:
-    trigger.MANY_LOCAL_STEPS = 5
-    model = seeded_mlp()
-    sync, optimizer = start(model, lr=0.001, delta=delta)
-    with warnings.catch_warnings(record=True) as caught:
+    run = begin(lr=0.001, delta=delta)
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(trigger, "MANY_LOCAL_STEPS", 5):
         warnings.simplefilter("always")
-        for i in range(12):
-            step(sync, optimizer, model, i)
-    sync.detach()
+        run.steps(range(12))
+    run.sync.detach()
     return [str(warning.message) for warning in caught if "local steps" in str(warning.message)]
 
 
 def test_a_delta_out_of_reach_is_said_once() -> None:
-    rank_0, rank_1 = launch(stay_local, 2, FAR)
+    rank_0, rank_1 = on_ranks(stay_local, 2, FAR)
     assert len(rank_0) == 1
     assert "delta=1e+09" in rank_0[0]
     assert rank_1 == []
-    assert launch(stay_local, 2, math.inf)[0] == [], "it was asked for"
-    assert launch(stay_local, 2, 0.0)[0] == []
+    assert on_ranks(stay_local, 2, math.inf)[0] == [], "it was asked for"
+    assert on_ranks(stay_local, 2, 0.0)[0] == []
 
 
 def averaged_gradients_after_a_flush() -> tuple[dict[str, Tensor], list[bool]]:
     """After local steps the ranks' optimizers have states of their own, which the same gradient moves elsewhere."""
-    model = seeded_mlp()
-    sync = SelSync(model, OPTIMIZERS["adamw"](model), delta=0.5, aggregation="gradients", partition="defdp")
+    run = Run(SelSync, "adamw", delta=0.5, aggregation="gradients", partition="defdp")
     synchronized = []
     for i, scale in enumerate((1.0, 1.0, 1.0, 100.0)):
         if i == 3:
-            sync.flush()  # training goes on from the average
-        sync.optimizers[0].zero_grad()
-        (loss(model, 0, dist.get_rank()) * scale).backward()
-        sync.step()
-        synchronized.append(sync.last.synchronized)
-    sync.flush()
-    sync.detach()
-    return state(model), synchronized
+            run.sync.flush()  # training goes on from the average
+        run.optimizer.zero_grad()
+        (loss(run.model, 0, dist.get_rank()) * scale).backward()
+        run.sync.step()
+        synchronized.append(run.sync.last.synchronized)
+    return run.end(), synchronized
 
 
 def test_a_flush_averages_what_states_of_its_own_have_moved_apart() -> None:
-    (weights, synchronized), (others, _) = launch(averaged_gradients_after_a_flush, 2)
+    (weights, synchronized), (others, _) = on_ranks(averaged_gradients_after_a_flush, 2)
     assert synchronized == [True, False, False, True]
-    for name, value in weights.items():
-        assert torch.equal(others[name], value), name
+    assert_same(others, weights)
 
 
 # --- checkpoints of earlier versions ------------------------------------------------------------------------------
@@ -351,35 +323,29 @@ def in_former_form(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "units": units}
 
 
-def resume_from_former_state(aggregation: str) -> list[dict[str, Tensor]]:
+def resume_from_former_state(aggregation: str, resumes: bool) -> dict[str, Tensor]:
     settings = {"delta": 0.3, "smoothing": 0.3, "aggregation": aggregation, "compression": "int8"}
-    outcomes = []
-    for resumes in (False, True):
-        model = seeded_mlp()
-        sync, optimizer = start(model, **settings)
-        for i in range(10):
-            if i == 5:
-                sync.flush()
-                weights, saved = state(model), in_former_form(sync.state_dict())
-                sync.resume()
-                if resumes:
-                    sync.detach()
-                    model = seeded_mlp(seed=1)
-                    model.load_state_dict(weights)
-                    sync, optimizer = start(model, **settings)
-                    sync.load_state_dict(saved)
-            step(sync, optimizer, model, i)
-        outcomes.append({**state(model), "lssr": torch.tensor(sync.lssr)})
-        sync.detach()
-    return outcomes
+    run = begin(**settings)
+    run.steps(range(5))
+    run.sync.flush()
+    weights, saved = state(run.model), in_former_form(run.sync.state_dict())
+    run.sync.resume()
+    if resumes:
+        run.sync.detach()
+        run = begin(seeded_mlp(seed=1), **settings)
+        run.model.load_state_dict(weights)
+        run.sync.load_state_dict(saved)
+    run.steps(range(5, 10))
+    run.sync.detach()
+    return {**state(run.model), "lssr": torch.tensor(run.sync.lssr)}
 
 
 @pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
 def test_a_state_of_an_earlier_version_resumes(aggregation: str) -> None:
-    for uninterrupted, resumed in launch(resume_from_former_state, 2, aggregation):
-        assert 0 < uninterrupted["lssr"] < 1
-        for name, value in uninterrupted.items():
-            assert torch.equal(resumed[name], value), name
+    whole, resumed = (on_ranks(resume_from_former_state, 2, aggregation, resumes) for resumes in (False, True))
+    for expected, actual in zip(whole, resumed, strict=True):
+        assert 0 < expected["lssr"] < 1
+        assert_same(actual, expected)
 
 
 def resume_in_double_precision() -> bool:
@@ -409,4 +375,4 @@ def resume_in_double_precision() -> bool:
 
 
 def test_a_run_in_double_precision_resumes_bit_for_bit() -> None:
-    assert launch(resume_in_double_precision, 2) == [True] * 2
+    assert on_ranks(resume_in_double_precision, 2) == [True] * 2

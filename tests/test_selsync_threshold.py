@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable
-from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ from torch import nn
 from lightning_pipesync.methods.replicas import gradient_change
 from lightning_pipesync.methods.replicas.gradient_change import FIRST_DELTA, GAIN, SMALLEST_DELTA, Threshold
 from lightning_pipesync.methods.selsync import SelSync, SelSyncConfig
-from tests.harness import launch
-from tests.models import OPTIMIZERS, loss, seeded_mlp, state
+from tests.harness import on_ranks
+from tests.models import OPTIMIZERS, Run, assert_same, loss, seeded_mlp, state
 from tests.reference_selsync import next_delta, simulate
 
 RANKS, STEPS = 3, 60
-CASES = list(product(["parameters", "gradients"], ["sgd", "adamw"]))
 SETTINGS: dict[str, Any] = {"delta": "auto", "lssr": 0.7, "smoothing": 0.3, "outer_momentum": 0}
 
 DISTRIBUTIONS: dict[str, Callable[[random.Random, int], float]] = {
@@ -70,104 +68,86 @@ def test_where_it_begins_and_ends() -> None:
 
 def train_and_resume(aggregation: str, optimizer_name: str) -> dict[str, Any]:
     """Trains STEPS steps; goes on in the middle with a new model, optimizer and method."""
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = OPTIMIZERS[optimizer_name](model)
-    sync = SelSync(model, optimizer, aggregation=aggregation, bucket_mb=1e-4, **SETTINGS)
+    run = Run(SelSync, optimizer_name, aggregation=aggregation, bucket_mb=1e-4, **SETTINGS)
     synchronized, deltas = [], []
     for i in range(STEPS):
         if i == STEPS // 2:
-            sync.flush()
-            weights, saved, shown = state(model), copy.deepcopy(sync.state_dict()), sync.metrics()["delta"]
-            sync.detach()
-            model = seeded_mlp(seed=1)
-            model.load_state_dict(weights)
-            optimizer = OPTIMIZERS[optimizer_name](model)
-            sync = SelSync(model, optimizer, aggregation=aggregation, bucket_mb=1e-4, **SETTINGS)
-            sync.load_state_dict(saved)
-            assert sync.metrics()["delta"] == shown
-        optimizer.zero_grad()
-        loss(model, i, rank).backward()
-        sync.step()
-        synchronized.append(sync.last.synchronized)
-        deltas.append(sync.last.delta)
-    sync.detach()
-    return {"own": state(model), "synchronized": synchronized, "deltas": deltas, "next": sync.metrics()["delta"]}
+            shown = run.sync.metrics()["delta"]
+            run = run.resumed(seeded_mlp(seed=1))
+            assert run.sync.metrics()["delta"] == shown
+        run.step(i)
+        synchronized.append(run.sync.last.synchronized)
+        deltas.append(run.sync.last.delta)
+    run.sync.detach()
+    following = run.sync.metrics()["delta"]
+    return {"own": state(run.model), "synchronized": synchronized, "deltas": deltas, "next": following}
 
 
-def train_all() -> list[dict[str, Any]]:
-    return [train_and_resume(*case) for case in CASES]
-
-
-def test_follows_the_simulation_and_resumes() -> None:
+@pytest.mark.parametrize("aggregation", ["parameters", "gradients"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_follows_the_simulation_and_resumes(aggregation: str, optimizer: str) -> None:
     """Bit for bit: thresholds, decisions and weights."""
-    outcomes = launch(train_all, RANKS)
-    for index, (aggregation, optimizer) in enumerate(CASES):
-        deltas: list[float] = []
-        replicas, synchronized, _ = simulate(
-            seeded_mlp(),
-            OPTIMIZERS[optimizer],
-            loss,
-            world_size=RANKS,
-            num_steps=STEPS,
-            aggregation=aggregation,
-            deltas=deltas,
-            **SETTINGS,
-        )
-        assert 5 < sum(synchronized) < STEPS - 5, "the test must see both kinds of step"
-        for rank in range(RANKS):
-            outcome = outcomes[rank][index]
-            assert outcome["synchronized"] == synchronized
-            assert outcome["deltas"] == deltas
-            assert outcome["next"] == next_delta(deltas[-1], SETTINGS["lssr"], synchronized[-1])
-            expected = state(replicas[rank])
-            assert all(torch.equal(outcome["own"][name], expected[name]) for name in expected)
+    deltas: list[float] = []
+    replicas, synchronized, _ = simulate(
+        seeded_mlp(),
+        OPTIMIZERS[optimizer],
+        loss,
+        world_size=RANKS,
+        num_steps=STEPS,
+        aggregation=aggregation,
+        deltas=deltas,
+        **SETTINGS,
+    )
+    assert 5 < sum(synchronized) < STEPS - 5, "the test must see both kinds of step"
+    for rank, outcome in enumerate(on_ranks(train_and_resume, RANKS, aggregation, optimizer)):
+        assert outcome["synchronized"] == synchronized
+        assert outcome["deltas"] == deltas
+        assert outcome["next"] == next_delta(deltas[-1], SETTINGS["lssr"], synchronized[-1])
+        assert_same(outcome["own"], state(replicas[rank]))
 
 
-def skip_steps(ways: list[str]) -> list[tuple[list[float], list[bool]]]:
+def skip_steps(way: str) -> tuple[list[float], list[bool]]:
     """Trains with some gradients measured, and their steps skipped in some way; returns the thresholds."""
-    gradient_change.FIRST_DELTA = 1.0  # so that steps of both kinds come soon
-    outcomes = []
-    for way in ways:
-        model = seeded_mlp()
-        optimizer = OPTIMIZERS["sgd"](model)
-        sync = SelSync(model, optimizer, aggregation="gradients" if way == "gradients" else "parameters", **SETTINGS)
-        deltas, synchronized = [], []
-        for i in range(14):
-            optimizer.zero_grad()
-            loss(model, i, dist.get_rank()).backward()
-            if i in (0, 4, 5, 9):
-                if way != "never measured":
-                    sync.clip(1.0)
-                continue
-            sync.clip(1.0)
-            sync.step()
-            deltas.append(sync.metrics()["delta"])
-            synchronized.append(sync.last.synchronized)
-        sync.detach()
-        outcomes.append((deltas, synchronized))
-    return outcomes
+    aggregation = "gradients" if way == "gradients" else "parameters"
+    with mock.patch.object(gradient_change, "FIRST_DELTA", 1.0):  # so that steps of both kinds come soon
+        run = Run(SelSync, aggregation=aggregation, **SETTINGS)
+    deltas, synchronized = [], []
+    for i in range(14):
+        run.optimizer.zero_grad()
+        loss(run.model, i, dist.get_rank()).backward()
+        if i in (0, 4, 5, 9):
+            if way != "never measured":
+                run.sync.clip(1.0)
+            continue
+        run.sync.clip(1.0)
+        run.sync.step()
+        deltas.append(run.sync.metrics()["delta"])
+        synchronized.append(run.sync.last.synchronized)
+    run.sync.detach()
+    return deltas, synchronized
 
 
 def test_a_skipped_step_does_not_move_it() -> None:
-    for never, skipped, with_gradients in launch(skip_steps, 2, ["never measured", "skipped", "gradients"]):
-        assert skipped == never
-        assert 1 < sum(never[1]) < len(never[1]), "the test must see both kinds of step"
-        assert len(with_gradients[0]) == len(never[0])
-        steps = zip(with_gradients[0], with_gradients[0][1:], with_gradients[1][1:], strict=False)
+    never, skipped, with_gradients = (
+        on_ranks(skip_steps, 2, way) for way in ("never measured", "skipped", "gradients")
+    )
+    assert skipped == never
+    for _, synchronized in never:
+        assert 1 < sum(synchronized) < len(synchronized), "the test must see both kinds of step"
+    for deltas, synchronized in with_gradients:
+        assert len(deltas) == len(never[0][0])
+        steps = zip(deltas, deltas[1:], synchronized[1:], strict=False)
         assert all(after == next_delta(before, 0.7, was) for before, after, was in steps)
 
 
 def overflow_on_one_rank() -> list[Any]:
-    rank = dist.get_rank()
-    model = seeded_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = SelSync(model, optimizer, **SETTINGS)
+    run = Run(SelSync, **SETTINGS)
+    model, optimizer, sync = run.model, run.optimizer, run.sync
     seen = []
     for i in range(8):
         optimizer.zero_grad()
-        loss(model, i, rank).backward()
-        if rank == 1 and i in (0, 5, 6):  # before there is anything to compare with, and later
+        loss(model, i, dist.get_rank()).backward()
+        if dist.get_rank() == 1 and i in (0, 5, 6):  # before there is anything to compare with, and later
             model[0].weight.grad[0, 0] = math.nan if i == 6 else math.inf
         sync.reduce()
         sync.step(optimizer.step if i not in (0, 5, 6) else lambda: None)
@@ -177,7 +157,7 @@ def overflow_on_one_rank() -> list[Any]:
 
 
 def test_a_change_that_is_not_defined_does_not_move_it() -> None:
-    outcomes = launch(overflow_on_one_rank, 2)
+    outcomes = on_ranks(overflow_on_one_rank, 2)
     assert outcomes[0] == outcomes[1]
     synchronized, undefined, deltas = zip(*outcomes[0], strict=True)
     assert all(synchronized)
@@ -207,7 +187,7 @@ def train_two_optimizers() -> list[list[float]]:
 
 
 def test_each_optimizer_has_its_own() -> None:
-    outcomes = launch(train_two_optimizers, 2)
+    outcomes = on_ranks(train_two_optimizers, 2)
     assert outcomes[0] == outcomes[1]
     changing, constant = outcomes[0]
     assert changing[-1] > changing[0]

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lightning_pipesync import LabelSkewedSampler, SelDPSampler, SelSync
 from lightning_pipesync.data.loaders import with_order
-from tests.harness import assert_refused, launch, raised
+from tests.harness import assert_refused, launch, on_ranks, raised
 from tests.lightning_models import SAMPLES, Classifier, dataset, fit, train_loader
 from tests.models import OPTIMIZERS
 from tests.reference_selsync import simulate
@@ -125,7 +125,7 @@ def test_follows_the_simulation_and_trains_as_the_trainer_does(tmp_path: Path) -
 
 def test_follows_the_simulation_on_four_ranks() -> None:
     settings = {"injection": (0.5, 0.5)}
-    assert_follows_the_simulation(launch(in_a_plain_loop, 4, settings), settings)
+    assert_follows_the_simulation(on_ranks(in_a_plain_loop, 4, settings), settings)
 
 
 class Own(Sampler[int]):
@@ -171,17 +171,13 @@ def resumed(kind: str) -> Any:
     return first.seen, second.seen, whole.seen, second.model.weights(), whole.model.weights()
 
 
-def resumed_all() -> dict[str, Any]:
-    return {kind: resumed(kind) for kind in ("seldp", "skewed", "own")}
-
-
-def test_resumes_within_an_epoch() -> None:
+@pytest.mark.parametrize("kind", ["seldp", "skewed", "own"])
+def test_resumes_within_an_epoch(kind: str) -> None:
     """Bit for bit: the batches, what is injected into them, and each rank's weights."""
-    for outcomes in launch(resumed_all, 2):
-        for kind, (first, second, whole, weights, expected) in outcomes.items():
-            assert first + second == whole, kind
-            assert min(len(first), len(second)) > 5
-            assert torch.equal(weights, expected), kind
+    for first, second, whole, weights, expected in on_ranks(resumed, 2, kind):
+        assert first + second == whole
+        assert min(len(first), len(second)) > 5
+        assert torch.equal(weights, expected)
 
 
 def not_followed() -> dict[str, Any]:
@@ -206,7 +202,7 @@ def not_followed() -> dict[str, Any]:
 
 
 def test_a_setting_that_nobody_follows_is_refused_at_the_first_step() -> None:
-    for outcomes in launch(not_followed, 2):
+    for outcomes in on_ranks(not_followed, 2):
         assert_refused(outcomes)
         assert all("prepare_train_loader" in message for _, message in outcomes.values())
 
@@ -240,7 +236,7 @@ def own_orders() -> dict[str, Any]:
 
 
 def test_an_order_of_the_users_own_stays() -> None:
-    for rank, told in enumerate(launch(own_orders, 2)):
+    for rank, told in enumerate(on_ranks(own_orders, 2)):
         for name in ("seldp", "distributed", "skewed"):
             _, warned, drawn = told[name]
             assert not warned
@@ -294,7 +290,7 @@ def refusals() -> dict[str, Any]:
 
 
 def test_what_cannot_be_followed_is_refused_on_all_ranks() -> None:
-    for outcomes in launch(refusals, 2):
+    for outcomes in on_ranks(refusals, 2):
         assert_refused(outcomes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from lightning_pipesync.core.comm.comm_queue import CommQueue
 from lightning_pipesync.core.comm.torus import Torus
 from lightning_pipesync.core.comm.transport import Transport
 from lightning_pipesync.methods.dear import DeAR
+from tests.case_table import Outcomes, launch_cases
 from tests.harness import assert_refused, launch, raised
-from tests.models import OPTIMIZERS, seeded_mlp, train_ddp
-from tests.test_dear import STEPS, assert_same_state, train
+from tests.models import OPTIMIZERS, assert_same, seeded_mlp, train_ddp
+from tests.test_dear import STEPS, train
 
 
 def values(numel: int, rank: int) -> torch.Tensor:
@@ -77,22 +78,24 @@ def test_both_halves_sum_by_rows_and_columns(world_size: int, columns: int | Non
 
 
 def test_as_square_as_possible() -> None:
-    assert [(torus.rows, torus.columns) for torus in (Torus(64, None), Torus(8, None), Torus(6, 2))] == [
-        (8, 8),
-        (2, 4),
-        (3, 2),
-    ]
+    found = [(torus.rows, torus.columns) for torus in (Torus(64, None), Torus(8, None), Torus(6, 2))]
+    assert found == [(8, 8), (2, 4), (3, 2)]
     assert Torus(6, 3).row_of(4) == [3, 4, 5]
     assert Torus(6, 3).column_of(4) == [1, 4]
 
 
+@cache
+def trained() -> Outcomes:
+    settings = {"topology": "torus2d", "bucket_mb": 1e-4}
+    cases = {one: partial(train, "adamw", {**settings, "update": one}) for one in ("sharded", "replicated")}
+    return launch_cases({"ddp": partial(train_ddp, "adamw", STEPS), **cases}, 4)
+
+
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_dear_on_a_torus_is_ddp(update: str) -> None:
-    expected = launch(train_ddp, 4, "adamw", STEPS)[0]
-    outcomes = launch(train, 4, "adamw", {"topology": "torus2d", "update": update, "bucket_mb": 1e-4})
-    for outcome in outcomes:
-        assert_same_state(outcome, expected, exact=False)
-        assert_same_state(outcome, outcomes[0])
+    for outcome in trained()[update]:
+        assert_same(outcome, trained()["ddp"][0], exact=False)
+        assert_same(outcome, trained()[update][0])
 
 
 def misuse() -> dict[str, Any]:

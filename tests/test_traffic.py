@@ -20,6 +20,7 @@ from lightning_pipesync.methods.dear import DeAR
 from lightning_pipesync.methods.ea_pipe import EAPipe
 from lightning_pipesync.methods.pipe_sgd import PipeSGD
 from lightning_pipesync.methods.selsync import SelSync
+from tests.case_table import launch_cases
 from tests.harness import launch
 
 #: Seconds that one rank comes late.
@@ -74,15 +75,11 @@ def measure(name: str) -> list[dict[str, float]]:
     return outcomes
 
 
-def measure_all() -> dict[str, list[dict[str, float]]]:
-    return {name: measure(name) for name in METHODS}
-
-
 def test_who_waits_for_a_late_rank_is_exposed_for_as_long() -> None:
-    outcomes = launch(measure_all, 2)
+    outcomes = launch_cases({name: partial(measure, name) for name in METHODS}, 2)
     for name in METHODS:
-        for rank, of_rank in enumerate(outcomes):
-            for late, outcome in enumerate(of_rank[name]):
+        for rank, of_rank in enumerate(outcomes[name]):
+            for late, outcome in enumerate(of_rank):
                 assert outcome["exposed"] <= outcome["wall"], (name, rank, late)
                 assert rank == late or outcome["exposed"] >= 0.8 * LATE, (name, rank, late)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import cache, partial
 from unittest import mock
 
 import numpy as np
@@ -17,7 +18,8 @@ from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.comm import all_to_all
 from lightning_pipesync.core.comm.nccl import NcclExchange
 from lightning_pipesync.core.comm.transport import Transport
-from tests.harness import DIED, kill_stopped_siblings, launch, raised
+from tests.case_table import Outcomes, launch_cases
+from tests.harness import DIED, assert_refused, kill_stopped_siblings, launch, raised
 
 SIZES = [0, 1, 2, 3, 5, 64, 1000, 4097, 10_007]  # larger ones take the ring on 3 ranks, which has its own tests
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32]
@@ -55,19 +57,18 @@ def all_reduce_all_kinds() -> dict[str, bool]:
     return same
 
 
+def all_reduce_with_a_small_window() -> dict[str, bool]:
+    with mock.patch.multiple(all_to_all, MOST_STEPS=1, LEAST_STEPS=1):
+        return all_reduce_all_kinds()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_reduce_sums_in_rank_order(world_size: int) -> None:
-    for same in launch(all_reduce_all_kinds, world_size):
+    """Also with a window of one message."""
+    cases = {"small window": all_reduce_with_a_small_window} if world_size == 4 else {}
+    outcomes = launch_cases({"usual": all_reduce_all_kinds, **cases}, world_size)
+    for same in (same for case in ("usual", *cases) for same in outcomes[case]):
         assert all(same.values()), [name for name, equal in same.items() if not equal]
-
-
-def all_reduce_with_a_small_window() -> bool:
-    all_to_all.MOST_STEPS = all_to_all.LEAST_STEPS = 1
-    return all(all_reduce_all_kinds().values())
-
-
-def test_a_small_window_gives_the_same_sums() -> None:
-    assert launch(all_reduce_with_a_small_window, 4) == [True] * 4
 
 
 def halves() -> list[torch.Tensor]:
@@ -104,36 +105,18 @@ def gather_in_parts(numel: int) -> tuple[torch.Tensor, list[int]]:
     return flat, [sent, size]
 
 
-@pytest.mark.parametrize("numel", [3, 1001, 2**20 + 3], ids=["tiny", "small", "in a ring"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_parts_of_shards_are_gathered(world_size: int, numel: int) -> None:
-    for rank, (flat, [sent, size]) in enumerate(launch(gather_in_parts, world_size, numel)):
+def test_parts_of_shards_are_gathered(world_size: int) -> None:
+    """The last size travels in a ring."""
+    sizes = (3, 1001, 2**20 + 3)
+    outcomes = launch_cases({numel: partial(gather_in_parts, numel) for numel in sizes}, world_size)
+    for rank, (flat, [sent, size]) in (one for numel in sizes for one in enumerate(outcomes[numel])):
         for owner in range(world_size):
             shard = shard_of(flat, owner, world_size)
             assert (shard[: size // 2] == owner).all()
             assert (shard[size // 2 :] == (owner if owner == rank else -1)).all()
         own = shard_of(flat, rank, world_size)[: size // 2]
         assert sent == own.nbytes * (world_size - 1)
-
-
-def gather_parts_that_do_not_exist() -> list[tuple[str, str] | None]:
-    transport, torus = Transport(timeout_s=30), Transport(timeout_s=30, topology="torus2d")
-    flat = torch.zeros(8)
-    outcomes = [
-        raised(lambda: transport.all_gather(flat, codec="int8", part=slice(1))),
-        raised(lambda: torus.all_gather(flat, part=slice(1))),
-    ]
-    transport.close()
-    torus.close()
-    return outcomes
-
-
-def test_parts_are_refused_where_there_are_none() -> None:
-    for outcomes in launch(gather_parts_that_do_not_exist, 4):
-        for outcome in outcomes:
-            assert outcome is not None
-            assert outcome[0] == "ValueError"
-            assert "part of a shard" in outcome[1]
 
 
 def compressed(name: str) -> list[torch.Tensor]:
@@ -156,11 +139,16 @@ def through(name: str, source: torch.Tensor) -> torch.Tensor:
     return target
 
 
+@cache
+def all_compressed(world_size: int) -> Outcomes:
+    return launch_cases({name: partial(compressed, name) for name in LOSSY}, world_size)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", LOSSY)
 def test_compressed_once_on_each_half(name: str, world_size: int) -> None:
     """Each slice: mean of decode(encode(contribution)), then decode(encode(mean)); the same bits on every rank."""
-    outcomes = launch(compressed, world_size, name)
+    outcomes = all_compressed(world_size)[name]
     for index, numel in enumerate((1, 7, 5000)):
         expected = torch.empty(numel)
         for owner in range(world_size):
@@ -175,25 +163,26 @@ def test_compressed_once_on_each_half(name: str, world_size: int) -> None:
             assert torch.equal(outcome[index], expected)
 
 
-def mean_over_steps(name: str, num_steps: int) -> torch.Tensor:
+def errors_of_means(name: str) -> list[float]:
+    """Returns how far the mean over 20 and over 400 steps is off."""
     transport = Transport(timeout_s=30)
-    true = values(1000, torch.float32, transport.rank)
-    feedback = transport.feedback(true)
-    total = torch.zeros_like(true)
-    for _ in range(num_steps):
+    true, expected = values(1000, torch.float32, transport.rank), rank_order_sum(1000, torch.float32, 2) / 2
+    feedback, total, errors = transport.feedback(true), torch.zeros_like(true), []
+    for step in range(1, 401):
         flat = true.clone()
         transport.all_reduce(flat, codec=name, mean=True, feedback=feedback).wait()
         total += flat
+        if step in (20, 400):
+            errors.append((total / step - expected).abs().max().item())
     transport.close()
-    return total / num_steps
+    return errors
 
 
-@pytest.mark.parametrize("name", ["int8", "topk"])
-def test_feedback_makes_good_what_the_codec_drops(name: str) -> None:
+def test_feedback_makes_good_what_the_codec_drops() -> None:
     """What was dropped arrives later: the mean over steps comes nearer to the truth, as 1 / steps."""
-    expected = rank_order_sum(1000, torch.float32, 2) / 2
-    errors = [(launch(mean_over_steps, 2, name, steps)[0] - expected).abs().max() for steps in (20, 400)]
-    assert errors[1] < errors[0] / 4
+    outcomes = launch_cases({name: partial(errors_of_means, name) for name in ("int8", "topk")}, 2)
+    for first, last in (outcomes["int8"][0], outcomes["topk"][0]):
+        assert last < first / 4
 
 
 def half_precision_means() -> list[float]:
@@ -291,20 +280,6 @@ def test_tensors_of_the_host_never_go_to_nccl() -> None:
     assert launch(of_the_host_beside_nccl, 2) == [[3.0, 1.5]] * 2
 
 
-def use_after_close() -> list[tuple[str, str] | None]:
-    transport = Transport(timeout_s=5)
-    transport.close()
-    return [raised(lambda: transport.all_reduce(torch.ones(4)).wait()), raised(lambda: transport.union([True]).wait())]
-
-
-def test_a_closed_transport_does_not_wait() -> None:
-    for outcomes in launch(use_after_close, 2, timeout_s=60):
-        for outcome in outcomes:
-            assert outcome is not None
-            assert outcome[0] == "RuntimeError"
-            assert "closed" in outcome[1]
-
-
 def any_order() -> bool:
     transport = Transport(timeout_s=30)
     flats = [values(3000 + i, torch.float32, transport.rank) for i in range(8)]
@@ -379,27 +354,31 @@ def test_a_quick_rank_may_close_at_once() -> None:
 
 
 def misuse() -> list[tuple[str, str] | None]:
-    transport = Transport(timeout_s=30)
-    outcomes = [
-        raised(lambda: Transport(timeout_s=0)),
-        raised(lambda: Transport(backend="nccl")),
-        raised(lambda: Transport(backend="mpi")),
-        raised(lambda: transport.all_reduce(torch.ones(2, 2))),
-        raised(lambda: transport.all_reduce(torch.ones(4)[::2])),
-        raised(lambda: transport.all_reduce(torch.ones(4, dtype=torch.int64), mean=True)),
-        raised(lambda: transport.all_reduce(torch.ones(4), codec="zip")),
-    ]
+    """What is refused by its settings; and what a closed transport does not wait for."""
+    transport, torus = Transport(timeout_s=30), Transport(timeout_s=30, topology="torus2d")
+    flat = torch.ones(8)
+    outcomes = {
+        "timeout_s": raised(lambda: Transport(timeout_s=0)),
+        "nccl": raised(lambda: Transport(backend="nccl")),
+        "mpi": raised(lambda: Transport(backend="mpi")),
+        "1-D": raised(lambda: transport.all_reduce(torch.ones(2, 2))),
+        "1-D contiguous": raised(lambda: transport.all_reduce(flat[::2])),
+        "int64": raised(lambda: transport.all_reduce(flat.long(), mean=True)),
+        "zip": raised(lambda: transport.all_reduce(flat, codec="zip")),
+        "part of a shard": raised(lambda: transport.all_gather(flat, codec="int8", part=slice(1))),
+        "or on a 2-D torus": raised(lambda: torus.all_gather(flat, part=slice(1))),
+    }
+    assert_refused(outcomes)
     transport.close()
-    return outcomes
+    torus.close()
+    return [raised(lambda: transport.all_reduce(flat).wait()), raised(lambda: transport.union([True]).wait())]
 
 
 def test_misuse_is_named() -> None:
-    words = ["timeout_s", "nccl", "mpi", "1-D", "1-D", "int64", "zip"]
-    for outcomes in launch(misuse, 2):
-        for outcome, word in zip(outcomes, words, strict=True):
-            assert outcome is not None
-            assert outcome[0] == "ValueError"
-            assert word in outcome[1]
+    for outcome in (outcome for outcomes in launch(misuse, 4) for outcome in outcomes):
+        assert outcome is not None
+        assert outcome[0] == "RuntimeError"
+        assert "closed" in outcome[1]
 
 
 def test_without_a_process_group() -> None:

@@ -76,7 +76,6 @@ class Fusion:
 
 
 def num_bytes(parameter: NamedParameter) -> int:
-    """Returns the size of the parameter in bytes."""
     return parameter.tensor.numel() * parameter.tensor.element_size()
 
 
@@ -158,7 +157,6 @@ class Bucket:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor]) -> None:
-        """Copies ``tensors`` into the buffer."""
         foreach_copy_(self.views, list(tensors))
         foreach_zero_(self._gaps)
 
@@ -175,7 +173,6 @@ class Bucket:
 
     @torch.no_grad()
     def unpack(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the buffer into ``tensors``."""
         foreach_copy_(list(tensors), self.views)
 
 

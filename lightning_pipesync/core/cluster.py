@@ -53,8 +53,8 @@ class BackendCost(MeasuredCost):
     """The cost of the backend's own all-reduce, which among other numbers of ranks takes its fastest algorithm.
 
     NCCL chooses between rings and double binary trees. Torch's Gloo always takes a ring (gloo/allreduce.cc).
-    But nobody trains on thousands of hosts in a flat ring, and no method is to gain by a poor all-reduce of DDP: among
-    more than ``ring_up_to`` ranks the all-reduce is expected to be a logarithmic one with Gloo, too.
+    But no method is to gain by a poor all-reduce of DDP, which a flat ring is on thousands of hosts: among more than
+    ``ring_up_to`` ranks the all-reduce is expected to be a logarithmic one with Gloo, too.
     """
 
     ring_up_to: int = 0
@@ -103,7 +103,6 @@ class Cluster:
         return 2 * (self.world_size - 1) / self.world_size * num_bytes / compression_of(codec) / self.bandwidth
 
     def with_hosts(self, number: int) -> Cluster:
-        """Returns more or fewer such hosts."""
         return replace(self, world_size=number, torus=self.torus if number == self.world_size else None)
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:

@@ -113,7 +113,6 @@ class StepCost:
     all_gather: float  # t_ag of the whole gradient
 
     def compressed(self, ratio: float) -> StepCost:
-        """Returns the cost with messages smaller by a factor of ``ratio``."""
         return replace(self, reduce_scatter=self.reduce_scatter / ratio, all_gather=self.all_gather / ratio)
 
     @property

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class _Hash(Protocol):
-    def update(self, data: Any, /) -> None: ...
 
 
 def digest(value: Any) -> str:
@@ -26,11 +22,11 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def _add(found: _Hash, value: Any) -> None:
+def _add(found: hashlib.blake2b, value: Any) -> None:
     if isinstance(value, Tensor):
         values = value.detach().cpu().contiguous().reshape(-1)
         found.update(f"tensor {tuple(value.shape)} {value.dtype};".encode())
-        found.update(values.view(torch.uint8).numpy())
+        found.update(values.view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
         found.update(f"mapping {len(value)};".encode())
         for key in sorted(value, key=repr):

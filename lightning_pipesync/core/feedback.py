@@ -28,11 +28,9 @@ class ErrorFeedback:
         self.shard = torch.zeros(shard_numel(flat.numel(), world_size), dtype=dtype, device=flat.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns both residuals."""
         return {"contribution": self.contribution, "shard": self.shard}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continues from the residuals that :meth:`state_dict` returned."""
         self.contribution.copy_(state["contribution"])
         self.shard.copy_(state["shard"])
 

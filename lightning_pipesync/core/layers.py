@@ -130,8 +130,6 @@ class LayerInput:
 
 
 class _Inner(torch.autograd.Function):
-    """Returns the same tensor as a non-leaf."""
-
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
         ctx.mark_dirty(tensor)
@@ -143,7 +141,6 @@ class _Inner(torch.autograd.Function):
 
 
 def _run(layer: nn.Module, value: Any, device: torch.device) -> tuple[float, Any]:
-    """Returns the seconds of both passes, and the output."""
     inputs = LayerInput(value)
     before = _now(device)
     with torch.enable_grad():

@@ -24,12 +24,10 @@ class BufferPool:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give(self, buffers: list[Tensor]) -> None:
-        """Returns buffers of :meth:`take` to the pool."""
         with self._lock:
             for buffer in buffers:
                 self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def clear(self) -> None:
-        """Frees the buffers that are not in use."""
         with self._lock:
             self._free.clear()

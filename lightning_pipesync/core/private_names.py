@@ -68,7 +68,6 @@ class ChecksOverrides:
 
 
 def _origins(owner: Any) -> tuple[Any, ...]:
-    """Returns a module itself, or the classes of a class or an object."""
     if isinstance(owner, ModuleType):
         return (owner,)
     return owner.__mro__ if isinstance(owner, type) else type(owner).__mro__

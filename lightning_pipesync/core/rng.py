@@ -21,7 +21,6 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_states(states: dict[str, Tensor]) -> None:
-    """Restores the generator states that :func:`rng_states` returned."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -39,7 +39,6 @@ class EarlyGathers:
 
     @classmethod
     def none(cls, num_buckets: int) -> EarlyGathers:
-        """The paper's schedule: no all-gathers under backward."""
         return cls([1] * num_buckets, [[]] * num_buckets)
 
 

@@ -52,32 +52,30 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+# Each of these is one call on all tensors, of which there may be none.
+
+
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies each source into its target, in one call."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def foreach_zero_(tensors: list[Tensor]) -> None:
-    """Zeroes all tensors, in one call."""
     if tensors:
         torch._foreach_zero_(tensors)
 
 
 def foreach_mul_(tensors: list[Tensor], factor: float) -> None:
-    """Multiplies all tensors by ``factor``, in one call."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
 def foreach_add_(tensors: list[Tensor], others: list[Tensor], alpha: float) -> None:
-    """Adds ``alpha`` times the others to the tensors, in one call."""
     if tensors:
         torch._foreach_add_(tensors, others, alpha=alpha)
 
 
 def foreach_lerp_(tensors: list[Tensor], others: list[Tensor], weight: float) -> None:
-    """Moves the tensors towards the others by a share ``weight`` of their distance, in one call."""
     if tensors:
         torch._foreach_lerp_(tensors, others, weight)
 
@@ -103,7 +101,6 @@ def version(tensor: Tensor) -> int:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` is a ``DTensor``."""
     return _is_made_by("torch.distributed.tensor", "DTensor", tensor)
 
 
@@ -176,7 +173,6 @@ def twin_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]], state: di
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Returns the tensors in nested containers, in order."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 

@@ -25,8 +25,6 @@ class Profile:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one layer of a pipeline takes."""
-
     seconds: float  # of both passes of a mini-batch
     parameter_bytes: int
     output_bytes: int  # for a mini-batch
@@ -73,11 +71,9 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradient."""
         return sum(tensor.num_bytes for tensor in self.profile.tensors)
 
     def measured_by(self, method: str) -> MethodWork:
-        """Returns what a method has measured of the model."""
         return self.measured.get(method, MethodWork())
 
     def profile_with(self, method: str) -> Profile:

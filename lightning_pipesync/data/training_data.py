@@ -33,17 +33,13 @@ from lightning_pipesync.data.work_queue import Ask, WorkQueueBatches
 class TrainingData:
     """Follows a method's settings of the training data, or knows that nobody does.
 
-    Attributes:
-        injection: appends other ranks' rows to a batch; None unless ``injection`` is set.
-        followed: whether somebody follows the settings: true from the first batch of a prepared loader on, or set by an
-            adapter to a framework that follows them itself.
-        steps_per_epoch: returns the number of steps of an epoch; None if it is not known. Set by an adapter to a
-            framework, or by :meth:`prepare`, for which each batch is a step.
-        transport: communicates with the other ranks; to be replaced when there are others.
-        ask: asks for the next batch, where they are handed out. Set by the method.
+    ``followed`` is true from the first batch of a prepared loader on, or set by an adapter to a framework that follows
+    the settings itself. ``steps_per_epoch`` returns the number of steps of an epoch, or None if it is not known. An
+    adapter to a framework sets it, or :meth:`prepare`, for which each batch is a step. ``transport`` is replaced when
+    there are other ranks.
     """
 
-    ask: Ask
+    ask: Ask  # for the next batch of a work queue; the method sets it
     steps_per_epoch: Callable[[], int | None]
 
     def __init__(self, settings: DataSettings, transport: Transport) -> None:

@@ -49,8 +49,7 @@ class FrameworkHooks:
     def finish(self, before_update: Callable[[Optimizer], object]) -> None:
         """Called by a framework after the last step of a training; a collective call.
 
-        Args:
-            before_update: called before each further update, when ``p.grad`` holds its gradient.
+        ``before_update`` is called before each further update, when ``p.grad`` holds its gradient.
         """
 
     def return_optimizer_states(self) -> None:

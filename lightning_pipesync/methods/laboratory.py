@@ -21,20 +21,14 @@ AVERAGES = "averages"
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step is expected to take.
-
-    ``settings`` are those that differ from the method's defaults; ``seconds`` are those of a step, on average;
-    ``error`` is half the difference that the standard errors of the measured costs make, in seconds; ``exact``: the
-    training is that of DDP, bit for bit but for the order of sums; ``why`` says what the time consists of, or what is
-    known of its quality.
-    """
+    """What a step is expected to take."""
 
     method: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    error: float = 0.0
-    exact: bool = True
-    why: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # those that differ from the method's defaults
+    seconds: float = 0.0  # of a step, on average
+    error: float = 0.0  # half the difference that the standard errors of the measured costs make, in seconds
+    exact: bool = True  # the training is that of DDP, bit for bit but for the order of sums
+    why: str = ""  # what the time consists of, or what is known of its quality
 
     @property
     def name(self) -> str:
@@ -57,29 +51,17 @@ def waiting_share(compute: float, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class BenchCandidate:
-    """A method with settings, as benchmarks run it.
+    """A method with settings, as benchmarks run it."""
 
-    Attributes:
-        name: in tables.
-        config: the settings.
-        limit: the property of :class:`StepCost` that bounds the time of its step from below.
-        compression: the ratio of the size of the gradient to its size on the wire.
-        segments: the number of segments of an all-reduce that runs under the next step; None: there is none.
-        period: the number of steps after which what a step does repeats: whole periods are measured.
-        warmup_steps: the number of steps until the operations in flight are those of the steady state.
-        own_pace: whether each rank trains at its own pace, on batches from a work queue.
-        lr_scale: factor on a task's learning rate.
-    """
-
-    name: str
+    name: str  # in tables
     config: Any
-    limit: str = "compute"
-    compression: float = 1.0
-    segments: int | None = None
-    period: int = 1
-    warmup_steps: int = 1
-    own_pace: bool = False
-    lr_scale: float = 1.0
+    limit: str = "compute"  # the property of StepCost that bounds the time of its step from below
+    compression: float = 1.0  # the ratio of the size of the gradient to its size on the wire
+    segments: int | None = None  # of an all-reduce that runs under the next step; None: there is none
+    period: int = 1  # the number of steps after which what a step does repeats: whole periods are measured
+    warmup_steps: int = 1  # until the operations in flight are those of the steady state
+    own_pace: bool = False  # each rank trains at its own pace, on batches from a work queue
+    lr_scale: float = 1.0  # factor on a task's learning rate
 
     def prepare(self, sync: Any, step: Callable[[], None]) -> dict[str, Any] | None:
         """Runs ``step`` before all measurements, as often as needed; returns the result of a search if there is one."""
@@ -116,15 +98,11 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange whose cost is measured: steps of the method, without the optimizer's own.
+    """An exchange whose cost is measured: steps of the method, without the optimizer's own."""
 
-    ``name`` is that in :attr:`Cluster.exchanges`, shared by the methods that use it. ``settings`` are the method's, by
-    codec. ``at_once``: all messages of a half are under way at once, so that alpha counts once.
-    """
-
-    name: str
-    settings: Mapping[str, Mapping[str, Any]]
-    at_once: bool = False
+    name: str  # in Cluster.exchanges, shared by the methods that use it
+    settings: Mapping[str, Mapping[str, Any]]  # the method's, by codec
+    at_once: bool = False  # all messages of a half are in flight at once, so that alpha counts once
 
 
 class LabEntry:

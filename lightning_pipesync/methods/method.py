@@ -21,28 +21,17 @@ PIECE_MB = 25.0
 
 
 class Method(ABC):
-    """Base of every registered method.
+    """Base of every registered method."""
 
-    Attributes:
-        name: the name under which the method is registered.
-        config_type: the dataclass of its settings.
-        makes_passes: whether it makes the forward and backward passes itself, as a pipeline does.
-        shown_metrics: names of the metrics that a progress bar shows.
-        shards_optimizer_state: whether a rank may have only a part of an optimizer's state.
-        lab: what benchmarks and plans know of it.
-        transport: communicates with the other ranks; None if there are none.
-        flushed: whether the weights are the consolidated ones, since :meth:`flush`.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # under which it is registered
     config_type: ClassVar[type[Settings]]
-    makes_passes: ClassVar[bool] = False
-    shown_metrics: ClassVar[tuple[str, ...]] = ("mib_sent",)
-    shards_optimizer_state: ClassVar[bool] = False
-    lab: ClassVar[type[LabEntry]] = LabEntry
+    makes_passes: ClassVar[bool] = False  # whether it makes the forward and backward passes itself, as a pipeline does
+    shown_metrics: ClassVar[tuple[str, ...]] = ("mib_sent",)  # names of those that a progress bar shows
+    shards_optimizer_state: ClassVar[bool] = False  # whether a rank may have only a part of an optimizer's state
+    lab: ClassVar[type[LabEntry]] = LabEntry  # what benchmarks and plans know of it
 
-    transport: Transport | None
-    flushed: bool
+    transport: Transport | None  # None if there are no other ranks
+    flushed: bool  # whether the weights are the consolidated ones, since flush()
 
     @abstractmethod
     def flush(self) -> None:

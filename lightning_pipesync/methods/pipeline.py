@@ -83,16 +83,10 @@ class PipelineMethod(Method):
 
     @abstractmethod
     def feed(self, source: Source, loss: Loss, *, completes: bool = True, digest: int | None = None) -> Tensor | None:
-        """Runs the forward pass of the next mini-batch, or of a part of one.
+        """Runs the forward pass of the next mini-batch, or of a part of one; returns as :meth:`train_batch`.
 
-        Args:
-            source: called on the rank of the first stage.
-            loss: called on the rank of the last stage.
-            completes: whether this is the last part of the mini-batch.
-            digest: a digest of the batch, which is compared between the first and the last stage; None: no comparison.
-
-        Returns:
-            The loss, 0-dim and detached, on the rank of the last stage; None on others.
+        ``source`` is called on the rank of the first stage, ``loss`` on that of the last one. If ``digest`` is that of
+        the batch, it is compared between these.
 
         Raises:
             RuntimeError: the first and the last stage have different batches, or a peer is lost.
@@ -111,18 +105,13 @@ class PipelineMethod(Method):
 
     @abstractmethod
     def step(self, optimizer_step: Callable[[], object] | None = None) -> None:
-        """Applies the complete gradient.
-
-        Args:
-            optimizer_step: called to apply it, maybe later; None: the step of the stage's optimizer.
-        """
+        """Applies the complete gradient by ``optimizer_step``, maybe later; None: the step of the stage's optimizer."""
 
     @abstractmethod
     def flush(self, step: Callable[[], object] | None = None) -> None:
         """Empties the pipeline, and loads the consolidated weights into the layers of this rank's stage.
 
-        Args:
-            step: called in place of :meth:`step`, which it calls, when the gradient of a mini-batch is complete.
+        ``step`` is called in place of :meth:`step`, which it calls, when the gradient of a mini-batch is complete.
         """
 
     def forward(self, inputs: Any) -> Any:
@@ -131,11 +120,7 @@ class PipelineMethod(Method):
 
     @abstractmethod
     def infer(self, source: Source) -> Any:
-        """Runs the consolidated model without gradients; returns its output on the rank of the last stage, else None.
-
-        Args:
-            source: called on the rank of the first stage.
-        """
+        """Runs the consolidated model without gradients; returns its output on the rank of the last stage."""
 
     @abstractmethod
     def gather(self) -> None:

@@ -17,11 +17,7 @@ from typing_extensions import deprecated
 from lightning_pipesync.core.buckets import MIB, buffer_reader
 from lightning_pipesync.core.comm.exchange import exchange_fused
 from lightning_pipesync.core.comm.transport import Transport
-from lightning_pipesync.core.consistency import (
-    check_same_values,
-    collect_consistent_parameters,
-    raise_on_all_ranks,
-)
+from lightning_pipesync.core.consistency import check_same_values, collect_consistent_parameters, raise_on_all_ranks
 from lightning_pipesync.core.parameters import NamedParameter, device_of, hook_gradient
 from lightning_pipesync.core.torch_private import has_unscaled, mark_overflow
 from lightning_pipesync.data.train_loader import TrainLoader

@@ -141,14 +141,9 @@ class UserSteps:
     ) -> tuple[bool, T | None]:
         """Runs ``update`` for a method that updates the weights itself: the optimizer's step in it updates nothing.
 
-        Args:
-            index: that of the optimizer.
-            update: as in :meth:`SyncMethod.step`.
-            apply: called in place of the optimizer's step, which it is given, unless a loss scaler skips the step.
-            evaluate: evaluates a closure, after which the gradient is complete.
-
-        Returns:
-            Whether the weights are to be updated, or a loss scaler skips the step; and the result of ``update``.
+        ``apply`` is called in place of the optimizer's step, which it is given, unless a loss scaler skips the step.
+        ``evaluate`` evaluates a closure, after which the gradient is complete. Returns whether the weights are to be
+        updated, which a loss scaler may skip, and the result of ``update``.
 
         Raises:
             RuntimeError: a call is out of order.

@@ -24,18 +24,14 @@ from lightning_pipesync.training.registry import METHODS
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """How a framework attaches a method.
-
-    ``backend`` is that of :class:`Transport`, and ``steps_per_epoch`` that of :class:`TrainingData`. ``loads_data`` is
-    whether the framework follows the settings of the training data itself.
-    """
+    """How a framework attaches a method."""
 
     name: str
     config: Settings
     ranks_per_host: int
-    backend: str | None = None
-    loads_data: bool = False
-    steps_per_epoch: Callable[[], int | None] | None = None
+    backend: str | None = None  # see Transport
+    loads_data: bool = False  # whether the framework follows the settings of the training data itself
+    steps_per_epoch: Callable[[], int | None] | None = None  # see TrainingData
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> SyncMethod:
         """Attaches the method; a collective call, with the errors of :class:`SyncMethod`."""
@@ -51,12 +47,9 @@ class MethodPlan:
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A method, the user's optimizers whose steps it takes, and the user's models that they train.
+    """A method, the user's optimizers whose steps it takes, and the user's models that they train."""
 
-    Models that are part of another one are not among ``modules``.
-    """
-
-    modules: list[nn.Module]
+    modules: list[nn.Module]  # without those that are part of another one
     optimizers: list[Optimizer]
     method: SyncMethod
     wrappers: list[weakref.ref[SyncedModule]]
@@ -76,17 +69,10 @@ class Session:
 
 
 class Sessions:
-    """Everything that was prepared to be trained: models and optimizers in any order, and pipelines.
-
-    Attributes:
-        modules: the wrapped models, each once and in order, until :meth:`end`; the same on all ranks.
-        sessions: the attached sessions.
-        optimizers: the added optimizers, in order.
-        pipelines: methods that make the passes themselves.
-    """
+    """Everything that was prepared to be trained: models and optimizers in any order, and pipelines."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []  # those wrapped, each once, until end(); the same on all ranks
         self.sessions: list[Session] = []
         self.optimizers: list[Optimizer] = []
         self.pipelines: list[PipelineMethod] = []

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_pipesync.core.comm.messages import Messages
 
-#: The most and the fewest steps in flight; between these limits, as many as have so many bytes. With 8 ranks at 200
+#: The most and the fewest steps in flight; between these limits, as many as have these bytes. With 8 ranks at 200
 #: Mbit/s, slices of 64 KiB took 1.3 times as long all at once, and slices of 16 KiB 1.3 times as long two at a time.
 MOST_STEPS, LEAST_STEPS, BYTES_IN_FLIGHT = 16, 2, 128 * 1024
 

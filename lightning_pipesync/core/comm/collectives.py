@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Collectives:
     """Asynchronous collectives among the ranks of a process group.
 
-    Over Gloo one advances while somebody waits for it, or for a later one: a :class:`CommQueue` while training runs.
+    Over Gloo one advances only while a thread waits for it, or for a later one, such as that of a :class:`CommQueue`.
 
     Tensors are 1-D and contiguous; the collectives work in place. The number of values need not be a multiple of the
     number of ranks. CPU tensors use Gloo. CUDA tensors use NCCL, or, without it, Gloo through the host.

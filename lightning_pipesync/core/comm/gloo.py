@@ -128,12 +128,15 @@ class GlooExchange:
 
         def reduce() -> Tensor:
             contributions = {**incoming, self._rank: own_wire}
-            divisor = self._world_size if mean else 1
             if own.numel():
                 if summed_as_they_are:
-                    self._sum_values(exchange, contributions, own, divisor)
+                    total = self._sum_values(exchange, contributions)
                 else:
-                    self._sum_wires(exchange, contributions, codec, own, divisor)
+                    total = self._sum_wires(exchange, contributions, codec, own)
+                if mean:
+                    total.div_(self._world_size)  # only the quotient is rounded to the dtype of ``own``
+                if total is not own:
+                    own.copy_(total)
             exchange.finish()
             self._pool.give([*received.values(), *encoded.values()])
             return own
@@ -159,9 +162,7 @@ class GlooExchange:
             encode_with_feedback(codec, source, wires[rank], residual)
         return wires
 
-    def _sum_values(
-        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], own: Tensor, divisor: int
-    ) -> None:
+    def _sum_values(self, exchange: AllToAllExchange, contributions: dict[int, Tensor]) -> Tensor:
         """Adds in rank order, so that the result depends neither on the summing rank nor on the order of arrival."""
         order = sorted(contributions)
         if self._rank == 1:
@@ -171,15 +172,12 @@ class GlooExchange:
         for rank in order[1:]:
             exchange.wait_for(rank)
             total.add_(contributions[rank])
-        if divisor != 1:
-            total.div_(divisor)
-        if total is not own:
-            own.copy_(total)
+        return total
 
     def _sum_wires(
-        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor, divisor: int
-    ) -> None:
-        """Decodes and adds in rank order; only the quotient is rounded to the dtype of ``own``."""
+        self, exchange: AllToAllExchange, contributions: dict[int, Tensor], codec: Codec, own: Tensor
+    ) -> Tensor:
+        """Decodes and adds in rank order, into ``own`` if that has the dtype of a sum."""
         dtype = accumulation_dtype(own.dtype)
         total = own if own.dtype == dtype else torch.empty_like(own, dtype=dtype)
         for rank in sorted(contributions):
@@ -189,10 +187,7 @@ class GlooExchange:
                 codec.decode(wire, total, own.dtype)
             else:
                 codec.decode_add(wire, total, own.dtype)
-        if divisor != 1:
-            total.div_(divisor)
-        if total is not own:
-            own.copy_(total)
+        return total
 
     def _start_all_gather(
         self, tag: int, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None, part: slice | None = None
@@ -225,7 +220,6 @@ class GlooExchange:
         return gather_and_decode
 
     def _gather_slices(self, tag: int, slices: list[Tensor]) -> AllToAllExchange | RingExchange:
-        """Starts sending this rank's slice to all others, and receiving theirs."""
         if worthwhile(slices[0].nbytes, self._world_size):
             return RingExchange(self._messages.tagged(tag), slices, first=self._rank)
         own = slices[self._rank]

@@ -55,7 +55,6 @@ class Promise(Handle[T]):
         self._error: BaseException | None = None
 
     def run(self, function: Callable[[], T]) -> None:
-        """Runs ``function`` and keeps its result, or the exception that it raises."""
         try:
             self._result = function()
         except BaseException as error:

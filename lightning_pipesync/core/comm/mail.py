@@ -1,18 +1,16 @@
 """Mail: messages among all ranks, at any time and in any number, which threads send and receive.
 
-[Note: signs of life]
-A rank may have nothing to tell for longer than the timeout of a message, and when a message times out, Gloo ends all
-connections of the group. So messages have no timeout. Each rank sends an empty message when it has nothing to tell, and
-a rank that is not heard of for as long as the timeout counts as lost.
-
-A rank that raises, and lives on, is one that the others need not wait for.
+[Note: keep-alives]
+A rank may have nothing to send for longer than the timeout of a message, and when one times out, Gloo ends all
+connections of the group. So messages have no timeout. An idle rank sends empty messages, and one from which nothing
+arrives within the timeout counts as lost; so does one that has raised, even if it lives on.
 
 [Note: one direction a connection]
-Who receives does not know what comes until it has the header, and posts the receives of the tensors then. In Gloo the
-notice of that queues behind what it sends itself over the same connection: two ranks that send large tensors to each
-other would take turns. So there are two groups, one for messages to higher ranks and one for those to lower ones.
+A receiver posts the receives of the tensors once it has the header. In Gloo the notice of that queues behind outgoing
+data of the same connection: two ranks that send large tensors to each other would take turns. So there are two groups,
+one for messages to higher ranks and one for those to lower ones.
 
-[Note: the end of the mail]
+[Note: closing]
 A rank that closes its mail says goodbye: it asks for nothing any more, and still answers. Once the peer has said
 goodbye, too, all is answered, and each sends the other a last message. After an error nothing is said.
 """
@@ -46,7 +44,7 @@ End = Callable[[int], object]
 
 
 class _Sign(Enum):
-    """Messages between the threads, see [Note: the end of the mail] and [Note: signs of life]."""
+    """Messages between the threads, see [Note: closing] and [Note: keep-alives]."""
 
     ALIVE = "alive"
     GOODBYE = "goodbye"
@@ -61,7 +59,7 @@ class Mail:
         upwards: messages from lower to higher ranks, of a group that nothing else uses, without a timeout.
         downwards: messages from higher to lower ranks, of another such group.
         traffic: counts the bytes sent.
-        timeout_s: seconds after which a rank that is not heard of counts as lost.
+        timeout_s: seconds without a message after which a rank counts as lost.
     """
 
     def __init__(self, upwards: Messages, downwards: Messages, traffic: Traffic, timeout_s: float) -> None:
@@ -134,7 +132,7 @@ class Mail:
             join_thread(thread, 1.0)
 
     def _listen(self) -> None:
-        """Tells which ranks are lost, see [Note: signs of life]."""
+        """Tells which ranks are lost, see [Note: keep-alives]."""
         listened = {inbox.peer: inbox for inbox in self._inboxes}
         last = time.monotonic()
         while not self._closing.wait(self._interval_s / 4):

@@ -46,13 +46,11 @@ class Messages:
         self._deliveries = [f"the delivery of a message to rank {rank}" for rank in self._ranks]
 
     def tagged(self, tag: int) -> Messages:
-        """Returns messages among the same ranks with another tag."""
         messages = copy(self)
         messages._tag = tag
         return messages
 
     def start_receiving(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Posts a receive into the contiguous ``tensor``."""
         with self._receiving(peer):
             return self._group.recv([tensor], peer, self._tag)  # irecv takes ten calls to come here
 

@@ -65,7 +65,7 @@ class NcclExchange:
         return self._enqueue(flat, copy)
 
     def release_memory(self) -> None:
-        """Does nothing: no buffer is kept."""
+        pass  # no buffer is kept
 
     def _enqueue(
         self, flat: Tensor, operation: Callable[[], Tensor], feedback: ErrorFeedback | None = None

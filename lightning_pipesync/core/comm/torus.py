@@ -39,19 +39,17 @@ class Torus:
 
     @classmethod
     def of(cls, world_size: int) -> Torus | None:
-        """Returns the torus of so many ranks, as square as possible; None: they have no divisor."""
+        """Returns the torus of ``world_size`` ranks, as square as possible; None: they have no divisor."""
         try:
             return cls(world_size, columns=None)
         except ValueError:
             return None
 
     def row_of(self, rank: int) -> list[int]:
-        """Returns the ranks in the row of ``rank``."""
         first = rank - rank % self.columns
         return list(range(first, first + self.columns))
 
     def column_of(self, rank: int) -> list[int]:
-        """Returns the ranks in the column of ``rank``."""
         return list(range(rank % self.columns, self.rows * self.columns, self.columns))
 
     def row_slice(self, numel: int, rank: int) -> slice:

@@ -28,7 +28,6 @@ class Traffic:
         self._this_thread = threading.local()
 
     def count(self, kind: str, num_bytes: int) -> None:
-        """Counts one operation of ``kind`` that sends ``num_bytes`` bytes."""
         self.operations[kind] += 1
         self.bytes_sent[kind] += num_bytes
 
@@ -52,20 +51,16 @@ class Traffic:
 
     @property
     def total_bytes_sent(self) -> int:
-        """Bytes sent, all kinds together."""
         return sum(self.bytes_sent.values())
 
     @property
     def total_seconds_waited(self) -> float:
-        """Seconds waited, all kinds together."""
         return sum(self.seconds_waited.values())
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Returns the counters as plain dictionaries."""
         return {name: dict(getattr(self, name)) for name in ("bytes_sent", "seconds_waited", "operations")}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        """Continues from the counters that :meth:`state_dict` returned."""
         self.bytes_sent = Counter({kind: int(count) for kind, count in state["bytes_sent"].items()})
         self.seconds_waited = dict(state["seconds_waited"])
         self.operations = Counter({kind: int(count) for kind, count in state["operations"].items()})

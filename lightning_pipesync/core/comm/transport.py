@@ -27,10 +27,10 @@ from lightning_pipesync.core.faults.failure import PeerWatch
 from lightning_pipesync.core.faults.meeting import meet
 from lightning_pipesync.core.faults.shutdown import destroy_process_groups_at_shutdown
 
-#: A timeout that never comes; Gloo counts in nanoseconds.
+#: No timeout; Gloo counts in nanoseconds.
 FOREVER = timedelta(days=365)
 
-#: What a number of NumPy, such as a learning rate, consists of in a state.
+#: What a NumPy number in a state, such as a learning rate, is made of.
 NUMPY_NUMBERS: list[Any] = [
     np.float64(0).__reduce__()[0],
     np.dtype,
@@ -166,7 +166,7 @@ class Transport(Collectives):
     def gather_objects(self, obj: Any) -> list[Any]:
         """Returns every rank's ``obj`` (picklable and small), by rank, on all ranks; blocks. Bytes are not counted."""
         objects: list[Any] = [None] * self.world_size
-        with self.traffic.waiting("objects"), self.watch.waiting("what all ranks have to tell"):
+        with self.traffic.waiting("objects"), self.watch.waiting("the objects of all ranks"):
             dist.all_gather_object(objects, obj, group=self._control)
         return objects
 

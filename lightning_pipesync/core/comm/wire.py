@@ -1,8 +1,8 @@
 """The wire format of nested tensors and small values: a header of fixed size, which describes them, and tensors.
 
 [Note: no pickles]
-The description is JSON, see :mod:`lightning_pipesync.core.plain`. A model's own objects, which pass from one stage of a
-pipeline to the next, may be anything: only who expects such reads a pickle, which could run code of the sender's.
+The description is JSON, see :mod:`lightning_pipesync.core.plain`. Objects of the model's own, which a stage of a
+pipeline sends to the next, may be anything: only a receiver with ``objects`` reads a pickle, which could run code.
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ LISTENED = 3
 
 @dataclass(frozen=True)
 class Job:
-    """A job and this process's rank in it."""
-
     store: dist.Store  # outlives process groups; nothing else uses its keys
     rank: int
     world_size: int  # at first
@@ -37,14 +35,13 @@ class Job:
 
     @property
     def is_replacement(self) -> bool:
-        """Whether this process takes the place of a lost one."""
         return self.start > 1
 
 
 def start_job(timeout_s: float) -> Job:
-    """Makes the default process group, with Gloo, from the environment variables that ``torchrun`` sets.
+    """Initializes the default process group, with Gloo, from the environment variables that ``torchrun`` sets.
 
-    It has all ranks, or this rank alone if the process returns to a running job. ``timeout_s``: of the group.
+    It has all ranks, or this rank alone if the process returns to a running job.
 
     Raises:
         ValueError: an environment variable is missing.
@@ -71,17 +68,13 @@ class Application:
         self._at_end = at_shutdown(lambda _: self._close(), first=True)
 
     def wait(self) -> Agreement:
-        """Waits until the members admit this rank, and returns the agreement.
-
-        Raises:
-            RuntimeError: the leader is lost, or has ended.
-        """
+        """Blocks until the members admit this rank; raises a RuntimeError if the leader has ended or is lost."""
         silence = Silence(PATIENCE * self._interval)
         try:
             while (text := self._heartbeat.call(self._read)) is None:
                 leader = self._heartbeat.call(lambda: Heartbeat.last_beat(self._job.store, LEADER))
                 if silence.of([leader]):
-                    raise RuntimeError(f"rank {LEADER} has ended, or is not heard of")
+                    raise RuntimeError(f"rank {LEADER} has ended or fallen silent")
                 time.sleep(self._interval / 4)
         except RuntimeError as error:
             raise RuntimeError(

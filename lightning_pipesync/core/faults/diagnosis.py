@@ -16,7 +16,7 @@ from lightning_pipesync.core.faults.heartbeat import Beat, Fault
 #: The description of each kind of fault; ``ago`` is the number of seconds since it happened.
 SENTENCES = {
     "raised": "it raised {detail}, {ago:.0f} s ago",
-    "silent": "it has died, is frozen or cut off: last heard of {ago:.0f} s ago, after {detail}",
+    "silent": "it has died, is frozen or cut off: last heard from {ago:.0f} s ago, after {detail}",
     "missing": "it never attached a method: it has raised or died, hangs, or is too slow; look at its output",
     "ended": "it has ended without an error {ago:.0f} s ago, after {detail}",
     "ahead": "{detail}, and others have not, {ago:.0f} s ago at the latest",
@@ -73,7 +73,7 @@ def has_raised(beat: Beat) -> bool:
 def describe_suspects(beats: Sequence[Beat], silent: Collection[int], rank: int) -> str:
     """Returns in words which ranks may be at fault, if none is known to be."""
     if missing := [peer for peer in sorted(silent) if not beats[peer].number]:
-        return f" (not heard of yet: ranks {', '.join(map(str, missing))})"
+        return f" (not heard from yet: ranks {', '.join(map(str, missing))})"
     absent = ", ".join(map(str, absent_ranks(beats, rank)))
     return f" (alive, and waiting for nobody: ranks {absent})" if absent else ""
 

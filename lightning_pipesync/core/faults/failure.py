@@ -1,6 +1,6 @@
 """The error of a lost peer: which rank is at fault, and why.
 
-[Note: nobody waits for a rank that is lost]
+[Note: no wait for a lost rank]
 A rank that raises publishes it, and may live on, so that no connection to it breaks. A rank that learns of a fault, and
 has not ended a beat later, ends all waits of its process groups with an error. Within that beat an error that all ranks
 raise, such as a setting that is refused, ends them without breaking a group that a later training could use.
@@ -49,7 +49,7 @@ class PeerWatch:
 
     Args:
         exchanges: returns the number of operations that this rank has started.
-        end_waits: ends all waits of this rank with a connection error, see [Note: nobody waits for a rank that ...].
+        end_waits: ends all waits of this rank with a connection error, see [Note: no wait for a lost rank].
     """
 
     def __init__(
@@ -240,12 +240,10 @@ class PeerWatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank still takes part."""
         return not self._left
 
     @property
     def fault(self) -> Fault | None:
-        """The fault that some rank has found."""
         return None if self._heartbeat is None else self._heartbeat.fault
 
     def now(self) -> float:

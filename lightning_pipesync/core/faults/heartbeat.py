@@ -40,14 +40,11 @@ T = TypeVar("T")
 
 
 def interval_of(timeout_s: float) -> float:
-    """Returns the seconds between two beats with a timeout."""
     return min(INTERVAL, timeout_s * FRACTION_OF_TIMEOUT)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait of a rank."""
-
     what: str  # in words
     peer: int | None  # None: any other
     since: float  # by the job's clock
@@ -239,7 +236,6 @@ def call_in_time(function: Callable[[], T], timeout_s: float) -> T:
 
 
 def _in_time(function: Callable[[], T], timeout_s: float, start: Callable[[Callable[[], None]], object]) -> T:
-    """Returns the result of ``function``, which ``start`` has another thread run."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -18,8 +18,8 @@ def netlab(
 ) -> int:
     """Runs a multi-node job on hosts of a slow network, emulated on this machine: pipesync netlab ... -- COMMAND.
 
-    Needs Linux and root. The exit status is the worst of the hosts', where signal n counts as 128 + n, or 124 after a
-    timeout.
+    Needs Linux, and root or a kernel that lets users create namespaces. The exit status is the worst of
+    the hosts', where signal n counts as 128 + n, or 124 after a timeout.
 
     Args:
         hosts: how many hosts there are, numbered from 0.

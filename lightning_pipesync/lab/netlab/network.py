@@ -132,15 +132,15 @@ class Network:
 
 
 def check_requirements() -> None:
-    """Raises RuntimeError if this is not Linux, not root, or without network namespaces or pyroute2."""
+    """Raises RuntimeError if this is not Linux, lacks capabilities, or is without network namespaces or pyroute2."""
     if not sys.platform.startswith("linux"):
         raise RuntimeError(f"A network of hosts can be emulated on Linux only; this is {sys.platform}.")
     if importlib.util.find_spec("pyroute2") is None:
         raise RuntimeError("pyroute2 is missing: pip install 'lightning-pipesync[bench]'.")
     if missing := missing_capabilities():
         raise RuntimeError(
-            f"Network namespaces need root: this process lacks {' and '.join(missing)}. Run it with sudo, or in a "
-            "privileged container."
+            f"Network namespaces need root, or a user namespace (unshare --user): this process lacks "
+            f"{' and '.join(missing)}. Run it with sudo, or in a privileged container."
         )
     if not Path("/proc/self/ns/net").exists():
         raise RuntimeError("This kernel has no network namespaces (CONFIG_NET_NS).")

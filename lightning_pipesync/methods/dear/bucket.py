@@ -23,10 +23,7 @@ from lightning_pipesync.methods.gradients.reshard import slices_in_shard
 class FusedBucket(GradientBucket):
     """Parameters of one group of one optimizer, which become views of one buffer, ``values``.
 
-    Attributes:
-        sharded: whether this rank updates its shard only.
-        group: the indices of the optimizer and of its parameter group.
-        gradient_shard: this rank's shard of ``gradients``, which the reduce-scatter averages.
+    If it is ``sharded``, this rank updates only its shard. ``gradient_shard`` is what the reduce-scatter averages.
     """
 
     kind = "reduce_scatter"

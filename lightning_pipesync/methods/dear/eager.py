@@ -105,6 +105,7 @@ class EagerGathers:
         self._trained: set[int] = set()  # ids of the parameters whose times are measured
         self._version = -1  # of the buckets of the schedule; there is none
         self._early = EarlyGathers.none(0)
+        self._link: LinkCost | None = None  # measured once
 
     @property
     def due(self) -> bool:
@@ -136,10 +137,11 @@ class EagerGathers:
 
     def make_schedule(self) -> None:
         """Makes the schedule for the next backward passes; a collective call, with nothing in flight."""
-        link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self._fused.buckets])
+        if self._link is None:
+            self._link = measure_link(self._transport, [bucket.gradients.flat.nbytes for bucket in self._fused.buckets])
         schedule = None
         if self._transport.rank == 0:
-            schedule = choose_early_gathers(self._bucket_times(link), divisible=self._transport.gathers_parts)
+            schedule = choose_early_gathers(self._bucket_times(self._link), divisible=self._transport.gathers_parts)
         self._early = self._transport.gather_objects(schedule)[0]
         self._version = self._fused.version
 

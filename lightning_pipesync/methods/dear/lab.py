@@ -16,13 +16,7 @@ from lightning_pipesync.core.schedule import BucketTimes, simulate_step
 from lightning_pipesync.core.work import Profile, Work
 from lightning_pipesync.methods.dear.config import DeARConfig
 from lightning_pipesync.methods.dear.eager import choose_early_gathers
-from lightning_pipesync.methods.laboratory import (
-    BenchCandidate,
-    LabEntry,
-    Prediction,
-    StandIn,
-    waiting_share,
-)
+from lightning_pipesync.methods.laboratory import BenchCandidate, LabEntry, Prediction, StandIn, waiting_share
 
 #: Besides the best buckets, so many times as large ones are predicted and run: where messages cost more than was
 #: measured, as on busy processors, fewer are better.

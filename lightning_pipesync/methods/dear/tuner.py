@@ -64,21 +64,15 @@ class FusionTuner:
     A trial measures the time from one step to the next on rank 0, which is that of all ranks, by the clock of its
     device: the host may be ahead of it. Rank 0 chooses the next size, and announces the change with the flags of a
     step. All ranks change after the next backward pass, in which no reduce-scatter starts.
-
-    Attributes:
-        fusion: how tensors are fused now.
-        finished: whether the search has ended, or there is none.
-        change_due: whether the buckets change after the next backward pass; the same on all ranks.
-        trials: the measurements so far.
     """
 
     def __init__(
         self, config: DeARConfig, buckets: FusedBuckets, transport: Transport, file: TuningFile | None
     ) -> None:
         self._config, self._fused, self._transport, self._file = config, buckets, transport, file
-        self.fusion = config.first_fusion()
-        self.finished = True
-        self.change_due = False
+        self.fusion = config.first_fusion()  # of the present buckets
+        self.finished = True  # also if there is no search
+        self.change_due = False  # whether the buckets change after the next backward pass; the same on all ranks
         self.trials: list[Trial] = []
         self._search: FusionSearch | None = None  # on rank 0
         self._sizes: list[int] = []  # bytes of the parameters of each kind

@@ -125,15 +125,10 @@ class BackPipe:
         return outdated
 
     def finish(self, exchange: Callable[[int], Queued[list[int]]], flag: int = 0, unless: int = 0) -> int:
-        """Blocks until all gradients are reduced, those of this step and on all ranks; a collective call.
+        """Blocks until all gradients of this step are reduced; a collective call that returns the union of flags.
 
-        Args:
-            exchange: queues an exchange of flags, given this rank's.
-            flag: the method's bits of this rank's flag.
-            unless: the bits with which changed gradients are not reduced again.
-
-        Returns:
-            The union of all ranks' flags.
+        ``exchange`` queues an exchange of flags, given this rank's, to which ``flag`` adds the method's bits. With the
+        bits ``unless``, changed gradients are not reduced again.
         """
         flags = self._finish_pass(exchange, flag)
         if flags & OUTDATED and not flags & unless:  # on some rank, so that all reduce again

@@ -22,14 +22,9 @@ class GradientBucket:
     """The gradients of parameters of one dtype in one buffer, and their average over the ranks.
 
     The buffer is divided into pieces of ``piece_numel`` values, each of which has its own all-reduce; None: one piece.
-
-    Attributes:
-        kind: the collective under which waiting is counted.
-        present: by parameter, whether it had a gradient at :meth:`pack`; on any rank, once that is known.
-        feedback: the residuals of each piece, None without :meth:`use_error_feedback`.
     """
 
-    kind: ClassVar[str] = "all_reduce"
+    kind: ClassVar[str] = "all_reduce"  # under which waiting is counted
 
     def __init__(
         self,
@@ -42,8 +37,8 @@ class GradientBucket:
         self.gradients = Bucket(self.parameters)
         flat = self.gradients.flat
         self.pieces: Sequence[Tensor] = [flat] if piece_numel is None else flat.split(piece_numel)
-        self.feedback: list[ErrorFeedback | None] = [None] * len(self.pieces)
-        self.present = [True] * len(self.parameters)
+        self.feedback: list[ErrorFeedback | None] = [None] * len(self.pieces)  # the residuals of each piece
+        self.present = [True] * len(self.parameters)  # whether it had a gradient; on any rank, once that is known
         self._collectives, self._codec = collectives, get_codec(codec)
         self._noted: list[tuple[Tensor, int] | None] = []
         self._averaged: list[Queued[Tensor]] = []

@@ -20,16 +20,13 @@ WARM_UP, MEASURED = 1, 3
 class StepTimes:
     """Measures some steps after :meth:`begin`; before and afterwards it costs nothing.
 
-    Attributes:
-        measuring: whether the present step is measured; the same on all ranks.
-        ready: seconds from the first gradient of backward to that of a parameter, by the parameter's id.
-        needed: seconds of computation from the begin of forward until a parameter is needed, by its id. Both are
-            medians over the steps, and empty before these have been measured.
+    ``ready`` are the seconds from the first gradient of backward to that of a parameter, by the parameter's id;
+    ``needed`` those of computation from the beginning of forward until it is needed. Both are medians over the steps.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
-        self.measuring = False
+        self.measuring = False  # the same on all ranks
         self.ready: dict[int, float] = {}
         self.needed: dict[int, float] = {}
         self._ready: list[dict[int, Moment]] = []  # for each step: by id of a parameter

@@ -28,22 +28,14 @@ class GatheredBucket(Protocol):
         """Starts to bring the weights up to date."""
 
     def wait(self) -> None:
-        """Blocks until the weights are up to date.
-
-        Raises:
-            RuntimeError: a peer is lost.
-        """
+        """Blocks until the weights are up to date; raises a RuntimeError if a peer is lost."""
 
 
 B = TypeVar("B", bound=GatheredBucket)
 
 
 class FeedPipeSchedule(Generic[K]):
-    """In which order the all-gathers start, and which of them a module waits for.
-
-    Attributes:
-        order: the buckets in the order of their all-gathers: the one that the forward pass needs first comes first.
-    """
+    """In which ``order`` the all-gathers start, that of the forward pass, and which of them a module waits for."""
 
     def __init__(self, buckets: Sequence[Sequence[K]], needed: Sequence[K]) -> None:
         position = {parameter: index for index, parameter in enumerate(needed)}
@@ -59,14 +51,11 @@ class FeedPipe(Generic[B]):
     """Starts the updates of a step; each module waits for its own weights before its forward pass.
 
     A ``state_dict`` of the module, and what is about to replace its weights, waits for all.
-
-    Attributes:
-        buckets: in the order of their updates: the one that the forward pass needs first comes first.
     """
 
     def __init__(self, module: nn.Module, order: ExecutionOrder, queue: CommQueue) -> None:
         self._order, self._queue = order, queue
-        self.buckets: list[B] = []
+        self.buckets: list[B] = []  # in the order of their updates, that of the forward pass
         self._bucket_of: dict[int, B] = {}  # by the id of a parameter
         self._awaited: dict[nn.Module, list[B]] = {}
         # Before the hooks of others, such as those of weight_norm, which read the weights.

@@ -11,8 +11,6 @@ from lightning_pipesync.methods.setting_types import Compression, MiB, Seconds
 from lightning_pipesync.methods.settings import Settings
 
 DelayCompensation = Literal["prediction", "momentum", "staleness", "distance", "none"]
-#: Compensations that compute gradients at predicted weights.
-_PREDICTING = ("prediction", "momentum")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class PipeSGDConfig(Settings):
     @property
     def predicts(self) -> bool:
         """Whether gradients are computed at predicted weights."""
-        return self.staleness > 0 and self.delay_compensation in _PREDICTING
+        return self.staleness > 0 and self.delay_compensation in ("prediction", "momentum")
 
     @property
     def keeps_local_gradients(self) -> bool:
@@ -104,7 +102,7 @@ class PipeSGDConfig(Settings):
     def lost_with_other_ranks(self) -> str | None:
         if self.staleness == 0:
             return None
-        return "gradients that were on their way are dropped, and the pipeline fills anew"
+        return "gradients in flight are dropped, and the pipeline fills anew"
 
     def without_effect(self) -> dict[str, str]:
         ignored, chosen = {}, f"with staleness={self.staleness!r}"

@@ -21,10 +21,8 @@ SHARD_OF_PIECE = 4 * MIB
 class GradientLayout:
     """How the gradients of some parameters are fused, step after step.
 
-    Attributes:
-        members: the parameters, bucket by bucket, in the order in which their gradients are expected.
-        index_of: the index of a parameter's bucket, by the parameter's id.
-        compared: by member, whether it had a gradient when the ranks last compared: on this rank, on any.
+    ``members`` are these, bucket by bucket, in the order in which their gradients are expected. ``compared`` is, by
+    member, whether it had a gradient when the ranks last compared: on this rank, on any.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], config: PipeSGDConfig, transport: Transport) -> None:

@@ -96,10 +96,6 @@ class PredictedWeights:
     A swap exchanges the data of parameters without a copy, and only of parameters that a trial step updates.
     An optimizer of ``torch.optim`` takes its trial steps block by block. Any other one takes them as a whole, since it
     may use several parameters at once.
-
-    Attributes:
-        in_use: whether the parameters hold the predicted weights.
-        names: the names of parameters, by id.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -109,8 +105,8 @@ class PredictedWeights:
         self._true: list[tuple[Tensor, int]] = []  # their data, and the version when they were swapped out
         self._scratch = Scratch(KEPT_MB if self._is_torchs_own else 0)  # the others' blocks are the whole model
         self._known = False
-        self.in_use = False
-        self.names: dict[int, str] = {}
+        self.in_use = False  # whether the parameters hold the predicted weights
+        self.names: dict[int, str] = {}  # of parameters, by id
 
     def forget(self) -> None:
         """Restores the true weights, and drops the prediction: the next :meth:`use` predicts again."""
