@@ -320,7 +320,8 @@ def in_former_form(state: dict[str, Any]) -> dict[str, Any]:
         }
         for unit in state["units"]
     ]
-    return {**state, "units": units}
+    [[num_steps, num_local_steps]] = [unit["steps"] for unit in state["units"]]
+    return {**state, "units": units, "steps": [num_local_steps, num_steps - num_local_steps]}
 
 
 def resume_from_former_state(aggregation: str, resumes: bool) -> dict[str, Tensor]:
