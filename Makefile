@@ -38,9 +38,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Most tests wait for processes that start: two files at a time. Four are a third faster on two cores, but some tests of
-# frozen ranks have timeouts that a loaded machine does not keep.
-WORKERS ?= 2
+# Most tests wait for processes that start: on two cores, four files at a time are a third faster than two.
+WORKERS ?= 4
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

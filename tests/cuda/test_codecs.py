@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pipesync.core.codecs import get_codec
 from lightning_pipesync.core.feedback import encode_with_feedback
 from tests.cuda.device import DEVICE, needs_cuda
-from tests.test_codecs import chunk_scales, encoded, every_codec, every_dtype, every_size, random, round_trip
+from tests.test_codecs import SIZES, chunk_scales, encoded, every_codec, every_dtype, random, round_trip
 
 pytestmark = needs_cuda
 
@@ -41,7 +41,7 @@ def assert_same_values(name: str, source: Tensor, decoded: Tensor, expected: Ten
 
 
 @every_codec
-@every_size
+@pytest.mark.parametrize("numel", SIZES)
 @every_dtype
 def test_decodes_what_the_cpu_decodes(name: str, numel: int, dtype: torch.dtype) -> None:
     codec, source = get_codec(name), random(numel, dtype)
@@ -52,7 +52,7 @@ def test_decodes_what_the_cpu_decodes(name: str, numel: int, dtype: torch.dtype)
 
 
 @every_codec
-@every_size
+@pytest.mark.parametrize("numel", SIZES)
 @every_dtype
 def test_decode_add_is_decode_and_add(name: str, numel: int, dtype: torch.dtype) -> None:
     codec, source, accumulator = get_codec(name), random(numel, dtype).to(DEVICE), random(numel, seed=1).to(DEVICE)
