@@ -18,7 +18,7 @@ def main(place: str, words: list[str] | None = None) -> int:
     def run() -> None:
         options = cli.import_modules(list(sys.argv[1:] if words is None else words))
         module, _, _ = place.partition(":")
-        cli.check_packages(["bench", module.rpartition(".")[2], *options])
+        cli.check_packages(["bench", module.rpartition(".")[2], *options], f"python -m {module}")
         benchmark: type[Command] = resolve_name(place)
         cli.parse(benchmark, cli.with_lists(options, benchmark), prog=f"python -m {module}").run()
 

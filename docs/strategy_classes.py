@@ -137,7 +137,12 @@ def arguments_file(
 
 def trainer_file(distribution: str) -> str:
     """Returns the file with the strategies of a distribution of Lightning's Trainer."""
-    conflict = "" if distribution == "lightning.pytorch" else "  # type: ignore[misc]"
+    twin = distribution == "pytorch_lightning"
+    conflict = "  # type: ignore[misc]" if twin else ""
+    imports = "from lightning_pipesync.lightning.distribution import Callback, DDPStrategy, StrategyRegistry"
+    if twin:
+        imports = f"from {distribution} import Callback\n"
+        imports += f"from {distribution}.strategies import DDPStrategy, StrategyRegistry"
     return f'''"""Strategies of the Trainer of ``{distribution}``; importing this module registers their names.
 
 {WRITTEN}
@@ -145,8 +150,7 @@ def trainer_file(distribution: str) -> str:
 
 from __future__ import annotations
 
-from {distribution} import Callback
-from {distribution}.strategies import DDPStrategy, StrategyRegistry
+{imports}
 
 from lightning_pipesync.lightning import arguments
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
@@ -172,7 +176,9 @@ STRATEGIES = Strategies(StrategyRegistry, globals(), "Strategy", _Strategy, mixi
 
 def fabric_file(distribution: str) -> str:
     """Returns the file with the strategies of a distribution of Fabric."""
-    conflict = "" if distribution == "lightning.fabric" else "  # type: ignore[misc]"
+    twin = distribution == "lightning_fabric"
+    conflict = "  # type: ignore[misc]" if twin else ""
+    imported_from = f"{distribution}.strategies" if twin else "lightning_pipesync.fabric.distribution"
     classes = [_concrete(method, "FabricStrategy", "DDPStrategy", conflict) for method in IN_FABRIC]
     return f'''"""Strategies of the Fabric of ``{distribution}``; importing this module registers their names.
 
@@ -181,7 +187,7 @@ def fabric_file(distribution: str) -> str:
 
 from __future__ import annotations
 
-from {distribution}.strategies import STRATEGY_REGISTRY, DDPStrategy
+from {imported_from} import STRATEGY_REGISTRY, DDPStrategy
 
 from lightning_pipesync.fabric import arguments
 from lightning_pipesync.fabric.strategy import mixin_of
@@ -216,8 +222,11 @@ def files() -> Iterator[tuple[Path, str]]:
 
 
 def _exported_by(cls: type) -> str:
-    """Returns the name of the outermost module that exports a class."""
+    """Returns the name of the outermost module that exports a class; of Lightning's, of the adapter's that does."""
     parts = cls.__module__.split(".")
+    if parts[0] == "lightning":
+        adapter = "fabric" if parts[1] == "fabric" else "lightning"
+        return f"lightning_pipesync.{adapter}.distribution"
     modules = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return next(name for name in modules if getattr(sys.modules[name], cls.__name__, None) is cls)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wrapt import register_post_import_hook
 
 from lightning_pipesync.core.codecs import TopK
+from lightning_pipesync.core.extras import check_extra, is_installed
 from lightning_pipesync.data import LabelSkewedSampler, SelDPSampler, label_skewed_partition
 from lightning_pipesync.methods.dear import DeAR, DeARConfig
 from lightning_pipesync.methods.ea_pipe import EAPipe, EAPipeConfig
@@ -91,15 +92,18 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Returns what needs a framework, and imports that when it is asked for."""
-        if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
-            return getattr(import_module(f"{__name__}.accelerate"), name)
         if name in ("fabric", "lightning"):
             return import_module(f"{__name__}.{name}")
-        if name == "PlanCallback":
-            return import_module(f"{__name__}.lab.plan.callback").PlanCallback
-        if name == "StepReport" or name.endswith("Strategy"):
-            return getattr(import_module(f"{__name__}.lightning"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in ("PipeSyncAccelerator", "PipeSyncPlugin"):
+            extra, module = "accelerate", "accelerate"
+        elif name == "PlanCallback":
+            extra, module = "lightning", "lab.plan.callback"
+        elif name == "StepReport" or name.endswith("Strategy"):
+            extra, module = "lightning", "lightning"
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        check_extra(extra, name)
+        return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 #: By name of a framework's package, the module that registers the strategies for it.
@@ -109,6 +113,8 @@ _STRATEGIES_FOR = {
     "lightning.fabric": f"{__name__}.fabric",
     "lightning_fabric": f"{__name__}.fabric.twin",
 }
+if not is_installed("lightning"):  # its twins take its place
+    _STRATEGIES_FOR = {"pytorch_lightning": f"{__name__}.lightning", "lightning_fabric": f"{__name__}.fabric"}
 
 
 def _register_strategies(framework: Any) -> None:

@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from lightning_pipesync import __version__
-from lightning_pipesync.lab.bench.benchmark import check_installed
+from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.netlab.command import netlab
 from lightning_pipesync.lab.plan.command import Plan
 from lightning_pipesync.training.registry import METHODS
@@ -60,12 +60,8 @@ MOVED_WORDS = {
     "timeline": _PAPERS,
 }
 
-#: The packages of the extra ``bench`` that each subcommand needs, by the name that is imported.
-NEEDS = {
-    "plan": ("matplotlib", "pyroute2", "rich"),
-    "bench": ("matplotlib", "pyroute2", "rich"),
-    "netlab": ("pyroute2",),
-}
+#: The extra that each subcommand needs.
+EXTRAS = {"launch": "accelerate", "plan": "plan", "netlab": "netlab", "bench": "bench"}
 
 #: Models that ``transformers`` builds, and the tasks of trainings that need no scikit-learn.
 MODELS_OF_TRANSFORMERS = ("resnet50", "bert-base")
@@ -193,17 +189,22 @@ def _check_moved(words: Sequence[str]) -> None:
         )
 
 
-def check_packages(words: Sequence[str]) -> None:
-    """Raises ModuleNotFoundError if a command that is to run needs a package of an extra that is not installed."""
-    if {"-h", "--help"} & set(words):
+def check_packages(words: Sequence[str], command: str = "") -> None:
+    """Raises ModuleNotFoundError if a command that is to run needs a package of an extra that is not installed.
+
+    ``command`` is what the user calls it, if not ``pipesync`` with a subcommand.
+    """
+    if not words or words[0] not in EXTRAS or {"-h", "--help"} & set(words):
         return
-    needs = list(NEEDS.get(words[0], ())) if words else []
+    command = command or " ".join(["pipesync", *words[: 2 if words[0] == "bench" else 1]])
+    check_extra(EXTRAS[words[0]], command)
     values = {value.rpartition("=")[2] for value in words}
-    if words[:1] in (["plan"], ["bench"]) and not values.isdisjoint(MODELS_OF_TRANSFORMERS):
-        needs.append("transformers")
-    if words[1:2] in (["converge"], ["pipeline"]) and values.isdisjoint(TASKS_WITHOUT_SKLEARN):
-        needs.append("sklearn")
-    check_installed(*needs)
+    if words[0] in ("plan", "bench") and (models := values.intersection(MODELS_OF_TRANSFORMERS)):
+        check_extra("transformers", f"{command} with {' and '.join(sorted(models))}", "transformers")
+    if words[1:2] in (["converge"], ["pipeline"]):
+        check_extra("bench", command, "scipy")
+        if values.isdisjoint(TASKS_WITHOUT_SKLEARN):
+            check_extra("bench", f"{command} with digits", "sklearn")
 
 
 def _for_parser(words: list[str], components: Any) -> list[str]:

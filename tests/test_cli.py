@@ -59,21 +59,34 @@ def test_help_has_no_types_of_python(
 
 
 @pytest.mark.parametrize(
-    ("missing", "words", "said"),
+    ("missing", "words", "said", "extra"),
     [
-        (["rich"], ["plan"], "rich is missing"),
-        (["rich", "matplotlib"], ["bench", "step"], "matplotlib, rich are missing"),
-        (["pyroute2"], ["netlab", "--hosts", "2", "--", "true"], "pyroute2 is missing"),
-        (["pyroute2"], ["plan", "--rate", "1gbit"], "pyroute2 is missing"),
-        (["transformers"], ["plan", "--model", "bert-base"], "transformers is missing"),
-        (["transformers"], ["bench", "step", "--model=resnet50"], "transformers is missing"),
-        (["sklearn"], ["bench", "converge"], "scikit-learn is missing"),
+        (["accelerate"], ["launch", "train.py"], "pipesync launch needs Accelerate", "accelerate"),
+        (["rich"], ["plan"], "pipesync plan needs rich", "plan"),
+        (["rich", "matplotlib"], ["bench", "step"], "pipesync bench step needs matplotlib, rich", "bench"),
+        (["pyroute2"], ["netlab", "--hosts", "2", "--", "true"], "pipesync netlab needs pyroute2", "netlab"),
+        (["pyroute2"], ["plan", "--rate", "1gbit"], "pipesync plan needs pyroute2", "plan"),
+        (
+            ["transformers"],
+            ["plan", "--model", "bert-base"],
+            "pipesync plan with bert-base needs transformers",
+            "transformers",
+        ),
+        (
+            ["transformers"],
+            ["bench", "step", "--model=resnet50"],
+            "pipesync bench step with resnet50 needs transformers",
+            "transformers",
+        ),
+        (["sklearn"], ["bench", "converge"], "pipesync bench converge with digits needs scikit-learn", "bench"),
+        (["scipy"], ["bench", "converge", "--task", "topics"], "pipesync bench converge needs scipy", "bench"),
     ],
 )
 def test_a_package_that_is_missing_is_told_before_anything_is_measured(
     missing: list[str],
     words: list[str],
     said: str,
+    extra: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -85,10 +98,10 @@ def test_a_package_that_is_missing_is_told_before_anything_is_measured(
 
     monkeypatch.setattr(benchmark, "run_on", run)
     assert main(words) == 2
-    assert capsys.readouterr().err == f"pipesync: error: {said}: pip install 'lightning-pipesync[bench]'.\n"
+    assert capsys.readouterr().err == f'pipesync: error: {said}: pip install "lightning-pipesync[{extra}]"\n'
 
 
 def test_a_plan_in_a_run_needs_matplotlib_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
-    with pytest.raises(ModuleNotFoundError, match="matplotlib is missing: pip install"):
+    with pytest.raises(ModuleNotFoundError, match="PlanCallback needs matplotlib: pip install"):
         PlanCallback()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import random
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -277,6 +278,27 @@ def test_the_next_run_starts_from_the_file(tmp_path: Path) -> None:
     assert second == still == after
     assert other[:2] == [False, []]
     assert list(json.loads(path.read_text())) == ["searches"]
+
+
+def searched_without_the_package(path: Path) -> list[Any]:
+    """Whether there is a search, and the fusion: after a finished search, with its file and without it."""
+    finished = searched_twice(path)[1]
+    kept: list[Any] = [finished[::2]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "bayes_opt", None)  # as if it was not there
+        for file in (str(path), None):
+            model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+            run = Run(DeAR, "sgd", model, **SEARCHING, fusion="bo", tuning_file=file)
+            kept.append([run.sync.tuned, run.sync.fusion])
+            run.sync.detach()
+    return kept
+
+
+def test_without_its_package_there_is_no_search(tmp_path: Path) -> None:
+    """A finished one is taken from the file all the same."""
+    for finished, with_file, without in on_ranks(searched_without_the_package, 2, tmp_path / "tuning.json"):
+        assert with_file == finished
+        assert without == [True, Fusion(bucket_mb=SEARCHING["bucket_mb"])]
 
 
 def resumed_search() -> list[Any]:

@@ -5,9 +5,8 @@ Written by docs/strategy_classes.py: change a method's settings instead, and run
 
 from __future__ import annotations
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-
 from lightning_pipesync.fabric import arguments
+from lightning_pipesync.fabric.distribution import STRATEGY_REGISTRY, DDPStrategy
 from lightning_pipesync.fabric.strategy import mixin_of
 from lightning_pipesync.training.strategies import Strategies
 

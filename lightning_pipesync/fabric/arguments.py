@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from torch import device
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.fabric.distribution import Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_pipesync.fabric.strategy import PipeSyncFabricStrategyMixin
 from lightning_pipesync.training.strategies import passes_to
 

@@ -5,11 +5,9 @@ Written by docs/strategy_classes.py: change a method's settings instead, and run
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-
 from lightning_pipesync.lightning import arguments
 from lightning_pipesync.lightning.callback import PipeSyncCallbackMixin
+from lightning_pipesync.lightning.distribution import Callback, DDPStrategy, StrategyRegistry
 from lightning_pipesync.lightning.pipeline import mixin_of
 from lightning_pipesync.lightning.step_report import StepReportMixin
 from lightning_pipesync.training.strategies import Strategies

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from torch import device
 from torch.optim import Optimizer
 
 from lightning_pipesync.core.codecs import Codec
+from lightning_pipesync.fabric.distribution import CheckpointIO, ClusterEnvironment
+from lightning_pipesync.lightning.distribution import Accelerator, Precision
 from lightning_pipesync.lightning.pipeline import PipelineStrategyMixin
 from lightning_pipesync.lightning.sync import SyncStrategyMixin
 from lightning_pipesync.training.strategies import passes_to

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -19,6 +18,7 @@ from typing_extensions import override
 from lightning_pipesync.core.consistency import check_optimizers
 from lightning_pipesync.core.rng import seeded
 from lightning_pipesync.core.torch_private import map_tensors, mark_stepped
+from lightning_pipesync.fabric.distribution import rank_zero_info, rank_zero_warn
 from lightning_pipesync.fabric.private import unwrapped
 from lightning_pipesync.lightning.pipelined import (
     adopt_metrics,

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipesync.core.torch_private import map_tensors
 from lightning_pipesync.fabric.private import scaler_of
+from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
 from lightning_pipesync.lightning.private import accumulate, accumulated, show_metrics, shown_metrics
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipesync.core.private_names import require
+from lightning_pipesync.fabric.distribution import pl_worker_init_function
 from lightning_pipesync.fabric.private import LIGHTNING
 
 if TYPE_CHECKING:

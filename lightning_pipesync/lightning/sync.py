@@ -9,8 +9,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -22,7 +20,9 @@ from lightning_pipesync.core.consistency import check_same, raise_on_all_ranks
 from lightning_pipesync.core.storage import unshare_storage
 from lightning_pipesync.data.loaders import batch_size_before_injection
 from lightning_pipesync.data.order import check_num_samples, in_order, replaceable_order
+from lightning_pipesync.fabric.distribution import rank_zero_warn
 from lightning_pipesync.fabric.private import scaler_of, unwrapped
+from lightning_pipesync.lightning.distribution import is_param_in_hook_signature
 from lightning_pipesync.lightning.private import (
     check_trainer,
     check_uneven_batches,

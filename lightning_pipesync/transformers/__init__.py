@@ -1,5 +1,9 @@
 """Support for transformers' Trainer."""
 
-from lightning_pipesync.transformers.trainer import PipeSyncTrainerMixin
+from lightning_pipesync.core.extras import check_extra
+
+check_extra("transformers", __name__)
+
+from lightning_pipesync.transformers.trainer import PipeSyncTrainerMixin  # noqa: E402
 
 __all__ = ["PipeSyncTrainerMixin"]

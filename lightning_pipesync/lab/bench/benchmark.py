@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -146,11 +145,3 @@ def progress_bar(name: str, total: int) -> Iterator[Progress]:
     with progress.Progress(*columns, console=Console(stderr=True), disable=not on_first_rank) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
-
-
-def check_installed(*names: str) -> None:
-    """Raises ModuleNotFoundError if a package of the extra ``bench`` is missing, before anything is measured."""
-    missing = [name.replace("sklearn", "scikit-learn") for name in names if find_spec(name) is None]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise ModuleNotFoundError(f"{', '.join(missing)} {verb} missing: pip install 'lightning-pipesync[bench]'.")

@@ -8,7 +8,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import stdev
 from typing import Any, TypeVar
@@ -66,16 +66,23 @@ def write_results(folder: Path, kind: str, results: dict[str, Any], markdown: st
 
 def environment() -> dict[str, Any]:
     """Returns the time, versions, machine and git commit."""
-    packages = ("lightning-pipesync", "torch", "lightning", "numpy")
+    packages = ("lightning-pipesync", "torch", "lightning", "pytorch-lightning", "accelerate", "numpy")
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: found for name in packages if (found := _version(name))},
         "machine": platform.machine(),
         "system": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "commit": _git_commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _git_commit() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import itertools
 import sys
@@ -11,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.netlab.faults import check_host
 from lightning_pipesync.lab.netlab.processes import deferred_signals, raising_signals
 from lightning_pipesync.lab.netlab.units import parse_rate
@@ -132,11 +132,15 @@ class Network:
 
 
 def check_requirements() -> None:
-    """Raises RuntimeError if this is not Linux, lacks capabilities, or is without network namespaces or pyroute2."""
+    """Checks that hosts can be emulated here.
+
+    Raises:
+        RuntimeError: this is not Linux, lacks capabilities, or is without network namespaces.
+        ModuleNotFoundError: pyroute2 is not installed.
+    """
     if not sys.platform.startswith("linux"):
         raise RuntimeError(f"A network of hosts can be emulated on Linux only; this is {sys.platform}.")
-    if importlib.util.find_spec("pyroute2") is None:
-        raise RuntimeError("pyroute2 is missing: pip install 'lightning-pipesync[bench]'.")
+    check_extra("netlab", "A network of hosts")
     if missing := missing_capabilities():
         raise RuntimeError(
             f"Network namespaces need root, or a user namespace (unshare --user): this process lacks "

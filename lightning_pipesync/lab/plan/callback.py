@@ -1,8 +1,7 @@
 """The callback that plans, for ``lightning``."""
 
-from lightning.pytorch import Callback
-
 from lightning_pipesync.lab.plan.in_run import PlanCallbackMixin
+from lightning_pipesync.lightning.distribution import Callback
 
 
 class PlanCallback(PlanCallbackMixin, Callback):

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.core.private_names import ChecksOverrides
 from lightning_pipesync.core.work import Work
-from lightning_pipesync.lab.bench.benchmark import check_installed
 from lightning_pipesync.lab.bench.profile import StepRecorder
 from lightning_pipesync.lab.bench.tables import write_results
 from lightning_pipesync.lab.plan.measure import plan_for
@@ -47,7 +47,7 @@ class PlanCallbackMixin(ChecksOverrides, _Base):
     def __init__(self, output: str | Path | None = None, num_steps: int = 20) -> None:
         if num_steps < 1:
             raise ValueError(f"num_steps must be positive, got {num_steps!r}.")
-        check_installed("matplotlib")
+        check_extra("plan", type(self).__name__, "matplotlib")
         self._output, self._num_steps = output, num_steps
         self._recorder: StepRecorder | None = None
 

@@ -18,6 +18,7 @@ from lightning_pipesync.core.buckets import MIB, Fusion, num_bytes, of_one_kind
 from lightning_pipesync.core.clock import Clock, Moment
 from lightning_pipesync.core.comm.handle import Promise, Worker
 from lightning_pipesync.core.comm.transport import Transport
+from lightning_pipesync.core.extras import missing_extra
 from lightning_pipesync.core.files import replacing
 from lightning_pipesync.core.parameters import NamedParameter
 from lightning_pipesync.methods.dear.config import DeARConfig
@@ -84,8 +85,8 @@ class FusionTuner:
     def begin(self, parameters: Sequence[NamedParameter]) -> None:
         """Starts a search, unless one for as many bytes has started; a collective call.
 
-        There is no search if all parameters fit into the smallest bucket, or with deterministic algorithms, since the
-        order of summation depends on the buckets.
+        There is no search if all parameters fit into the smallest bucket; with deterministic algorithms, since the
+        order of summation depends on the buckets; or if rank 0 lacks the package for it, which is logged.
         """
         sizes = [sum(map(num_bytes, kind)) for kind in of_one_kind(parameters)]
         if self._config.fusion not in SEARCHES or sizes == self._sizes:
@@ -93,9 +94,15 @@ class FusionTuner:
         self._sizes, self.fusion, self.trials = sizes, self._config.first_fusion(), []
         smallest, largest = self._config.search_mb[0], min(self._config.search_mb[1], max(sizes) / MIB)
         found = None if self._file is None else self._file.read(self._job())
-        everyone = self._transport.gather_objects((found, torch.are_deterministic_algorithms_enabled()))
-        deterministic = any(wanted for _, wanted in everyone)
+        searches = self._config.fusion == "bo" and not (found or {}).get("finished")
+        missing = missing_extra("tune", "fusion='bo'") if searches else None
+        everyone = self._transport.gather_objects((found, torch.are_deterministic_algorithms_enabled(), missing))
+        deterministic = any(wanted for _, wanted, _ in everyone)
         self.finished = self._transport.world_size == 1 or largest <= smallest or deterministic
+        if not self.finished and (message := everyone[0][2]):
+            self.finished = True
+            if self._transport.rank == 0:
+                log.warning(f"{message}. Without it the buckets keep the size of bucket_mb={self._config.bucket_mb}.")
         if self.finished:
             return
         if self._transport.rank == 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_pipesync.core.extras import check_extra
 from lightning_pipesync.lab.bench.models.bench_model import BenchModel
 
 _VOCABULARY, _TOKENS = 1024, 64
@@ -135,7 +136,5 @@ def _classifier(
 
 def _transformers(name: str) -> Any:
     """Imports and returns the package, which is needed for its models only."""
-    try:
-        return import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"The model {name} needs transformers: pip install transformers") from error
+    check_extra("transformers", f"The model {name}", "transformers")
+    return import_module("transformers")
