@@ -27,7 +27,7 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	test -n "$(PYTHON_VERSION)" # otherwise PYTHON=$(PYTHON) does not run
 	test "`$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'`" = $(PYTHON_VERSION) \
 	    || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test,examples,bench]'
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
 demo: $(READY)
