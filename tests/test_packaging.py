@@ -100,6 +100,8 @@ def test_the_version_has_one_source(project: dict[str, Any]) -> None:
     assert project["project"]["dynamic"] == ["version"]
     source = (ROOT / project["tool"]["hatch"]["version"]["path"]).read_text()
     assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [lightning_pipesync.__version__]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [lightning_pipesync.__version__]
 
 
 @pytest.fixture(scope="module")
