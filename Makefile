@@ -20,7 +20,7 @@ CORE_TESTS := tests/test_ea_pipe_traced.py tests/test_private_names.py tests/tes
 # Byte code is kept: the tests start many processes, which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest test-extras fuzz lint lint-workflows dist clean
+.PHONY: demo test test-fast test-cuda test-kernels test-core test-oldest test-extras fuzz lint lint-workflows docs dist clean
 
 # Built once, and again when what is to be installed changes; another Python's is never used.
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -93,6 +93,12 @@ dist:
 	.venv-dist/bin/python -m pip install --quiet -c constraints.txt build twine
 	.venv-dist/bin/python -m build
 	.venv-dist/bin/python -m twine check --strict dist/*
+
+# The site is outputs/site; it needs no network. DOCS_REPOSITORY_URL=https://... links to source files there.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -c docs . outputs/site
+	echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > outputs/site/index.html
 
 clean:
 	rm -rf .venv .venv-* dist outputs
