@@ -39,6 +39,7 @@ root_doc = "docs/index"
 include_patterns = ["docs/**.md", "examples/README.md", "integrations/**.md", "README.md", "C*.md"]
 exclude_patterns = [".*", "outputs", "build", "dist", "**/__pycache__"]
 myst_heading_anchors = 6
+default_role = "code"
 
 autodoc_default_options = {
     "members": True,

@@ -23,15 +23,15 @@ PIECE_MB = 25.0
 class Method(ABC):
     """Base of every registered method."""
 
-    name: ClassVar[str]  # under which it is registered
+    name: ClassVar[str]  #: under which it is registered
     config_type: ClassVar[type[Settings]]
-    makes_passes: ClassVar[bool] = False  # whether it makes the forward and backward passes itself, as a pipeline does
-    shown_metrics: ClassVar[tuple[str, ...]] = ("mib_sent",)  # names of those that a progress bar shows
-    shards_optimizer_state: ClassVar[bool] = False  # whether a rank may have only a part of an optimizer's state
-    lab: ClassVar[type[LabEntry]] = LabEntry  # what benchmarks and plans know of it
+    makes_passes: ClassVar[bool] = False  #: whether it makes the forward and backward passes itself, as a pipeline does
+    shown_metrics: ClassVar[tuple[str, ...]] = ("mib_sent",)  #: names of those that a progress bar shows
+    shards_optimizer_state: ClassVar[bool] = False  #: whether a rank may have only a part of an optimizer's state
+    lab: ClassVar[type[LabEntry]] = LabEntry  #: what benchmarks and plans know of it
 
-    transport: Transport | None  # None if there are no other ranks
-    flushed: bool  # whether the weights are the consolidated ones, since flush()
+    transport: Transport | None  #: None if there are no other ranks
+    flushed: bool  #: whether the weights are the consolidated ones, since flush()
 
     @abstractmethod
     def flush(self) -> None:

@@ -26,7 +26,7 @@ class LinearScalingLR(LRScheduler):
     learning rates that the schedule copied when it was made, which are not scaled.
 
     Attributes:
-        factor: k.
+        factor: the factor k.
         warmup_steps: the number of steps until k is reached.
         scheduler: the schedule, or None.
 

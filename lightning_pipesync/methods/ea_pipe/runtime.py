@@ -63,7 +63,7 @@ class EAPipe(PipelineMethod):
 
     Attributes:
         config: the settings.
-        num_stages: N.
+        num_stages: the number of stages, N.
         transport: the transport to the other ranks; None for virtual stages.
         flushed: whether the pipeline is empty and the weights are the master's.
 
